@@ -1,0 +1,3 @@
+"""Shared by the tool's own tests."""
+
+pytest_plugins = ["pytester"]

@@ -1,0 +1,50 @@
+"""mgpu-check: is multi-GPU PyTorch code, and the machine under it, correct?
+
+The names below are imported when they are first used: importing this package imports neither torch nor Hypothesis.
+
+(For pytest, which rewrites the assertions of plugins, and warns of those that it finds imported: PYTEST_DONT_REWRITE.)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mgpu_check.checks.allreduce import assert_allreduce_matches as assert_allreduce_matches
+    from mgpu_check.checks.gradients import assert_gradients_agree as assert_gradients_agree
+    from mgpu_check.checks.mismatch import raises_device_mismatch as raises_device_mismatch
+    from mgpu_check.checks.replicas import assert_replicas_agree as assert_replicas_agree
+    from mgpu_check.checks.scatter import assert_shards_cover as assert_shards_cover
+    from mgpu_check.errors import RankDied as RankDied
+    from mgpu_check.errors import RankFailure as RankFailure
+    from mgpu_check.errors import RankHang as RankHang
+    from mgpu_check.node.simulated import simulated_node as simulated_node
+    from mgpu_check.ranks.rank import Rank as Rank
+    from mgpu_check.ranks.rank import current_rank as current_rank
+
+_HOMES = {
+    "Rank": "mgpu_check.ranks.rank",
+    "RankDied": "mgpu_check.errors",
+    "RankFailure": "mgpu_check.errors",
+    "RankHang": "mgpu_check.errors",
+    "assert_allreduce_matches": "mgpu_check.checks.allreduce",
+    "assert_gradients_agree": "mgpu_check.checks.gradients",
+    "assert_replicas_agree": "mgpu_check.checks.replicas",
+    "assert_shards_cover": "mgpu_check.checks.scatter",
+    "current_rank": "mgpu_check.ranks.rank",
+    "raises_device_mismatch": "mgpu_check.checks.mismatch",
+    "simulated_node": "mgpu_check.node.simulated",
+}
+
+__all__ = sorted(_HOMES)  # sorted() of a literal dict's keys
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

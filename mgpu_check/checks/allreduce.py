@@ -1,0 +1,87 @@
+"""The property of every reduction over ranks or devices: each of them holds what one device would compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mgpu_check.errors import AllreduceMismatch
+from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.diagnosis import diagnose
+from mgpu_check.numerics.reduction import reduced
+
+__all__ = ["assert_allreduce_matches"]
+
+
+def assert_allreduce_matches(
+    results: Sequence[torch.Tensor] | Mapping[int, torch.Tensor],
+    contributions: Sequence[torch.Tensor],
+    *,
+    operation: str = "sum",
+    what: str = "allreduce",
+) -> None:
+    """Assert that every result is the reduction of all contributions.
+
+    Bit for bit in each element whose sum is the same in every order (integers, and floating-point data such as
+    `mgpu_check.numerics.exact.exact_parts` makes); elsewhere within gamma(n-1)·Σ|x| in the unit roundoff of the dtype,
+    the bound that holds for every order of summation.
+
+    Args:
+        results: what ranks (or devices) hold after the operation: all of them in order, or some of them by rank. On any
+            device, in any layout.
+        contributions: what each rank put in, in order, unchanged by the operation; all of one shape and dtype.
+        operation: "sum", "avg", "product", "min" or "max".
+        what: the name of the operation under test, for the message.
+
+    Raises:
+        AllreduceMismatch: a result has another dtype, shape or value. `.ranks` are those that hold a wrong one.
+        ValueError: no contributions, contributions that differ in shape or dtype, or a rank that is not among them.
+    """
+    __tracebackhide__ = True
+    should = reduced(contributions, operation)
+    count = len(should.parts)
+    held = dict(results) if isinstance(results, Mapping) else dict(enumerate(results))
+    strangers = sorted(rank for rank in held if not 0 <= rank < count)
+    if strangers:
+        raise ValueError(
+            f"assert_allreduce_matches: results name ranks {strangers}, but contributions are of {count} ranks only"
+        )
+    if not isinstance(results, Mapping) and len(held) != count:
+        raise AllreduceMismatch(f"{what}: {len(held)} results for {count} contributions", ranks=range(len(held), count))
+    texts: dict[str, list[int]] = {}
+    for rank, result in sorted(held.items()):
+        text = _judge(result, should.value, should.tolerance, should.parts, rank, count)
+        if text:
+            texts.setdefault(text, []).append(rank)
+    if not texts:
+        return
+    wrong = sorted(rank for ranks in texts.values() for rank in ranks)
+    first = should.parts[0]
+    kind = f"{operation} of {count} x {tuple(first.shape)} {str(first.dtype).removeprefix('torch.')}"
+    head = f"{what}: {kind} is wrong on {_ranks(wrong)}" + (f" (of {len(held)})" if len(held) > 1 else "")
+    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:4]]
+    raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong)
+
+
+def _judge(
+    result: torch.Tensor,
+    value: torch.Tensor,
+    tolerance: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    rank: int,
+    count: int,
+) -> str:
+    if result.dtype != parts[0].dtype:
+        return f"has dtype {result.dtype}, expected {parts[0].dtype}"
+    if result.shape != value.shape:
+        return f"has shape {tuple(result.shape)}, expected {tuple(value.shape)}"
+    wrong = difference(result, value, tolerance)
+    if wrong is None:
+        return ""
+    looks = diagnose(result, value, tolerance, parts=parts, rank=rank, constants={"world size": count})
+    return "; ".join([str(wrong), *looks])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

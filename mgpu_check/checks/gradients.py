@@ -1,0 +1,130 @@
+"""The property of every parallel step: it gives the gradients, parameters and buffers that one device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.numerics.compare import Difference, difference, plain, show
+from mgpu_check.numerics.diagnosis import diagnose
+from mgpu_check.numerics.steps import Measurement
+
+__all__ = ["assert_gradients_agree"]
+
+_SHOWN = 4
+
+
+def assert_gradients_agree(
+    got: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor] | Measurement,
+    *,
+    tolerance: Mapping[str, torch.Tensor | float] | None = None,
+    rank: int | None = None,
+    parts: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    previous: Mapping[str, torch.Tensor] | None = None,
+    constants: Mapping[str, float] | None = None,
+    what: str = "step",
+) -> None:
+    """Assert that the named results of a parallel step are those of one device.
+
+    There is no default tolerance, because none fits all models: it is measured with
+    `mgpu_check.numerics.steps.measure_step`, whose result stands for `expected` and `tolerance` together.
+
+    Args:
+        got: gradients (or parameters, buffers, outputs) by name, on any device.
+        expected: the same names and shapes, in float64 where they stand for exact values; or a `Measurement`.
+        tolerance: for each name, how far an element may be off: a number, or a tensor of the shape of the result. 0
+            where the values must be equal.
+        rank: the rank that holds `got`, for the message.
+        parts: for each name, what each rank contributed to a sum or mean; for the diagnosis, as are `previous`, the
+            results of the step before, and `constants`, numbers by which results may be off, by what they are ("world
+            size": 4).
+        what: the name of the step under test, for the message.
+
+    Raises:
+        GradientMismatch: a result is missing, has another shape, or is off; names result, element, values, ratio and
+            what the difference looks like. `.ranks` holds `rank`.
+        ValueError: no tolerance is given, or not for each name.
+    """
+    __tracebackhide__ = True
+    if isinstance(expected, Measurement):
+        if tolerance is not None:
+            raise ValueError("assert_gradients_agree: tolerance is part of a Measurement; give one of them")
+        expected, tolerance = expected.reference, expected.tolerance
+    if tolerance is None:
+        raise ValueError(
+            "assert_gradients_agree: tolerance is missing; give the result of "
+            "mgpu_check.numerics.steps.measure_step as expected, or a tolerance for each name (0: equal)"
+        )
+    without = sorted(expected.keys() - tolerance.keys())
+    if without:
+        raise ValueError(
+            f"assert_gradients_agree: tolerance has no entry for {', '.join(without)}; give one for each name"
+        )
+    ranks = () if rank is None else (rank,)
+    where = f"{what}: " if rank is None else f"{what}, rank {rank}: "
+    missing, unknown = sorted(expected.keys() - got.keys()), sorted(got.keys() - expected.keys())
+    if missing or unknown:
+        text = "; ".join(
+            f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("has unknown", unknown)) if names
+        )
+        raise GradientMismatch(where + text, ranks=ranks)
+    lines = []
+    wrong = 0
+    for name, value in expected.items():
+        if got[name].shape != value.shape:
+            found = f"has shape {tuple(got[name].shape)}, expected {tuple(value.shape)}"
+        else:
+            off = difference(got[name], value, tolerance[name])
+            if off is None:
+                continue
+            found = _describe(off) + _looks(
+                diagnose(
+                    got[name],
+                    value,
+                    tolerance[name],
+                    parts=(parts or {}).get(name, ()),
+                    rank=rank,
+                    constants=constants,
+                    previous=(previous or {}).get(name),
+                )
+            )
+        wrong += 1
+        if len(lines) < _SHOWN:
+            lines.append(f"  {name}: {found}")
+    if not wrong:
+        return
+    if wrong > len(lines):
+        lines.append(f"  … and {wrong - len(lines)} more")
+    lines += _common(got, expected, wrong)
+    raise GradientMismatch(
+        "\n".join([f"{where}{wrong} of {len(expected)} results differ from those of one device", *lines]), ranks=ranks
+    )
+
+
+def _describe(off: Difference) -> str:
+    ratio = f" (ratio {show(off.got / off.expected, torch.float32)})" if off.expected else ""
+    return f"{off}{ratio}"
+
+
+def _looks(found: Sequence[str]) -> str:
+    return "".join(f"; {line}" for line in found)
+
+
+def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], wrong: int) -> list[str]:
+    """One factor for all results together is stronger evidence than one for each."""
+    if wrong < len(expected) or wrong < 2:
+        return []
+    ratios = torch.cat(
+        [(plain(got[name]).double() / plain(value).double()).flatten() for name, value in expected.items()]
+    )
+    ratios = ratios[ratios.isfinite()]
+    if not len(ratios):
+        return []
+    low, middle, high = (float(ratios.quantile(part)) for part in (0.1, 0.5, 0.9))
+    # Four fifths of all elements within a thousandth of the median: closer than gradients of another batch.
+    if high - low > 1e-3 * abs(middle):
+        return []
+    return [f"  all results together: got ÷ expected is {middle:.5g} in nearly all elements"]

@@ -1,0 +1,204 @@
+"""Operands on different devices: what must raise does, saying which devices; what must work does."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+
+from mgpu_check.checks.bits import same_bits
+from mgpu_check.checks.operators import CALLS, Operands
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.strategies.operators import OperatorCase
+
+__all__ = [
+    "assert_arrives",
+    "assert_refused",
+    "assert_works",
+    "devices_named",
+    "raises_device_mismatch",
+]
+
+Device = torch.device | str
+
+_NAMES = re.compile(r"(?<![\w.])(cpu|cuda:\d+)(?![\w:])")
+# What torch says where it names devices otherwise. Convolution: kinds of tensors, without an index.
+_TYPES = re.compile(
+    r"Input type \(torch\.(cuda\.)?\w+Tensor\) and "
+    r"(?:weight|bias) type \(torch\.(cuda\.)?\w+Tensor\) should be the same"
+)
+# cudnn's own check: the indices alone.
+_INDICES = re.compile(r"to have the same device as tensor for .*; but device (\d+) does not equal (\d+)")
+# Indexing: the indexed tensor alone.
+_INDEXED = re.compile(r"indices should be either on cpu or on the same device as the indexed tensor \((cpu|cuda:\d+)\)")
+
+
+def devices_named(message: str) -> set[str]:
+    """The devices that an error message of torch names: "cpu", "cuda:1", or "cuda" where it gives no index.
+
+    Understood are devices by name, the types of tensors in a convolution's message, and the bare indices in cudnn's.
+    Of the message for a misplaced index, it is the indexed tensor's device only: its "cpu" is what would be allowed.
+    """
+    if indexed := _INDEXED.search(message):
+        return {indexed[1]}
+    if types := _TYPES.search(message):
+        return {"cuda" if kind else "cpu" for kind in types.groups()}
+    if indices := _INDICES.search(message):
+        return {f"cuda:{index}" for index in indices.groups()}
+    return set(_NAMES.findall(message))
+
+
+@contextlib.contextmanager
+def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
+    """Demand that the block raises torch's error for operands on two devices, and that it names both.
+
+    ::
+
+        with raises_device_mismatch("cuda:0", "cpu"):
+            net(batch)
+
+    Two of torch's wordings name devices in their own way, and are accepted for the devices that they can be about: a
+    convolution gives the types of its tensors (``torch.cuda.FloatTensor`` and ``torch.FloatTensor``), and an index on
+    the wrong device is reported with the device of the indexed tensor only.
+
+    Args:
+        first, second: two different devices, in any order; "cuda" stands for any GPU.
+
+    Raises:
+        DeviceMismatch: nothing was raised, or something else than a RuntimeError, or its message names not both.
+        ValueError: the devices are the same.
+    """
+    __tracebackhide__ = True
+    pair = (torch.device(first), torch.device(second))
+    if pair[0] == pair[1]:
+        raise ValueError(f"raises_device_mismatch: {first!r} and {second!r} are one device; give two different ones")
+    with _refusal(pair, ("both", "types", "indexed")):
+        yield
+
+
+def assert_refused(case: OperatorCase) -> None:
+    """Assert that the operator of `case` works on one device, and refuses the case's two devices, naming both.
+
+    Raises:
+        DeviceMismatch: naming operator and devices, and what happened instead.
+    """
+    __tracebackhide__ = True
+    first, second = torch.device(case.first), torch.device(case.second)
+    with _described(f"{case.operator} with all operands on {first}", first, first):
+        _call(case, first, first)
+    call = _prepared(case, first, second)
+    with _refusal((first, second), ("both", case.rule.names), case.operator):
+        call()
+
+
+def assert_works(case: OperatorCase) -> None:
+    """Assert that the operator of `case` works across its two devices: the CPU's result, bit for bit, where it belongs.
+
+    Raises:
+        DeviceMismatch: it raised, or its result is on another device or differs.
+    """
+    __tracebackhide__ = True
+    first, second = torch.device(case.first), torch.device(case.second)
+    expected = _call(case, torch.device("cpu"), torch.device("cpu"))
+    what = f"{case.operator} of operands on {first} and {second}"
+    with _described(what, first, second):
+        got = _call(case, first, second)
+    if case.rule.result is None:
+        place = first if first.type == "cuda" else second
+    else:
+        place = (first, second)[case.rule.result]
+    _require(what, got, expected, place)
+
+
+def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
+    """Assert that `copied`, what copying `source` over `target` gave, holds the source's bits on the target's device.
+
+    Args:
+        source, target: same shape and dtype, any layouts and devices.
+
+    Raises:
+        DeviceMismatch: naming both devices.
+    """
+    __tracebackhide__ = True
+    what = f"a copy from {source.device} (strides {source.stride()}) to {target.device} (strides {target.stride()})"
+    _require(what, copied, source, target.device)
+
+
+def _prepared(case: OperatorCase, first: torch.device, second: torch.device) -> Callable[[], object]:
+    return CALLS[case.operator](Operands(first, second, case.rows, case.seed))
+
+
+def _call(case: OperatorCase, first: torch.device, second: torch.device) -> object:
+    result = _prepared(case, first, second)()
+    # A GPU reports what went wrong in a kernel at the next synchronisation, which is to be inside the caller's context.
+    for device in {first, second}:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return result
+
+
+def _require(what: str, got: object, expected: object, place: torch.device) -> None:
+    ranks = _ranks(place)
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        if got != expected:
+            raise DeviceMismatch(f"{what} gave {got!r}, expected {expected!r}", ranks=ranks)
+        return
+    if got.device != place:
+        raise DeviceMismatch(f"{what} is on {got.device}, expected it on {place}", ranks=ranks)
+    if not same_bits(expected, got):
+        raise DeviceMismatch(f"{what} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
+
+
+@contextlib.contextmanager
+def _described(what: str, *devices: torch.device) -> Iterator[None]:
+    """Turn an error of something that must work into a finding that says what it was."""
+    try:
+        yield
+    except Exception as error:
+        raise DeviceMismatch(
+            f"{what} must work, but raised {type(error).__name__}: {error}", ranks=_ranks(*devices)
+        ) from error
+
+
+@contextlib.contextmanager
+def _refusal(pair: tuple[torch.device, torch.device], names: tuple[str, ...], operator: str = "") -> Iterator[None]:
+    __tracebackhide__ = True
+    where = f"{operator or 'the block'}, with operands on {pair[0]} and {pair[1]},"
+    ranks = _ranks(*pair)
+    try:
+        yield
+    except RuntimeError as error:
+        missing = [str(device) for device in pair if not _is_named(device, str(error), pair, names)]
+        if missing:
+            raise DeviceMismatch(
+                f"{where} raised an error that does not name {' and '.join(missing)}: {error}", ranks=ranks
+            ) from error
+        return
+    except Exception as error:
+        raise DeviceMismatch(
+            f"{where} must raise RuntimeError, but raised {type(error).__name__}: {error}", ranks=ranks
+        ) from error
+    raise DeviceMismatch(f"{where} must raise RuntimeError, but raised nothing", ranks=ranks)
+
+
+def _is_named(
+    device: torch.device, message: str, pair: tuple[torch.device, torch.device], names: tuple[str, ...]
+) -> bool:
+    if _INDEXED.search(message) and "indexed" in names:
+        # It is about an index that is not on the CPU, so the device left over is that of the index.
+        (indexed,) = devices_named(message)
+        others = [one for one in pair if not _matches(one, indexed)]
+        return len(others) == 1 and others[0].type != "cpu"
+    if _TYPES.search(message) and "types" in names:
+        return devices_named(message) == {one.type for one in pair}
+    return any(_matches(device, name) for name in devices_named(message) if name != "cuda")
+
+
+def _matches(device: torch.device, name: str) -> bool:
+    return str(device) in (name, name.partition(":")[0])
+
+
+def _ranks(*devices: torch.device) -> list[int]:
+    return sorted({device.index for device in devices if device.index is not None})

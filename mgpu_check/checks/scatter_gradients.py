@@ -1,0 +1,107 @@
+"""Autograd through scatter and gather: the gradient goes back to where the values came from."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.bits import first_difference, same_bits
+from mgpu_check.checks.scatter import chunk_sizes
+from mgpu_check.errors import ShardError
+
+__all__ = ["assert_gather_differentiable", "assert_scalars_stacked", "assert_scatter_differentiable"]
+
+
+def assert_scatter_differentiable(
+    batch: torch.Tensor, weights: torch.Tensor, devices: Sequence[torch.device], dim: int
+) -> None:
+    """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, where `batch` is.
+
+    Args:
+        batch, weights: same shape, floats; `batch` may be on any device, `weights` on the CPU. The gradient is a copy
+            of the weights, so it is compared bit for bit.
+
+    Raises:
+        ShardError: naming the element of the gradient, what was expected and got.
+    """
+    __tracebackhide__ = True
+    leaf = batch.detach().clone().requires_grad_()
+    shards = nn.parallel.scatter(leaf, devices, dim)
+    sizes = [shard.shape[dim] for shard in shards]
+    parts = weights.split(sizes, dim)
+    terms = [(shard * part.to(shard.device)).sum().to(devices[0]) for shard, part in zip(shards, parts, strict=True)]
+    with _torchs_own_warnings():
+        torch.stack(terms).sum().backward()
+    _require("scatter", leaf, weights, 0)
+
+
+def assert_gather_differentiable(
+    weights: torch.Tensor, devices: Sequence[torch.device], target: torch.device | str, dim: int
+) -> None:
+    """Assert that each shard gets its own part of the gradient of what `gather` made of them, on its own device.
+
+    Args:
+        weights: floats on the CPU; shards of their shape are gathered on `target`, multiplied by them, and summed.
+
+    Raises:
+        ShardError: naming shard, device and element.
+    """
+    __tracebackhide__ = True
+    parts = weights.split(chunk_sizes(weights.shape[dim], len(devices)), dim)
+    shards = [
+        torch.ones_like(part, device=device).requires_grad_() for part, device in zip(parts, devices, strict=False)
+    ]
+    whole = nn.parallel.gather(shards, target, dim)  # type: ignore[arg-type]  # it takes and needs the string "cpu"
+    with _torchs_own_warnings():
+        (whole * weights.to(whole.device)).sum().backward()
+    for index, (shard, part) in enumerate(zip(shards, parts, strict=True)):
+        _require(f"gather: shard {index}", shard, part, index)
+
+
+def assert_scalars_stacked(
+    values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
+) -> None:
+    """Assert that gathering a number from each device, such as losses, gives the vector of them, in order.
+
+    Raises:
+        ShardError: with the vector that was expected and the result.
+    """
+    __tracebackhide__ = True
+    losses = [torch.tensor(value, device=device) for value, device in zip(values, devices, strict=True)]
+    with _torchs_own_warnings():
+        got = nn.parallel.gather(losses, target)  # type: ignore[arg-type]  # as above
+    expected = torch.tensor(list(values), device="cpu")
+    if got.device != torch.device(target) or not same_bits(expected, got):
+        raise ShardError(
+            f"gathered scalars: expected {expected.tolist()} on {target}, got {got.tolist()} on {got.device}"
+        )
+
+
+@contextmanager
+def _torchs_own_warnings() -> Iterator[None]:
+    """Let pass what torch says of its own code: scatter's backward asks for -1, and gather stacks scalars."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using -1 to represent CPU tensor", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="Was asked to gather along dimension 0")
+        yield
+
+
+def _require(what: str, leaf: torch.Tensor, expected: torch.Tensor, index: int) -> None:
+    gradient = leaf.grad
+    if gradient is None:
+        raise ShardError(f"{what}, on {leaf.device}: there is no gradient", ranks=(index,))
+    if gradient.device != leaf.device:
+        raise ShardError(f"{what}, on {leaf.device}: its gradient is on {gradient.device}", ranks=(index,))
+    if not same_bits(expected, gradient):
+        if gradient.shape != expected.shape or gradient.dtype != expected.dtype:
+            raise ShardError(f"{what}: gradient {tuple(gradient.shape)} of {gradient.dtype}", ranks=(index,))
+        at = first_difference(expected, gradient)
+        raise ShardError(
+            f"{what}, on {leaf.device}: gradient of element {list(at)}: expected {expected[at].item()}, "
+            f"got {gradient[at].item()}",
+            ranks=(index,),
+        )

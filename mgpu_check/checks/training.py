@@ -1,0 +1,233 @@
+"""Training runs on several devices against the same run on one: DataParallel, DDP, and by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.replicas import assert_replicas_agree
+from mgpu_check.numerics.steps import Measurement, full_precision, measure_step
+from mgpu_check.ranks import Rank
+from mgpu_check.recipes import models, reference
+from mgpu_check.recipes import training as steps
+from mgpu_check.strategies.models import TrainingSpec
+
+__all__ = [
+    "assert_data_parallel_agrees",
+    "assert_distributed_agrees",
+    "assert_distributed_replicas_agree",
+    "assert_step_by_hand_agrees",
+]
+
+Divide = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
+
+
+def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
+    """Assert that `nn.DataParallel` over `devices` trains as the first of them alone does.
+
+    With BatchNorm the run on one device goes through each batch in the shards that DataParallel makes: samples of a
+    shard are normalised together. Statistics must be those of the first shard, because replicas drop theirs.
+
+    Raises:
+        GradientMismatch: a gradient, parameter or statistic is off by more than the tolerance measured on this run.
+    """
+    __tracebackhide__ = True
+    first = devices[0]
+    with full_precision():
+        start, batches = training.initial(), training.batches()
+        model = DataParallel(training.initial().to(first), device_ids=[device.index for device in devices])
+        optimizer = torch.optim.SGD(model.parameters(), lr=training.rate, momentum=training.momentum)
+        for inputs, labels in batches:
+            steps.train_step(model, optimizer, inputs.to(first), labels.to(first))
+        shards = len(torch.arange(training.batch).chunk(len(devices)))
+        measured = _measured(training, reference.as_inputs(start, batches), first, shards, torch.chunk)
+        got = reference.observed(model.module) | _statistics(model.module, 0)
+    others = [name for name in measured.reference if " of rank " in name and not name.endswith(" of rank 0")]
+    assert_gradients_agree(
+        got,
+        measured.without(others),
+        constants={"devices": len(devices), "batch size": training.batch},
+        what=f"DataParallel on {len(devices)} devices",
+    )
+
+
+def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
+    """Assert that the step by hand (`recipes.training.train_batch`) over `devices` trains as one device does.
+
+    SGD is without momentum here, whatever the spec says.
+
+    Raises:
+        ReplicaMismatch: the parameters are not the same on all devices, to the bit.
+        GradientMismatch: a gradient or parameter is off by more than the tolerance measured on this run.
+    """
+    __tracebackhide__ = True
+    training = TrainingSpec(training.model, training.batch, training.steps, seed=training.seed)
+    with full_precision():
+        start, batches = training.initial(), training.batches()
+
+        def by_module(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            return functional_call(start, dict(parameters), (inputs,))
+
+        replicas = steps.replicate(dict(start.named_parameters()), devices)
+        for inputs, labels in batches:
+            for replica in replicas:
+                steps.clear(replica)
+            forward = models.lenet if training.model == "lenet" else by_module
+            steps.train_batch(forward, replicas, inputs, labels, training.rate)
+        held = [_with_gradients(replica) for replica in replicas]
+        assert_replicas_agree(held, what=f"step by hand on {len(devices)} devices")
+        measured = _measured(training, reference.as_inputs(start, batches), devices[0], len(devices), steps.split)
+    assert_gradients_agree(
+        held[0],
+        measured,
+        constants={"devices": len(devices), "batch size": training.batch},
+        what=f"step by hand on {len(devices)} devices",
+    )
+
+
+def assert_distributed_agrees(
+    training: TrainingSpec,
+    rank: Rank,
+    *,
+    evaluation: bool = False,
+    gradient_as_bucket_view: bool = False,
+    bucket_cap_mb: float | None = None,
+) -> None:
+    """Assert, on every rank, that DDP trains as one device does. A collective.
+
+    Ranks start from different parameters, because DDP must give them rank 0's. Gradients and parameters must be the
+    same on all ranks to the bit; those of rank 0 are compared with one device. With BatchNorm, in training, the run on one
+    device goes through each batch in the shards of the ranks, and the statistics of each rank are compared too.
+
+    Raises:
+        ReplicaMismatch: on the ranks whose gradients or parameters differ from the others'.
+        GradientMismatch: on rank 0, if a result is off by more than the tolerance measured on this run.
+    """
+    __tracebackhide__ = True
+    with full_precision():
+        model, start = _train(training, rank, evaluation, gradient_as_bucket_view, bucket_cap_mb)
+        results = reference.observed(model)
+        assert_replicas_agree(results, group=rank.group, what=f"DDP after {training.steps} steps")
+        gathered = {} if evaluation else _gather_statistics(model, rank)
+        if evaluation:
+            before = _statistics(start, None)
+            assert_gradients_agree(
+                _statistics(model, None),
+                before,
+                tolerance=dict.fromkeys(before, 0.0),
+                rank=rank.index,
+                what="evaluation",
+            )
+        if rank.index:
+            return
+        inputs = reference.as_inputs(start, training.batches())
+        measured = _measured(training, inputs, rank.device, rank.size, steps.split, evaluation=evaluation)
+    assert_gradients_agree(
+        results | gathered,
+        measured,
+        rank=0,
+        constants={"world size": rank.size, "batch size": training.batch, "micro-batches": training.windows},
+        what=f"DDP on {rank.size} ranks",
+    )
+
+
+def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> None:
+    """Assert, on every rank, that DDP keeps all parameters equal, to the bit, from the first step on. A collective.
+
+    Raises:
+        ReplicaMismatch: on the ranks whose parameters differ from the others'.
+    """
+    __tracebackhide__ = True
+
+    def compare(step: int, model: nn.Module) -> None:
+        assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {step} steps")
+
+    _train(training, rank, False, False, None, after=compare)
+
+
+def _train(
+    training: TrainingSpec,
+    rank: Rank,
+    evaluation: bool,
+    gradient_as_bucket_view: bool,
+    bucket_cap_mb: float | None,
+    after: Callable[[int, nn.Module], None] = lambda step, model: None,
+) -> tuple[nn.Module, nn.Module]:
+    """This rank's part of the run under DDP: the trained model, and the one that rank 0 has started from."""
+    own = training.initial(rank.index).to(rank.device)
+    parallel = DistributedDataParallel(
+        own,
+        device_ids=[rank.device] if rank.device.type == "cuda" else None,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        bucket_cap_mb=bucket_cap_mb,
+    ).train(not evaluation)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=training.rate, momentum=training.momentum)
+    after(0, own)
+    for step, (inputs, labels) in enumerate(training.batches(), start=1):
+        x = steps.split(inputs, rank.size)[rank.index].to(rank.device)
+        y = steps.split(labels, rank.size)[rank.index].to(rank.device)
+        windows = list(zip(steps.split(x, training.windows), steps.split(y, training.windows), strict=True))
+        steps.accumulated_step(parallel, optimizer, windows, training.batch, rank.size)
+        after(step, own)
+    return own, training.initial()
+
+
+def _measured(
+    training: TrainingSpec,
+    inputs: Mapping[str, torch.Tensor],
+    device: torch.device,
+    shards: int,
+    divide: Divide,
+    *,
+    evaluation: bool = False,
+) -> Measurement:
+    """The run on one device: what it gives, and how exactly float32 determines it."""
+
+    def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
+        return reference.on_one_device(
+            training.build,
+            training.steps,
+            rate=training.rate,
+            momentum=training.momentum,
+            shards=parts,
+            divide=divide,
+            evaluation=evaluation,
+        )
+
+    placed = {name: value.to(device) for name, value in inputs.items()}
+    # Where samples of a shard see each other, only the run in shards is the same computation.
+    together = training.model in ("convnet", "resnet18") and not evaluation
+    whole, sharded = run(shards if together else 1), run(shards)
+    singles = [sharded(placed)] if together or shards == 1 else [whole(placed), sharded(placed)]
+    return measure_step(
+        whole,
+        inputs,
+        singles=singles,
+        pairs=2 if training.model == "resnet18" else 3,
+    )
+
+
+def _with_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    gradients = {f"gradient of {name}": value.grad for name, value in parameters.items() if value.grad is not None}
+    return gradients | {name: value.detach() for name, value in parameters.items()}
+
+
+def _statistics(model: nn.Module, rank: int | None) -> dict[str, torch.Tensor]:
+    suffix = "" if rank is None else f" of rank {rank}"
+    return {name + suffix: value.clone() for name, value in model.named_buffers() if value.is_floating_point()}
+
+
+def _gather_statistics(model: nn.Module, rank: Rank) -> dict[str, torch.Tensor]:
+    """The statistics of all ranks, on each."""
+    gathered: dict[str, torch.Tensor] = {}
+    for name, value in _statistics(model, None).items():
+        rows = [torch.empty_like(value) for _ in range(rank.size)]
+        dist.all_gather(rows, value)
+        gathered |= {f"{name} of rank {index}": row for index, row in enumerate(rows)}
+    return gathered

@@ -1,0 +1,187 @@
+"""What a fresh process sees under `CUDA_VISIBLE_DEVICES`: a process that has touched a device does not look again.
+
+Run as a program, this module answers on stdout what `Question` on stdin asks. It forks for each value of the variable
+before anything touches a device, since importing torch anew for each would take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from mgpu_check.errors import DeviceEnumerationError
+
+__all__ = ["Sight", "assert_visible_devices_honoured", "devices_seen", "visible_subsets"]
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a child is asked.
+
+    Attributes:
+        values: of `CUDA_VISIBLE_DEVICES`, one process each.
+        simulate: number of simulated devices, or None on real ones.
+    """
+
+    values: list[str]
+    simulate: int | None
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What a process sees: the UUIDs of its devices in order, and what the tutorials' helpers give it."""
+
+    uuids: list[str]
+    try_gpu: str
+    try_all_gpus: list[str]
+
+
+def visible_subsets(entries: Sequence[str]) -> list[tuple[str, list[int]]]:
+    """Values of `CUDA_VISIBLE_DEVICES`, each with the positions in `entries` of the devices that must be seen under it.
+
+    They are: all devices backwards, the last alone, none, and a list with an invalid entry in it, at which the driver
+    stops. Source: CUDA C++ programming guide, environment variables.
+
+    Args:
+        entries: the names of all devices for that variable, such as ("0", "1", "2", "3").
+    """
+    last = len(entries) - 1
+    backwards = list(range(last, -1, -1))
+    return [
+        (",".join(entries[one] for one in backwards), backwards),
+        (entries[last], [last]),
+        ("", []),
+        (f"{entries[last]},-1,{entries[0]}", [last]),
+    ]
+
+
+def assert_visible_devices_honoured(uuids: Sequence[str]) -> None:
+    """Assert that processes under `CUDA_VISIBLE_DEVICES` see the devices that it lists, in its order, and no other.
+
+    Args:
+        uuids: of the devices of this process, in order.
+
+    Raises:
+        DeviceEnumerationError: naming the value, the devices that should be seen under it, and those that are.
+    """
+    __tracebackhide__ = True
+    listed = os.environ.get(VARIABLE)
+    entries = [str(index) for index in range(len(uuids))] if listed is None else listed.split(",")[: len(uuids)]
+    subsets = visible_subsets(entries)
+    for (value, subset), sight in zip(subsets, devices_seen([value for value, _ in subsets]), strict=True):
+        names = {uuid: f"device {entry}" for uuid, entry in zip(uuids, entries, strict=True)}
+        if sight.uuids != [uuids[index] for index in subset]:
+            raise DeviceEnumerationError(
+                f"under {VARIABLE}={value!r} a process must see {_listed([names[uuids[index]] for index in subset])}, "
+                f"but sees {_listed([names.get(uuid, f'a strange one ({uuid})') for uuid in sight.uuids])}",
+                ranks=subset,
+            )
+        expected = [f"cuda:{index}" for index in range(len(subset))] or ["cpu"]
+        if (sight.try_gpu, sight.try_all_gpus) != (expected[0], expected):
+            raise DeviceEnumerationError(
+                f"under {VARIABLE}={value!r} try_gpu() must be {expected[0]} and try_all_gpus() {_listed(expected)}, "
+                f"but they are {sight.try_gpu} and {_listed(sight.try_all_gpus)}",
+                ranks=subset,
+            )
+
+
+def devices_seen(values: Sequence[str]) -> list[Sight]:
+    """What a fresh process sees under each value of `CUDA_VISIBLE_DEVICES`; simulated devices if this process has them.
+
+    Raises:
+        DeviceEnumerationError: a process failed; with its output.
+    """
+    from mgpu_check.node.simulated import simulated_device_count
+
+    # A simulated node is asked on the CPU, whatever backs it here: a real backing device would see the variable too.
+    question = Question(list(values), simulated_device_count())
+    answer = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(asdict(question)),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(_package_path())},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if answer.returncode != 0:
+        raise DeviceEnumerationError(
+            f"a process that lists its devices ended with exit code {answer.returncode}:\n{answer.stderr[-4000:]}"
+        )
+    return [Sight(**sight) for sight in json.loads(answer.stdout)]
+
+
+def _package_path() -> list[str]:
+    """PYTHONPATH with the folder that this package was imported from in front, which need not be an installed one."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+
+
+def _look(simulate: int | None) -> Sight:
+    import contextlib
+
+    from mgpu_check.node.inventory import visible_devices
+    from mgpu_check.node.simulated import simulated_node
+    from mgpu_check.recipes.devices import try_all_gpus, try_gpu
+
+    with simulated_node(simulate) if simulate else contextlib.nullcontext():
+        return Sight(
+            uuids=[device.uuid for device in visible_devices()],
+            try_gpu=str(try_gpu()),
+            try_all_gpus=[str(device) for device in try_all_gpus()],
+        )
+
+
+def _look_in_child(value: str, simulate: int | None) -> dict[str, object] | None:
+    """`_look` in a fork of this process, under `value`; None if it failed, its traceback then is on stderr."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.environ[VARIABLE] = value
+            os.write(writing, json.dumps(asdict(_look(simulate))).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
+
+
+def _import_once(simulate: int | None) -> None:
+    """Import before the forks what each would: torch, and what a simulated node needs of it when it is entered."""
+    import torch  # noqa: F401
+
+    if simulate:
+        from mgpu_check.node.simulated import simulated_node
+
+        with simulated_node(simulate):
+            pass
+
+
+def main() -> int:
+    """Answer the question on stdin; exit code 1 if a process failed."""
+    question = Question(**json.load(sys.stdin))
+    _import_once(question.simulate)
+    sights = [_look_in_child(value, question.simulate) for value in question.values]
+    if None in sights:
+        return 1
+    json.dump(sights, sys.stdout)
+    return 0
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""`mgpu-check selftest`: plant every fault, run the checks of its property, print who catches what."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Generator, Sequence
+
+import pytest
+
+from mgpu_check.command.suite import asks_for_gpus, run
+from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
+from mgpu_check.suite import budget
+
+__all__ = ["Selftest", "main"]
+
+_EXAMPLES = 40
+_PARAMETER = "planted_fault"
+CAUGHT, PASSED, SKIPPED = "x", ".", "s"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the matrix of faults and checks.
+
+    Returns:
+        0 if every fault is caught, every check catches one, and every check passes without any; 1 if not; pytest's own
+        exit code where the run itself did not work.
+    """
+    arguments = list(argv)
+    if not asks_for_gpus(arguments):
+        arguments = ["--gpus=4", "--simulate", *arguments]
+    if not any(argument.partition("=")[0] == "--rank-timeout" for argument in arguments):
+        arguments.append("--rank-timeout=20")
+    plugin = Selftest(all_faults())
+    budget.limit(_EXAMPLES)
+    try:
+        code = run(arguments, [plugin])
+    finally:
+        budget.limit(None)
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return code
+    return 0 if plugin.print_verdict() and code == pytest.ExitCode.OK else 1
+
+
+class Selftest:
+    """A pytest plugin that runs each check once without, and once with each, fault of its property."""
+
+    def __init__(self, faults: dict[str, Fault]) -> None:
+        self.faults = faults
+        self.checks: dict[str, list[str]] = {name: [] for name in PROPERTIES}
+        self.exempt: set[str] = set()
+        self.cells: dict[tuple[str, str], str] = {}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        name = metafunc.module.__name__.rpartition(".test_")[2]
+        mine = [fault.name for fault in self.faults.values() if fault.property == name]
+        metafunc.fixturenames.append(_PARAMETER)
+        metafunc.parametrize(_PARAMETER, [None, *mine], ids=["no fault", *mine])
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            name, check = self._check_of(item)
+            if check not in self.checks[name]:
+                self.checks[name].append(check)
+            if item.get_closest_marker("xfail"):
+                self.exempt.add(check)  # it records a defect of others: it fails without a fault
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        from mgpu_check.plugin import SESSION
+
+        item.config.stash[SESSION].fault = _fault_of(item)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        fault = _fault_of(item)
+        if fault is None:
+            return report
+        key = fault, self._check_of(item)[1]
+        if report.skipped:
+            self.cells[key] = SKIPPED
+        elif report.failed and report.when != "setup":
+            self.cells[key] = CAUGHT
+            report.outcome = "passed"  # of the check, which did what it is there for
+            report.longrepr = None
+            report.sections.clear()
+        elif report.when == "call":
+            self.cells[key] = PASSED
+        return report
+
+    def _check_of(self, item: pytest.Item) -> tuple[str, str]:
+        assert isinstance(item, pytest.Function)
+        return item.module.__name__.rpartition(".test_")[2], item.originalname
+
+    def print_verdict(self) -> bool:
+        """Print the matrix, and what is wrong with it; whether nothing is."""
+        wrong = []
+        for name in PROPERTIES:
+            checks = self.checks[name]
+            faults = [fault for fault in self.faults.values() if fault.property == name]
+            if not checks:
+                continue
+            width = max(len(fault.name) for fault in faults)
+            print(f"\n{name}")
+            for number, check in enumerate(checks, 1):
+                print(f"  {number:>2}  {check}")
+            print(f"  {'':<{width}} {''.join(f'{number:>3}' for number in range(1, len(checks) + 1))}")
+            for fault in faults:
+                row = [self.cells.get((fault.name, check), " ") for check in checks]
+                print(f"  {fault.name:<{width}} {''.join(f'{cell:>3}' for cell in row)}   {fault.summary}")
+                if CAUGHT not in row:
+                    wrong.append(f"no check of {name} catches the fault {fault.name}")
+            for check in checks:
+                if check not in self.exempt and not any(self.cells.get((f.name, check)) == CAUGHT for f in faults):
+                    wrong.append(f"{check} catches no fault of {name}")
+        caught = sum(cell == CAUGHT for cell in self.cells.values())
+        print(f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped; {caught} of {len(self.cells)} pairs are caught")
+        for line in wrong:
+            print(f"NOT PROVEN: {line}")
+        counts = f"{len(self.faults)} faults, {sum(map(len, self.checks.values()))} checks"
+        print(f"selftest: {counts}: " + ("every fault is caught, every check catches one" if not wrong else "FAILED"))
+        sys.stdout.flush()
+        return not wrong
+
+
+def _fault_of(item: pytest.Item) -> str | None:
+    with contextlib.suppress(AttributeError):
+        return item.callspec.params.get(_PARAMETER)  # type: ignore[attr-defined,no-any-return]
+    return None

@@ -1,0 +1,37 @@
+"""`mgpu-check [--gpus=N] [--simulate] [pytest's arguments]`: run the packaged suite."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mgpu_check.suite
+from mgpu_check.report.progress import Progress
+from mgpu_check.settings import OPTIONS
+
+__all__ = ["asks_for_gpus", "main", "run"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every check of the suite; pytest's exit code."""
+    arguments = list(argv)
+    if not asks_for_gpus(arguments):
+        arguments.insert(0, "--gpus=all")
+    return run(arguments, [Progress()])
+
+
+def asks_for_gpus(arguments: Sequence[str]) -> bool:
+    """Whether the command line, or the environment, says how many devices to use."""
+    given = any(argument.partition("=")[0] == "--gpus" for argument in arguments)
+    return given or OPTIONS["gpus"].variable in os.environ
+
+
+def run(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
+    """Run pytest on the packaged suite, quietly, with nothing taken from or left in the current directory."""
+    ini = Path(mgpu_check.suite.__file__).with_name("pytest.ini")
+    ours = ["-q", "-c", str(ini), "-p", "no:cacheprovider", "--pyargs", "mgpu_check.suite"]
+    return int(pytest.main([*ours, *arguments], plugins=list(plugins)))

@@ -1,0 +1,102 @@
+"""Errors that mgpu-check raises, each with the ranks that it is about.
+
+A user's mistake (a wrong argument or option) is a ``ValueError`` or ``pytest.UsageError``; what stands here is a
+*finding*: the code under test, or the machine under it, did something wrong. All findings but a hang are
+``AssertionError``, so pytest reports them as failures and Hypothesis shrinks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = [
+    "AllreduceMismatch",
+    "CheckFailure",
+    "DeviceEnumerationError",
+    "DeviceMismatch",
+    "GradientMismatch",
+    "RankDied",
+    "RankFailure",
+    "RankHang",
+    "ReplicaMismatch",
+    "ShardError",
+    "StartupFailure",
+]
+
+
+class CheckFailure(AssertionError):
+    """A property does not hold.
+
+    ``ranks`` names the ranks (or the indices of the devices) at fault, empty where they cannot be told.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # AssertionError would rebuild the error from its message alone and lose what else it carries.
+        return (_rebuild, (type(self), str(self), self.ranks))
+
+
+def _rebuild(kind: type[CheckFailure], message: str, ranks: tuple[int, ...]) -> CheckFailure:
+    return kind(message, ranks=ranks)
+
+
+class DeviceEnumerationError(CheckFailure):
+    """The devices are not those that were asked for, not distinct, or not usable."""
+
+
+class ShardError(CheckFailure):
+    """Shards do not cover a batch exactly, in order, disjoint, each on its device."""
+
+
+class AllreduceMismatch(CheckFailure):
+    """A reduction over ranks or devices differs from the single-device result."""
+
+
+class GradientMismatch(CheckFailure):
+    """Gradients, parameters or buffers of a parallel step differ from those of one device."""
+
+
+class ReplicaMismatch(CheckFailure):
+    """Replicas that should hold the same values do not."""
+
+
+class DeviceMismatch(CheckFailure):
+    """An operator over several devices did not raise, or raised, or said, what it should not have."""
+
+
+class RankFailure(CheckFailure):
+    """At least one rank raised while it ran a function of the test."""
+
+
+class RankDied(RankFailure):
+    """At least one rank's process ended: by a signal, or by an exit that the engine did not ask for."""
+
+
+class StartupFailure(RankFailure):
+    """The ranks of a world did not come up: an import failed, or the process group could not be formed."""
+
+
+class RankHang(BaseException):
+    """Ranks did not finish in time.
+
+    No ``Exception``, because Hypothesis would run the example again and again to shrink it, each time for the whole
+    deadline.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_hang, (str(self), self.ranks))
+
+
+def _rebuild_hang(message: str, ranks: tuple[int, ...]) -> RankHang:
+    return RankHang(message, ranks=ranks)

@@ -1,0 +1,1 @@
+"""Planted faults: the proof that the checks can fail."""

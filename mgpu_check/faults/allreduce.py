@@ -1,0 +1,219 @@
+"""Planted faults of reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import comm
+
+from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.ranks import current_rank
+from mgpu_check.recipes import allreduce as recipe
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _is_last() -> bool:
+    """Whether this process is the last of several ranks."""
+    rank = current_rank()
+    return rank is not None and rank.size > 1 and rank.index == rank.size - 1
+
+
+def _flip_lowest_bit(tensor: torch.Tensor) -> None:
+    """Invert the lowest bit of the element in the middle."""
+    if tensor.numel():
+        values = tensor.detach().cpu().contiguous()
+        values.view(-1).view(_INTEGER[tensor.element_size()])[tensor.numel() // 2] ^= 1
+        tensor.detach().copy_(values)
+
+
+@fault("allreduce", "all_reduce and reduce leave out the part of the last rank")
+def sum_misses_the_last_rank() -> Iterator[None]:
+    def without_last(real: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _is_last():
+                tensor.zero_()
+            return real(tensor, *args, **kwargs)
+
+        return reduce
+
+    with (
+        replaced(dist, "all_reduce", without_last(dist.all_reduce)),
+        replaced(dist, "reduce", without_last(dist.reduce)),
+    ):
+        yield
+
+
+@fault("allreduce", "all_reduce adds up in half precision")
+def sum_in_half_precision() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        if not tensor.is_floating_point():
+            real(tensor, *args, **kwargs)
+            return
+        half = tensor.to(torch.float16)
+        real(half, *args, **kwargs)
+        tensor.copy_(half)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield
+
+
+@fault("allreduce", "device 0 adds up in bfloat16 what the devices hold in float32 and float64")
+def sum_by_hand_in_low_precision() -> Iterator[None]:
+    def allreduce(data: Sequence[torch.Tensor]) -> None:
+        low = data[0].dtype.itemsize > 2 and data[0].is_floating_point()
+        parts = [part.to(data[0].device, torch.bfloat16 if low else part.dtype) for part in data]
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        for part in data:
+            part.copy_(total)
+
+    with replaced(recipe, "allreduce", allreduce):
+        yield
+
+
+@fault("allreduce", "one bit of the result is flipped on the last rank, after all_reduce and broadcast")
+def flipped_bit_on_one_rank() -> Iterator[None]:
+    def flipping(real: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            work = real(tensor, *args, **kwargs)
+            if _is_last():
+                _flip_lowest_bit(tensor)
+            return work
+
+        return collective
+
+    with replaced(dist, "all_reduce", flipping(dist.all_reduce)), replaced(dist, "broadcast", flipping(dist.broadcast)):
+        yield
+
+
+@fault("allreduce", "one bit is flipped on the way to the last device")
+def flipped_bit_on_one_device() -> Iterator[None]:
+    real_allreduce, real_broadcast = recipe.allreduce, comm.broadcast
+
+    def allreduce(data: Sequence[torch.Tensor]) -> None:
+        real_allreduce(data)
+        _flip_lowest_bit(data[-1])
+
+    def broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        copies = real_broadcast(tensor, *args, **kwargs)
+        # A copy, because the first one may be the tensor itself.
+        last = copies[-1].clone()
+        _flip_lowest_bit(last)
+        return (*copies[:-1], last)
+
+    with replaced(recipe, "allreduce", allreduce), replaced(comm, "broadcast", broadcast):
+        yield
+
+
+@fault("allreduce", "the ring leaves out the last chunk")
+def ring_skips_a_chunk() -> Iterator[None]:
+    real = recipe.chunks
+
+    def chunks(elements: int, parts: int) -> list[slice]:
+        return [*real(elements, parts)[:-1], slice(elements, elements)] if parts > 1 else real(elements, parts)
+
+    with replaced(recipe, "chunks", chunks):
+        yield
+
+
+@fault("allreduce", "the tree has no place for ranks beyond a power of two")
+def tree_for_powers_of_two_only() -> Iterator[None]:
+    def received(tensor: torch.Tensor, source: int, *args: Any, **kwargs: Any) -> int:
+        sender = real(tensor, source, *args, **kwargs)
+        rank = current_rank()
+        # What comes up the tree from a rank past the largest power of two is dropped.
+        if rank is not None and source > rank.index and source >= 1 << (rank.size.bit_length() - 1):
+            tensor.zero_()
+        return sender
+
+    real = dist.recv
+    with replaced(dist, "recv", received):
+        yield
+
+
+@fault("allreduce", "the sum is not copied back to the last device")
+def result_not_copied_back() -> Iterator[None]:
+    def allreduce(data: Sequence[torch.Tensor]) -> None:
+        for other in data[1:]:
+            data[0].add_(other.to(data[0].device))
+        for other in data[1:-1]:
+            other.copy_(data[0])
+
+    with replaced(recipe, "allreduce", allreduce):
+        yield
+
+
+@fault("allreduce", "reduce_add forgets the last device")
+def reduce_add_misses_a_device() -> Iterator[None]:
+    real = comm.reduce_add
+
+    def reduce_add(inputs: Sequence[torch.Tensor], destination: int | None = None) -> torch.Tensor:
+        return real(inputs[:-1] if len(inputs) > 1 else inputs, destination)
+
+    with replaced(comm, "reduce_add", reduce_add):
+        yield
+
+
+@fault("allreduce", "all_reduce gives the mean instead of the sum")
+def mean_instead_of_sum() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        work = real(tensor, op, group=group, async_op=async_op)
+        if op == dist.ReduceOp.SUM:
+            tensor.div_(dist.get_world_size(group), rounding_mode=None if tensor.is_floating_point() else "trunc")
+        return work
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield
+
+
+@fault("allreduce", "reduce is not followed by a broadcast")
+def reduce_without_broadcast() -> Iterator[None]:
+    def broadcast(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    with replaced(dist, "broadcast", broadcast):
+        yield
+
+
+@fault("allreduce", "all_reduce adds up, whatever the operation")
+def operation_ignored() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        return real(tensor, group=group, async_op=async_op)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield
+
+
+@fault("allreduce", "a view is reduced in a contiguous copy, which is dropped")
+def reduced_copy_dropped() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real(tensor.contiguous(), *args, **kwargs)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield
+
+
+@fault("allreduce", "a group's all_reduce counts its first member twice")
+def group_counts_a_member_twice() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        if group is not None and dist.get_rank(group) == 0:
+            tensor.mul_(2)
+        return real(tensor, op, group=group, async_op=async_op)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield

@@ -1,0 +1,158 @@
+"""Defects of devices and of the helpers that find them."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.recipes import devices
+
+VISIBILITY = "mgpu_check.checks.visibility"
+
+
+@fault("fixtures", "two names stand for one device: cuda:1 has the UUID of cuda:0")
+def two_names_for_one_device() -> Iterator[None]:
+    """Every device reports the properties of cuda:0, as where one physical device is listed twice."""
+    properties = torch.cuda.get_device_properties
+    with replaced(torch.cuda, "get_device_properties", lambda device=None: properties(0)):
+        yield
+
+
+@fault("fixtures", "the last device is missing from torch.cuda")
+def one_device_missing() -> Iterator[None]:
+    """One device fewer is counted than there are."""
+    count = torch.cuda.device_count
+    with replaced(torch.cuda, "device_count", lambda: count() - 1):
+        yield
+
+
+@fault("fixtures", "devices are numbered in another order than in other processes")
+def devices_out_of_order() -> Iterator[None]:
+    """The properties of the first device and of the last one are exchanged, as by another `CUDA_DEVICE_ORDER`."""
+    properties, last = torch.cuda.get_device_properties, torch.cuda.device_count() - 1
+    with replaced(torch.cuda, "get_device_properties", lambda device=0: properties(last - torch.device(device).index)):
+        yield
+
+
+@fault("fixtures", "what is written to one device shows on another: two devices share memory")
+def shared_memory() -> Iterator[None]:
+    """A copy to a device that is not the first also lands in what was last copied to the first one."""
+    copy = torch.Tensor.copy_
+    written: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.device.type == "cuda" and self.device.index == 0:
+            written[tuple(self.shape)] = weakref.ref(self)
+        elif self.device.type == "cuda" and tuple(self.shape) in written:
+            other = written[tuple(self.shape)]()
+            if other is not None and other.dtype == self.dtype:
+                copy(other, source, non_blocking)
+        return copy(self, source, non_blocking)
+
+    with replaced(torch.Tensor, "copy_", copy_):
+        yield
+
+
+@fault("fixtures", "memory_allocated gives the figure of cuda:0 for every device")
+def memory_of_the_first_device() -> Iterator[None]:
+    """The device argument is lost."""
+    allocated = torch.cuda.memory_allocated
+    with replaced(torch.cuda, "memory_allocated", lambda device=None: allocated(0)):
+        yield
+
+
+@fault("fixtures", "tensors sent to the last device land on the first")
+def sent_to_another_device() -> Iterator[None]:
+    """`Tensor.to` takes the last device for the first."""
+    to, last = torch.Tensor.to, torch.cuda.device_count() - 1
+
+    def misled(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == torch.device("cuda", last):
+            # With one device there is no wrong one to land on but the CPU.
+            args = (torch.device("cuda", 0) if last else torch.device("cpu"), *args[1:])
+        return to(self, *args, **kwargs)
+
+    with replaced(torch.Tensor, "to", misled):
+        yield
+
+
+@fault("fixtures", "a device computes wrongly: one bit of what comes back is flipped")
+def bit_flipped_on_the_way_back() -> Iterator[None]:
+    """The lowest bit of the first element's first byte changes in copies from a device to the CPU."""
+    to = torch.Tensor.to
+
+    def flipped(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = to(self, *args, **kwargs)
+        if self.device.type == "cuda" and result.device.type == "cpu" and result.numel():
+            result = result.detach().clone(memory_format=torch.contiguous_format)
+            result.reshape(-1).view(torch.uint8)[0] ^= 1
+        return result
+
+    with replaced(torch.Tensor, "to", flipped):
+        yield
+
+
+@fault("fixtures", "try_gpu(i) counts from 1, so the last device is the CPU")
+def try_gpu_off_by_one() -> Iterator[None]:
+    """The comparison with the number of devices is strict."""
+
+    def try_gpu(i: int = 0) -> torch.device:
+        return torch.device("cuda", i) if i + 1 < torch.cuda.device_count() else torch.device("cpu")
+
+    with replaced(devices, "try_gpu", try_gpu):
+        yield
+
+
+@fault("fixtures", "try_gpu(i) gives the last device, not the CPU, past the end")
+def try_gpu_never_the_cpu() -> Iterator[None]:
+    """There is no fall-back."""
+    with replaced(devices, "try_gpu", lambda i=0: torch.device("cuda", min(i, torch.cuda.device_count() - 1))):
+        yield
+
+
+@fault("fixtures", "try_all_gpus() lists the first device twice and leaves out the last")
+def try_all_gpus_repeats_the_first() -> Iterator[None]:
+    """Indices are shifted by one, from the second on."""
+
+    def try_all_gpus() -> list[torch.device]:
+        listed = [torch.device("cuda", max(0, i - 1)) for i in range(torch.cuda.device_count())]
+        # Of a single device there is no last one to leave out.
+        return listed if len(listed) > 1 else [torch.device("cpu")]
+
+    with replaced(devices, "try_all_gpus", try_all_gpus):
+        yield
+
+
+@fault("fixtures", "CUDA_VISIBLE_DEVICES is ignored by the processes that are started under it")
+def visible_devices_ignored() -> Iterator[None]:
+    """The variable is lost on the way to a new process."""
+    run = subprocess.run
+
+    def run_blind(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if VISIBILITY in command:
+            command = [sys.executable, "-c", f"from {__name__} import look_blindly; look_blindly()"]
+        return run(command, **options)
+
+    with replaced(subprocess, "run", run_blind):
+        yield
+
+
+def look_blindly() -> None:
+    """In the child of `visible_devices_ignored`: the program asked for, which cannot set the variable for itself."""
+    environment = type(os.environ)
+    set_item = environment.__setitem__
+
+    def __setitem__(self: os._Environ[str], name: str, value: str) -> None:
+        if name != "CUDA_VISIBLE_DEVICES":
+            set_item(self, name, value)
+
+    with replaced(environment, "__setitem__", __setitem__):
+        runpy.run_module(VISIBILITY, run_name="__main__")

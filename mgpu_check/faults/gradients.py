@@ -1,0 +1,200 @@
+"""Planted faults of parallel training steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel, comm
+from torch.nn.parallel import distributed as distributed_module
+
+from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.ranks import current_rank
+from mgpu_check.recipes import allreduce as reducing
+from mgpu_check.recipes import training
+
+_BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.9e-4
+
+
+def _is_last() -> bool:
+    """Whether this process is the last of several ranks."""
+    rank = current_rank()
+    return rank is not None and rank.size > 1 and rank.index == rank.size - 1
+
+
+def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy with one mantissa bit of the largest element inverted."""
+    values = gradient.detach().cpu().clone().contiguous()
+    if values.dtype == torch.float32 and values.numel():
+        values.view(-1).view(torch.int32)[values.abs().argmax()] ^= 1 << _BIT
+    return values.to(gradient.device)
+
+
+@contextlib.contextmanager
+def _wrapped_ddp(
+    change: Callable[[DistributedDataParallel], None] = lambda model: None,
+    before: Callable[[nn.Module], None] = lambda module: None,
+    **forced: Any,
+) -> Iterator[None]:
+    """DDP with other arguments, and something done to the module before and to the wrapper after it is built."""
+    real = DistributedDataParallel.__init__
+
+    def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        before(module)
+        real(self, module, *args, **(kwargs | forced))
+        change(self)
+
+    with replaced(DistributedDataParallel, "__init__", init):
+        yield
+
+
+def _hooked(
+    hook: Callable[[torch.Tensor], torch.Tensor], divide: bool = True
+) -> Callable[[DistributedDataParallel], None]:
+    """Communicate buckets as DDP does, after `hook` has changed this rank's part."""
+
+    def communicate(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = hook(bucket.buffer())
+        if divide:
+            buffer = buffer / dist.get_world_size()
+        dist.all_reduce(buffer)
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    return lambda model: model.register_comm_hook(None, communicate)
+
+
+@fault("gradients", "DDP adds gradients up instead of averaging them")
+def sum_instead_of_mean() -> Iterator[None]:
+    with _wrapped_ddp(_hooked(lambda buffer: buffer.clone(), divide=False)):
+        yield
+
+
+@fault("gradients", "one mantissa bit of one gradient of the last rank is flipped before DDP averages")
+def flipped_bit_in_one_rank() -> Iterator[None]:
+    with _wrapped_ddp(_hooked(lambda buffer: _flip_a_bit(buffer) if _is_last() else buffer.clone())):
+        yield
+
+
+@fault("gradients", "one mantissa bit of one gradient of the last device is flipped before DataParallel adds up")
+def flipped_bit_in_one_device() -> Iterator[None]:
+    real, real_by_hand = comm.reduce_add_coalesced, reducing.allreduce
+
+    def reduce_add_coalesced(inputs: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        if len(inputs) > 1:
+            inputs = [*inputs[:-1], [_flip_a_bit(inputs[-1][0]), *inputs[-1][1:]]]
+        return real(inputs, *args, **kwargs)
+
+    def allreduce(data: Sequence[torch.Tensor]) -> None:
+        real_by_hand([*data[:-1], data[-1].copy_(_flip_a_bit(data[-1]))])
+
+    with replaced(comm, "reduce_add_coalesced", reduce_add_coalesced), replaced(reducing, "allreduce", allreduce):
+        yield
+
+
+@fault("gradients", "DataParallel forgets the gradients of the last device")
+def last_device_forgotten() -> Iterator[None]:
+    real = comm.reduce_add_coalesced
+
+    def reduce_add_coalesced(inputs: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        return real(inputs[:-1] if len(inputs) > 1 else inputs, *args, **kwargs)
+
+    with replaced(comm, "reduce_add_coalesced", reduce_add_coalesced):
+        yield
+
+
+@fault("gradients", "DDP leaves the gradient of one parameter local")
+def local_gradient_of_one_parameter() -> Iterator[None]:
+    def ignore(module: nn.Module) -> None:
+        last = [name for name, _ in module.named_parameters()][-1]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [last])
+
+    with _wrapped_ddp(before=ignore):
+        yield
+
+
+@fault("gradients", "each rank takes the mean over its own shard: uneven shards weigh the same")
+def mean_of_means() -> Iterator[None]:
+    def accumulated_step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, shards: Any, batch_size: int, ranks: int = 1
+    ) -> None:
+        optimizer.zero_grad()
+        for index, (inputs, labels) in enumerate(shards):
+            local = isinstance(model, DistributedDataParallel) and index + 1 < len(shards)
+            with model.no_sync() if local else contextlib.nullcontext():
+                (F.cross_entropy(model(inputs), labels) / len(shards)).backward()
+        optimizer.step()
+
+    with replaced(training, "accumulated_step", accumulated_step):
+        yield
+
+
+@fault("gradients", "the loss of each shard by hand is divided by the size of the whole batch twice")
+def divided_twice() -> Iterator[None]:
+    real = training.sgd
+
+    def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) -> None:
+        real(parameters, rate, batch_size * batch_size)
+
+    with replaced(training, "sgd", sgd):
+        yield
+
+
+@fault("gradients", "ranks and devices other than the first do not drop the gradients of the step before")
+def stale_gradients() -> Iterator[None]:
+    real, real_by_hand = torch.optim.Optimizer.zero_grad, training.clear
+
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        rank = current_rank()
+        if rank is None or rank.index == 0:
+            real(self, set_to_none)
+
+    def clear(parameters: Mapping[str, torch.Tensor]) -> None:
+        if not next(iter(parameters.values())).device.index:
+            real_by_hand(parameters)
+
+    with replaced(torch.optim.Optimizer, "zero_grad", zero_grad), replaced(training, "clear", clear):
+        yield
+
+
+@fault("gradients", "DDP does not broadcast rank 0's parameters at the start")
+def parameters_not_broadcast() -> Iterator[None]:
+    with replaced(distributed_module, "_sync_module_states", lambda *args, **kwargs: None):
+        yield
+
+
+@fault("gradients", "accumulation forgets the last micro-batch")
+def last_window_forgotten() -> Iterator[None]:
+    real = training.accumulated_step
+
+    def accumulated_step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, shards: Any, batch_size: int, ranks: int = 1
+    ) -> None:
+        real(model, optimizer, shards[:-1] if len(shards) > 1 else shards, batch_size, ranks)
+
+    with replaced(training, "accumulated_step", accumulated_step):
+        yield
+
+
+@fault("gradients", "BatchNorm's statistics drift apart: DDP does not send rank 0's to the others")
+def statistics_drift() -> Iterator[None]:
+    with _wrapped_ddp(broadcast_buffers=False):
+        yield
+
+
+@fault("gradients", "DDP puts the model into training mode, so that BatchNorm normalises by the batch")
+def evaluation_ignored() -> Iterator[None]:
+    real = DistributedDataParallel.forward
+
+    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        self.module.train()
+        return real(self, *args, **kwargs)
+
+    with replaced(DistributedDataParallel, "forward", forward):
+        yield

@@ -1,0 +1,199 @@
+"""Defects of how operands on different devices are refused, or let through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check.faults.registry import fault, replaced
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def _wrapped(owner: Any, names: tuple[str, ...], wrap: Callable[[Function], Function]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+        yield
+
+
+def _gathered_on_the_first(function: Function) -> Function:
+    """`function` with every tensor copied to where the first one is."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        moved = [arg.to(first.device) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        return function(*moved, **kwargs)
+
+    return call
+
+
+def _error_replaced(make: Callable[[RuntimeError], Exception]) -> Callable[[Function], Function]:
+    """`function` with another error in the place of its RuntimeError."""
+
+    def wrap(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                raise make(error) from None
+
+        return call
+
+    return wrap
+
+
+@fault("mismatch", "operands on different devices are copied together silently")
+def silently_copied() -> Iterator[None]:
+    """Matrix products and arithmetic run on the first operand's device, whatever that costs."""
+    names = ("matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select")
+    with _wrapped(torch, names, _gathered_on_the_first):
+        yield
+
+
+@fault("mismatch", "a layer copies its input to where its parameters are")
+def layers_fetch_their_inputs() -> Iterator[None]:
+    """The error of a forgotten `.to(device)` is swallowed, and every step pays for the copy."""
+
+    def wrap(function: Function) -> Function:
+        def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            parameter = next((arg for arg in args if isinstance(arg, torch.Tensor)), x)
+            return function(x.to(parameter.device), *args, **kwargs)
+
+        return call
+
+    with _wrapped(F, ("linear", "conv2d", "embedding", "layer_norm", "batch_norm"), wrap):
+        yield
+
+
+@fault("mismatch", "the error names only one of the two devices")
+def one_device_named() -> Iterator[None]:
+    """The message is cut before the second device."""
+
+    def shorten(error: RuntimeError) -> Exception:
+        return RuntimeError("Expected all tensors to be on the same device, but one of them is on cuda:0")
+
+    functions = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "einsum", "addmm", "gather", "where")
+    with _wrapped(torch, functions, _error_replaced(shorten)), _wrapped(F, _LAYERS, _error_replaced(shorten)):
+        yield
+
+
+_LAYERS = ("linear", "conv2d", "embedding", "layer_norm", "batch_norm", "mse_loss", "nll_loss")
+
+
+@fault("mismatch", "the error is a ValueError")
+def another_type_of_error() -> Iterator[None]:
+    """Code that waits for RuntimeError does not see it."""
+    functions = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "maximum", "addmm", "gather", "where")
+    wrap = _error_replaced(lambda error: ValueError(str(error)))
+    with _wrapped(torch, functions, wrap), _wrapped(F, _LAYERS, wrap):
+        yield
+
+
+@fault("mismatch", "a scalar on a GPU is taken for a number")
+def gpu_scalars_taken_for_numbers() -> Iterator[None]:
+    """Every 0-dim operand of arithmetic is read out, wherever it is."""
+
+    def wrap(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(arg, torch.Tensor) and arg.dim() for arg in args):
+                args = tuple(arg.item() if isinstance(arg, torch.Tensor) and not arg.dim() else arg for arg in args)
+                return function(*args, **kwargs)
+            return _gathered_on_the_first(function)(*args, **kwargs)
+
+        return call
+
+    with _wrapped(torch, ("add", "mul"), wrap), _wrapped(torch.Tensor, ("add_", "mul_"), wrap):
+        yield
+
+
+@fault("mismatch", "a scalar on the CPU is refused beside a tensor on a GPU")
+def cpu_scalars_refused() -> Iterator[None]:
+    """Operands must be on one device, without the exception for numbers."""
+
+    def wrap(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            places = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
+            if len(places) > 1:
+                first, second = sorted(map(str, places), reverse=True)[:2]
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{first} and {second}!"
+                )
+            return function(*args, **kwargs)
+
+        return call
+
+    with _wrapped(torch, ("add", "mul"), wrap), _wrapped(torch.Tensor, ("add_", "mul_"), wrap):
+        yield
+
+
+@fault("mismatch", "an index on the CPU is refused")
+def cpu_indices_refused() -> Iterator[None]:
+    """Reading with an index needs it on the tensor's own device."""
+
+    def wrap(function: Function) -> Function:
+        def call(self: torch.Tensor, index: Any) -> Any:
+            if isinstance(index, torch.Tensor) and index.device != self.device:
+                raise RuntimeError(f"indices should be on the same device as the indexed tensor ({self.device})")
+            return function(self, index)
+
+        return call
+
+    with _wrapped(torch.Tensor, ("__getitem__",), wrap):
+        yield
+
+
+@fault("mismatch", "copy_ refuses a source on another device")
+def copies_refused() -> Iterator[None]:
+    """Copying is taken for computing."""
+
+    def wrap(function: Function) -> Function:
+        def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            # From the CPU it works, as tensors could not be made otherwise.
+            if source.device.type != "cpu" and source.device != self.device:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, "
+                    f"{self.device} and {source.device}!"
+                )
+            return function(self, source, *args, **kwargs)
+
+        return call
+
+    with _wrapped(torch.Tensor, ("copy_",), wrap):
+        yield
+
+
+@fault("mismatch", "copies between devices go through float16")
+def copies_rounded() -> Iterator[None]:
+    """Floats wider than that lose bits on the way."""
+
+    def wrap(function: Function) -> Function:
+        def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if source.device != self.device and source.dtype in (torch.float32, torch.float64, torch.bfloat16):
+                source = function(torch.empty_like(source, dtype=torch.float16), source)
+            return function(self, source, *args, **kwargs)
+
+        return call
+
+    with _wrapped(torch.Tensor, ("copy_",), wrap):
+        yield
+
+
+@fault("mismatch", "DataParallel moves a module that is on the wrong device")
+def data_parallel_fetches_its_module() -> Iterator[None]:
+    """The check of where parameters are is gone."""
+    forward = nn.DataParallel.forward
+
+    def fetching(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+        self.module.to(torch.device("cuda", self.device_ids[0]))
+        return forward(self, *inputs, **kwargs)
+
+    with replaced(nn.DataParallel, "forward", fetching):
+        yield

@@ -1,0 +1,79 @@
+"""The register of planted faults: each a defect that some check of its property must catch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["PROPERTIES", "Fault", "all_faults", "fault", "planted", "replaced"]
+
+PROPERTIES = ("fixtures", "scatter", "allreduce", "gradients", "mismatch")
+"""The properties of the packaged suite; `mgpu_check.faults.<property>` holds the faults of each."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A defect that can be planted from outside the checks."""
+
+    name: str
+    property: str
+    summary: str
+    plant: Callable[[], Iterator[None]]
+    """A generator function: what stands before its ``yield`` plants the fault, what follows takes it out."""
+
+
+_faults: dict[str, Fault] = {}
+
+
+def fault(property: str, summary: str) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
+    """Register the decorated generator function as a fault that the suite's checks of `property` must catch.
+
+    Raises:
+        ValueError: `property` is none of `PROPERTIES`, or a fault of that name exists.
+    """
+    if property not in PROPERTIES:
+        raise ValueError(f"fault: property={property!r} is unknown; choose one of {', '.join(PROPERTIES)}")
+
+    def register(plant: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        name = plant.__name__.replace("_", "-")
+        if name in _faults and _faults[name].plant.__module__ != plant.__module__:
+            raise ValueError(f"fault: {name!r} is registered already, by {_faults[name].plant.__module__}")
+        _faults[name] = Fault(name, property, summary, plant)
+        return plant
+
+    return register
+
+
+def all_faults() -> dict[str, Fault]:
+    """Every fault by name, in the order of the properties. Imports torch."""
+    for name in PROPERTIES:
+        importlib.import_module(f"mgpu_check.faults.{name}")
+    return dict(sorted(_faults.items(), key=lambda entry: PROPERTIES.index(entry[1].property)))
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Have the fault called `name` in this process, for the time of the context.
+
+    Raises:
+        ValueError: there is no fault of that name.
+    """
+    faults = all_faults()
+    if name not in faults:
+        raise ValueError(f"fault {name!r} is unknown; choose one of {', '.join(faults)}")
+    with contextlib.contextmanager(faults[name].plant)():
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set attribute `name` of `owner` to `value`, and back on exit."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,242 @@
+"""Defects of scatter and gather, and of the ways in which batches are split by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import _functions, comm, scatter_gather
+
+from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.recipes import batches
+
+Shards = tuple[torch.Tensor, ...]
+
+
+def _scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[Any], int], Shards]) -> Any:
+    """`comm.scatter`, on which all scattering stands, changed where it chooses the sizes itself."""
+    scatter: Callable[..., Shards] = comm.scatter
+
+    def changed(
+        tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
+    ) -> Shards:
+        if chunk_sizes is not None or tensor.dim() == 0:
+            return scatter(tensor, devices, chunk_sizes, dim, *rest, **named)
+        return change(lambda x, to, sizes=None: scatter(x, to, sizes, dim, *rest, **named), tensor, list(devices), dim)
+
+    return replaced(comm, "scatter", changed)
+
+
+@fault("scatter", "the remainder is dropped when the batch does not divide by the number of devices")
+def remainder_dropped() -> Iterator[None]:
+    """Every device gets the same number of samples; those left over get lost."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        return scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)
+
+    with _scatter_changed(change):
+        yield
+
+
+@fault("scatter", "the second shard begins one sample early: shards overlap")
+def shards_overlap() -> Iterator[None]:
+    """The last sample of the first shard is also the first of the second."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        size = -(-x.shape[dim] // len(devices))
+        if len(devices) == 1 or size == 0 or x.shape[dim] <= size:
+            return scatter(torch.cat([x, x.narrow(dim, 0, min(1, x.shape[dim]))], dim), devices)
+        second = min(size, x.shape[dim] - size)
+        again = torch.cat(
+            [
+                x.narrow(dim, 0, size),
+                x.narrow(dim, size - 1, second),
+                x.narrow(dim, size + second, x.shape[dim] - size - second),
+            ],
+            dim,
+        )
+        return scatter(again, devices)
+
+    with _scatter_changed(change):
+        yield
+
+
+@fault("scatter", "two shards are swapped")
+def shards_swapped() -> Iterator[None]:
+    """The first shard goes to the last device that gets one, and the other way round."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        parts = list(x.chunk(len(devices), dim))
+        parts[0], parts[-1] = parts[-1], parts[0]
+        return scatter(
+            torch.cat(parts, dim), devices, [part.shape[dim] for part in parts] + [0] * (len(devices) - len(parts))
+        )[: len(parts)]
+
+    with _scatter_changed(change):
+        yield
+
+
+@fault("scatter", "the last shard stays on the first device")
+def shard_on_the_wrong_device() -> Iterator[None]:
+    """All shards are right, one of them in the wrong place."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        shards = scatter(x, devices)
+        wrong = torch.device("cuda", devices[0]) if len(shards) > 1 else torch.device("cpu")
+        return (*shards[:-1], shards[-1].to(wrong))
+
+    with _scatter_changed(change):
+        yield
+
+
+@fault("scatter", "the copy to the second device brings zeros")
+def stale_copy() -> Iterator[None]:
+    """As a broken link between two devices would."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        shards = scatter(x, devices)
+        broken = min(1, len(shards) - 1)
+        return tuple(torch.zeros_like(shard) if index == broken else shard for index, shard in enumerate(shards))
+
+    with _scatter_changed(change):
+        yield
+
+
+@fault("scatter", "shards are as even as can be, 4+3+3 instead of 4+4+2")
+def sizes_evened_out() -> Iterator[None]:
+    """As by `torch.tensor_split`: right shards, but other replicas get other samples than with torch."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
+
+    with _scatter_changed(change):
+        yield
+
+
+@fault("scatter", "numbers and strings reach the first device only")
+def leaves_reach_one_device() -> Iterator[None]:
+    """Every other shard has None in their place."""
+    scatter = scatter_gather.scatter
+
+    def changed(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
+        shards = scatter(inputs, target_gpus, dim)
+        if isinstance(inputs, torch.Tensor):
+            return shards
+        return [
+            shard if index == 0 and len(shards) > 1 else _without_leaves(shard) for index, shard in enumerate(shards)
+        ]
+
+    with replaced(scatter_gather, "scatter", changed), replaced(nn.parallel, "scatter", changed):
+        yield
+
+
+def _without_leaves(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part
+    if isinstance(part, dict):
+        return {key: _without_leaves(value) for key, value in part.items()}
+    if isinstance(part, tuple) and hasattr(part, "_fields"):
+        return type(part)(*map(_without_leaves, part))
+    return type(part)(map(_without_leaves, part)) if isinstance(part, (tuple, list)) else None
+
+
+def _gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]) -> Any:
+    """`comm.gather`, on which all gathering stands, given other tensors."""
+    gather: Callable[..., torch.Tensor] = comm.gather
+
+    def changed(tensors: Sequence[torch.Tensor], dim: int = 0, *rest: Any, **named: Any) -> torch.Tensor:
+        return gather(change(list(tensors), dim), dim, *rest, **named)
+
+    return replaced(comm, "gather", changed)
+
+
+@fault("scatter", "gather puts the shards together backwards")
+def gathered_backwards() -> Iterator[None]:
+    """The last shard comes first."""
+    with _gather_changed(lambda tensors, dim: tensors[::-1]):
+        yield
+
+
+@fault("scatter", "gather leaves out the last shard")
+def gather_drops_a_shard() -> Iterator[None]:
+    """What a loop that ends one step early gives."""
+    with _gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
+        yield
+
+
+@fault("scatter", "gather leaves its result on the first device")
+def gathered_elsewhere() -> Iterator[None]:
+    """The destination is ignored."""
+    gather: Callable[..., torch.Tensor] = comm.gather
+
+    def changed(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None, **named: Any) -> torch.Tensor:
+        return gather(tensors, dim, 0, **named)
+
+    with replaced(comm, "gather", changed):
+        yield
+
+
+@fault("scatter", "labels are not split like inputs: the first device gets them in another order")
+def labels_not_split_alike() -> Iterator[None]:
+    """As where inputs are split before, and labels after, they are shuffled."""
+
+    def split_batch(X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
+        return nn.parallel.scatter(X, devices), nn.parallel.scatter(y.roll(1), devices)
+
+    with replaced(batches, "split_batch", split_batch):
+        yield
+
+
+@fault("scatter", "labels go to every device whole")
+def labels_not_split() -> Iterator[None]:
+    """Each device has its inputs, and the labels of all."""
+
+    def split_batch(X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]) -> tuple[Any, Any]:
+        shards = nn.parallel.scatter(X, devices)
+        # Over one device whole labels would be right ones: there they stay where they were.
+        return shards, tuple(y.to(shard.device if len(shards) > 1 else "cpu") for shard in shards)
+
+    with replaced(batches, "split_batch", split_batch):
+        yield
+
+
+@fault("scatter", "a batch split by hand loses what does not divide")
+def remainder_dropped_by_hand() -> Iterator[None]:
+    """Slices of n // devices samples each."""
+
+    def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+        size = len(X) // len(devices) if len(devices) > 1 else len(X) - 1
+        return [X[index * size : (index + 1) * size].to(device) for index, device in enumerate(devices)]
+
+    with replaced(batches, "split_and_load", split_and_load):
+        yield
+
+
+@fault("scatter", "no gradient comes back from the last shard")
+def gradient_of_a_shard_lost() -> Iterator[None]:
+    """The backward of scatter takes the last shard's gradient for zero."""
+    backward = _functions.Scatter.backward
+
+    def changed(context: Any, *gradients: torch.Tensor) -> Any:
+        return backward(context, *gradients[:-1], torch.zeros_like(gradients[-1]))
+
+    with replaced(_functions.Scatter, "backward", staticmethod(changed)):
+        yield
+
+
+@fault("scatter", "shards get the gradients of their neighbours")
+def gradients_to_the_wrong_shard() -> Iterator[None]:
+    """The backward of gather hands out the parts of the gradient backwards."""
+    scatter: Callable[..., Shards] = comm.scatter
+
+    def changed(
+        tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
+    ) -> Shards:
+        if chunk_sizes is not None:
+            tensor = tensor.flip(dim)
+        return scatter(tensor, devices, chunk_sizes, dim, *rest, **named)
+
+    with replaced(comm, "scatter", changed):
+        yield

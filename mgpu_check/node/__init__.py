@@ -1,0 +1,1 @@
+"""The machine: its devices, real or simulated."""

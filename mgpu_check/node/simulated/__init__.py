@@ -1,0 +1,8 @@
+"""A node with N CUDA devices that exist in software only, on one backing device."""
+
+from __future__ import annotations
+
+from mgpu_check.node.simulated.activation import simulated_device_count, simulated_node
+from mgpu_check.node.simulated.tensor import is_simulated, to_real
+
+__all__ = ["is_simulated", "simulated_device_count", "simulated_node", "to_real"]

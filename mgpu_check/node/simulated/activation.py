@@ -1,0 +1,119 @@
+"""Enter and leave a simulated node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.utils._device
+
+from mgpu_check.node.simulated import dispatch, mismatch, streams
+from mgpu_check.node.simulated.autocast import install_autocast
+from mgpu_check.node.simulated.collectives import install_collectives
+from mgpu_check.node.simulated.devices import install_device_type
+from mgpu_check.node.simulated.factories import install_factories
+from mgpu_check.node.simulated.memory import DeviceMemory
+from mgpu_check.node.simulated.methods import install_methods
+from mgpu_check.node.simulated.modules import install_modules
+from mgpu_check.node.simulated.parallel import install_parallel
+from mgpu_check.node.simulated.patches import Patches
+from mgpu_check.node.simulated.random import device_generators, install_random
+from mgpu_check.node.simulated.runtime import install_runtime
+from mgpu_check.node.simulated.state import Node, active_node, enter_node, leave_node
+from mgpu_check.node.simulated.storage import install_storage
+from mgpu_check.node.simulated.tensor import tag
+from mgpu_check.node.simulated.transfer import on_host_copy
+
+__all__ = ["simulated_device_count", "simulated_node"]
+
+_entering = threading.Lock()
+
+
+def _backing_device(backing: str) -> torch.device:
+    valid = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if backing not in valid:
+        raise ValueError(
+            f"backing={backing!r} is no device of this machine; it must be one of: {', '.join(valid)}"
+        )
+    return torch.device(backing)
+
+
+@contextmanager
+def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
+    """Inside, this machine has ``n`` CUDA devices, in this process and all of its threads.
+
+    ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Nothing that is computed inside says
+    anything of hardware. Tensors that are left over after the exit keep their values but name a device that is gone;
+    :func:`to_real` makes plain ones of them. Raises ValueError for ``n`` < 1 or another ``backing``, RuntimeError where
+    a simulated node is active already. Leaving puts all of torch back.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n={n!r} is no number of devices; it must be an int of at least 1")
+    with _entering:
+        if active_node() is not None:
+            raise RuntimeError(
+                "a simulated node is active in this process already; leave it before entering another one"
+            )
+        device = _backing_device(backing)
+        patches = _enter(n, device)
+    try:
+        yield
+    finally:
+        _leave(patches)
+
+
+def _enter(n: int, backing: torch.device) -> Patches:
+    if backing.type == "cuda":
+        torch.cuda.init()
+    torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
+    torch.overrides.get_default_nowrap_functions()
+    devices = tuple(torch.device("cuda", i) for i in range(n))
+    node = Node(
+        n=n,
+        backing=backing,
+        devices=devices,
+        memory=tuple(DeviceMemory(i) for i in range(n)),
+        generators=device_generators(devices, backing),
+    )
+    patches = Patches()
+    enter_node(node)
+    try:
+        mismatch.calibrate(lambda t: tag(t, devices[0]))
+        on_host_copy(streams.late_host_copy)
+        dispatch.on_sync(lambda device: streams.current_stream(device).synchronize())
+        for install in (
+            install_device_type,
+            install_factories,
+            install_methods,
+            install_storage,
+            install_random,
+            install_runtime,
+            install_modules,
+            install_parallel,
+            install_autocast,
+            install_collectives,
+        ):
+            install(patches)
+        patches.apply()
+    except BaseException:
+        _leave(patches)
+        raise
+    return patches
+
+
+def _leave(patches: Patches) -> None:
+    try:
+        patches.undo()
+    finally:
+        on_host_copy(None)
+        dispatch.on_sync(None)
+        streams.forget_streams()
+        leave_node()
+
+
+def simulated_device_count() -> int | None:
+    """How many devices the simulated node of this process has; None where no simulation is active."""
+    node = active_node()
+    return None if node is None else node.n

@@ -1,0 +1,148 @@
+"""Run one operator on simulated tensors: check the devices, run it on the backing device, say where results live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_check.node.simulated import kernels, mismatch
+from mgpu_check.node.simulated.state import active_node
+from mgpu_check.node.simulated.tensor import SimulatedTensor, set_runner, tag
+
+__all__ = ["on_sync", "run"]
+
+_no_dispatch = torch._C._DisableTorchDispatch
+_plain: type = torch.Tensor
+_SYNCING = frozenset(
+    {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+)
+_sync: Callable[[torch.device], object] | None = None
+
+
+def on_sync(call: Callable[[torch.device], object] | None) -> None:
+    """Call this with the device whenever an operator waits for it, as ``.item()`` does."""
+    global _sync
+    _sync = call
+
+
+@dataclass(eq=False)
+class _Operator:
+    """What the runner has to know of an operator, worked out once."""
+
+    call: Callable[..., object]
+    fresh: bool  # whether results are new tensors (or views), not the arguments written to
+    scalars: bool  # whether a CPU tensor of 0 dims may stand beside device tensors
+    random: bool
+    takes_generator: bool
+    syncs: bool
+
+
+_operators: dict[object, _Operator] = {}
+
+
+def _inspect(func: torch._ops.OpOverload) -> _Operator:
+    schema = func._schema
+    name = schema.name
+    written = bool(schema.returns) and all(
+        r.alias_info is not None and r.alias_info.is_write for r in schema.returns
+    )
+    found = _Operator(
+        call=kernels.KERNELS.get(name, func),
+        fresh=not written and not name.startswith("c10d::"),
+        scalars=mismatch.allows_scalars(func),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        takes_generator=any(a.name == "generator" for a in schema.arguments),
+        syncs=name in _SYNCING,
+    )
+    _operators[func] = found
+    return found
+
+
+def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """What ``__torch_dispatch__`` of a simulated tensor does; see the module."""
+    operator = _operators.get(func) or _inspect(func)
+    device: torch.device | None = None
+    mixed = False
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is SimulatedTensor:
+            if device is None:
+                device = value._dev  # type: ignore[attr-defined]
+            elif device is not value._dev:  # type: ignore[attr-defined]
+                mixed = True
+        elif kind is list or kind is tuple:
+            for item in value:  # type: ignore[attr-defined]
+                if type(item) is SimulatedTensor:
+                    if device is None:
+                        device = item._dev
+                    elif device is not item._dev:
+                        mixed = True
+                elif isinstance(item, torch.Tensor):
+                    mixed = True
+        elif isinstance(value, torch.Tensor) and not (operator.scalars and value.dim() == 0):
+            mixed = True
+    if mixed:
+        value = item = None  # judge() counts the references to each operand
+        verdict = mismatch.judge(func, args, kwargs)
+        if verdict is NotImplemented:
+            return NotImplemented
+        if verdict is not None:
+            return verdict.decompose(args, kwargs)
+    if device is None:
+        with _no_dispatch():
+            return func(*args, **kwargs)
+    if operator.syncs and _sync is not None:
+        _sync(device)
+    if operator.random:
+        out = _run_random(operator, device, args, kwargs)
+    else:
+        with _no_dispatch():
+            out = operator.call(*args, **kwargs)
+    if type(out) is _plain:
+        return tag(out, device) if operator.fresh else out  # type: ignore[arg-type]
+    if operator.fresh and (type(out) is tuple or type(out) is list):
+        return type(out)(_tagged(o, device) for o in out)  # type: ignore[attr-defined]
+    return out
+
+
+def _tagged(out: object, device: torch.device) -> object:
+    if type(out) is _plain:
+        return tag(out, device)  # type: ignore[arg-type]
+    if type(out) is tuple or type(out) is list:
+        return type(out)(_tagged(o, device) for o in out)  # type: ignore[attr-defined]
+    return out
+
+
+def _run_random(
+    operator: _Operator, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Draw from the generator of the device, so that ``torch.cuda.manual_seed`` rules it and the CPU's is untouched."""
+    node = active_node()
+    if node is None:
+        with _no_dispatch():
+            return operator.call(*args, **kwargs)
+    generator = node.generators[device.index]
+    if operator.takes_generator:
+        given = kwargs.get("generator")
+        if given is None:
+            kwargs = {**kwargs, "generator": generator}
+        elif given.device.type != "cuda":  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
+            )
+        with _no_dispatch():
+            return operator.call(*args, **kwargs)
+    default = torch.default_generator
+    kept = default.get_state()
+    default.set_state(generator.get_state())
+    try:
+        with _no_dispatch():
+            return operator.call(*args, **kwargs)
+    finally:
+        generator.set_state(default.get_state())
+        default.set_state(kept)
+
+
+set_runner(run)  # type: ignore[arg-type]

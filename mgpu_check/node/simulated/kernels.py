@@ -1,0 +1,131 @@
+"""Operators that torch has for CUDA only, written with those that every device has.
+
+They run on plain tensors of the backing device, below the simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["KERNELS"]
+
+
+def _channels(x: Tensor) -> tuple[list[int], list[int]]:
+    """The axes to reduce over (all but the channel's, axis 1) and the shape that broadcasts a channel vector."""
+    return [d for d in range(x.dim()) if d != 1], [1, -1] + [1] * (x.dim() - 2)
+
+
+def _accumulate(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def batch_norm_stats(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    axes, _ = _channels(x)
+    wide = _accumulate(x)
+    variance, mean = torch.var_mean(wide, dim=axes, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def batch_norm_gather_stats_with_counts(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    counts: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Join the statistics of several ranks (one row each of ``mean``, ``invstd``) as the law of total variance says."""
+    weights = counts.to(mean.dtype).reshape(-1, 1)
+    total = weights.sum()
+    joined = (mean * weights).sum(0) / total
+    variance = ((invstd.pow(-2) - eps + (mean - joined) ** 2) * weights).sum(0) / total
+    if running_mean is not None:
+        running_mean.mul_(1 - momentum).add_(joined.to(running_mean.dtype), alpha=momentum)
+    if running_var is not None:
+        unbiased = variance * total / (total - 1)
+        running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+    return joined, torch.rsqrt(variance + eps)
+
+
+def batch_norm_gather_stats(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    count: int,
+) -> tuple[Tensor, Tensor]:
+    counts = torch.full((mean.size(0),), float(count), dtype=mean.dtype, device=mean.device)
+    return batch_norm_gather_stats_with_counts(
+        x, mean, invstd, running_mean, running_var, momentum, eps, counts
+    )
+
+
+def batch_norm_elemt(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    _, shape = _channels(x)
+    out = (_accumulate(x) - mean.view(shape)) * invstd.view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    if bias is not None:
+        out = out + bias.view(shape)
+    return out.to(x.dtype)
+
+
+def batch_norm_backward_reduce(
+    grad_out: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    input_g: bool,
+    weight_g: bool,
+    bias_g: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    axes, shape = _channels(x)
+    grad = _accumulate(grad_out)
+    sum_dy = grad.sum(axes)
+    sum_dy_xmu = (grad * (_accumulate(x) - mean.view(shape))).sum(axes)
+    kind = sum_dy.dtype if weight is None else weight.dtype
+    return sum_dy, sum_dy_xmu, (sum_dy_xmu * invstd).to(kind), sum_dy.to(kind)
+
+
+def batch_norm_backward_elemt(
+    grad_out: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sum_dy: Tensor,
+    sum_dy_xmu: Tensor,
+    count: Tensor,
+) -> Tensor:
+    _, shape = _channels(x)
+    total = count.sum().to(mean.dtype)
+    centred = _accumulate(x) - mean.view(shape)
+    projected = centred * (invstd**2 * sum_dy_xmu / total).view(shape)
+    out = (_accumulate(grad_out) - (sum_dy / total).view(shape) - projected) * invstd.view(shape)
+    if weight is not None:
+        out = out * weight.view(shape)
+    return out.to(grad_out.dtype)
+
+
+KERNELS: dict[str, Callable[..., object]] = {
+    f"aten::{kernel.__name__}": kernel
+    for kernel in (
+        batch_norm_stats,
+        batch_norm_gather_stats,
+        batch_norm_gather_stats_with_counts,
+        batch_norm_elemt,
+        batch_norm_backward_reduce,
+        batch_norm_backward_elemt,
+    )
+}

@@ -1,0 +1,69 @@
+"""What modules and optimizers do differently per device: conversion, grouping of parameters, lazy parameters."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mgpu_check.node.simulated.patches import Patches
+from mgpu_check.node.simulated.state import untraced_device
+from mgpu_check.node.simulated.tensor import SimulatedTensor
+
+__all__ = ["install_modules"]
+
+Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Tensor | None]], list[int]]]
+
+
+def _group(original: Callable[..., Groups]) -> Callable[..., Groups]:
+    """Group lists of tensors by device and dtype; C++ sees the backing device only."""
+
+    def group(tensorlistlist: Sequence[Sequence[torch.Tensor | None]], with_indices: bool = False) -> Groups:
+        if not any(isinstance(t, SimulatedTensor) for row in tensorlistlist for t in row):
+            return original(tensorlistlist, with_indices)
+        groups: Groups = {}
+        for i, leading in enumerate(tensorlistlist[0]):
+            if leading is None:
+                continue
+            key = (leading.device, leading.dtype)
+            lists, indices = groups.setdefault(key, ([[] for _ in tensorlistlist], []))
+            for column, row in zip(lists, tensorlistlist, strict=True):
+                if row:
+                    column.append(row[i])
+            if with_indices:
+                indices.append(i)
+        return groups
+
+    return group
+
+
+def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
+    """``Module.to(0)``: the int is a CUDA device, whatever accelerator this build of torch knows."""
+
+    def parse(*args: object, **kwargs: object) -> object:
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = (untraced_device(args[0]), *args[1:])
+        elif isinstance(kwargs.get("device"), int):
+            kwargs["device"] = untraced_device(kwargs["device"])
+        return original(*args, **kwargs)
+
+    return parse
+
+
+def install_modules(patches: Patches) -> None:
+    """Let ``Module.to`` keep simulated tensors, and ``foreach``/``fused`` optimizers take them."""
+    was = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    patches.at_exit(lambda: torch.__future__.set_swap_module_params_on_conversion(was))
+    patches.set(
+        torch._C,
+        "_group_tensors_by_device_and_dtype",
+        _group(torch._C._group_tensors_by_device_and_dtype),
+    )
+    patches.set(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
+    for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+        module = importlib.import_module(name)  # torch.optim hides the name of its submodule
+        patches.set(
+            module, "_foreach_supported_types", [*module._foreach_supported_types, SimulatedTensor]
+        )

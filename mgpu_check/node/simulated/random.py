@@ -1,0 +1,133 @@
+"""Random numbers of simulated devices: one generator per device, ruled by ``torch.cuda.manual_seed`` and its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from mgpu_check.node.simulated.patches import Patches
+from mgpu_check.node.simulated.state import active_node, device_index, simulated_device, untraced_device
+
+__all__ = ["device_generators", "install_random"]
+
+_base = torch._C.Generator
+
+
+class _DeviceGenerator(_base):  # type: ignore[misc, valid-type]
+    """A generator that says that it belongs to a simulated device."""
+
+    _dev: torch.device
+
+    @property
+    def device(self) -> torch.device:
+        return self._dev
+
+
+class _GeneratorMeta(type(_base)):  # type: ignore[misc]
+    """``torch.Generator`` while simulated: makes either kind, and every generator is an instance of it."""
+
+    def __call__(cls, device: object = "cpu") -> torch.Generator:
+        target = simulated_device(device)
+        if target is None:
+            return _base(device)  # type: ignore[arg-type]
+        return _make(target)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _base)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _base)
+
+
+def _make(device: torch.device) -> _DeviceGenerator:
+    node = active_node()
+    generator = _DeviceGenerator.__new__(_DeviceGenerator, device="cpu" if node is None else node.backing)
+    generator._dev = device
+    return generator
+
+
+def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
+    """One generator per device, all seeded as the default generator of the CPU was."""
+    made = []
+    for device in devices:
+        generator = _DeviceGenerator.__new__(_DeviceGenerator, device=backing)
+        generator._dev = device
+        generator.manual_seed(torch.initial_seed() & (2**63 - 1))
+        made.append(generator)
+    return tuple(made)
+
+
+def _generator(device: object = None) -> torch.Generator:
+    node = active_node()
+    if node is None:
+        raise RuntimeError("the simulated node is not active")
+    made = untraced_device(device)
+    if made is not None:
+        simulated_device(made)  # an ordinal that does not exist is refused
+    return node.generators[device_index(device)]
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    node = active_node()
+    return () if node is None else node.generators
+
+
+def _manual_seed(seed: int) -> None:
+    _generator().manual_seed(int(seed))
+
+
+def _manual_seed_all(seed: int) -> None:
+    for generator in _generators():
+        generator.manual_seed(int(seed))
+
+
+def _seed() -> None:
+    _generator().seed()
+
+
+def _seed_all() -> None:
+    drawn = _generator().seed()
+    for generator in _generators():
+        generator.manual_seed(drawn)
+
+
+def _initial_seed() -> int:
+    return _generator().initial_seed()
+
+
+def _get_rng_state(device: object = "cuda") -> torch.Tensor:
+    return _generator(device).get_state()
+
+
+def _get_rng_state_all() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators()]
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+    _generator(device).set_state(new_state)
+
+
+def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(), new_states, strict=False):
+        generator.set_state(state)
+
+
+def install_random(patches: Patches) -> None:
+    """Replace ``torch.Generator`` and the random functions of ``torch.cuda``."""
+    generator = _GeneratorMeta("Generator", (_base,), {"__module__": "torch._C"})
+    patches.replace(torch.Generator, generator)
+    for name, function in (
+        ("manual_seed", _manual_seed),
+        ("manual_seed_all", _manual_seed_all),
+        ("seed", _seed),
+        ("seed_all", _seed_all),
+        ("initial_seed", _initial_seed),
+        ("get_rng_state", _get_rng_state),
+        ("get_rng_state_all", _get_rng_state_all),
+        ("set_rng_state", _set_rng_state),
+        ("set_rng_state_all", _set_rng_state_all),
+    ):
+        for owner in (torch.cuda, torch.cuda.random):
+            patches.set(owner, name, function)
+    patches.set(torch.cuda, "default_generators", _generators())

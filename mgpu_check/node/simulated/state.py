@@ -1,0 +1,149 @@
+"""The simulated node that this process is in, if any: its devices, their order, and which one is current."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from mgpu_check.node.simulated.memory import DeviceMemory
+
+__all__ = [
+    "Node",
+    "active_node",
+    "current_index",
+    "device_index",
+    "enter_node",
+    "invalid_ordinal",
+    "leave_node",
+    "set_current_index",
+    "simulated_device",
+    "untraced_device",
+]
+
+# The C type, kept because `torch.device` itself is replaced while a simulation is active.
+_DEVICE_TYPE: type = type(torch.device("cpu"))
+
+_INVALID_ORDINAL = (
+    "CUDA error: invalid device ordinal\n"
+    "GPU device may be out of range, do you have enough GPUs?\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+_BAD_FORK = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+    "start method"
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """``n`` simulated devices on one backing device."""
+
+    n: int
+    backing: torch.device
+    devices: tuple[torch.device, ...]
+    memory: tuple[DeviceMemory, ...]
+    pid: int = field(default_factory=os.getpid)
+    initialized: bool = False
+    generators: tuple[torch.Generator, ...] = ()
+
+    def initialize(self) -> None:
+        """What torch does before it first touches a device; refuses in a child forked after the parent did."""
+        if self.initialized and self.pid != os.getpid():
+            raise RuntimeError(_BAD_FORK)
+        if not self.initialized:
+            self.initialized = True
+            self.pid = os.getpid()
+
+
+class _Current(threading.local):
+    index: int = 0
+
+
+_current = _Current()
+_node: Node | None = None
+
+
+def active_node() -> Node | None:
+    """The node of this process, or None outside a simulation."""
+    return _node
+
+
+def enter_node(node: Node) -> None:
+    global _node
+    _node = node
+    _current.index = 0
+
+
+def leave_node() -> None:
+    global _node
+    _node = None
+    _current.index = 0
+
+
+def current_index() -> int:
+    """The current device of this thread; a new thread starts at 0, as CUDA's does."""
+    return _current.index
+
+
+def invalid_ordinal() -> RuntimeError:
+    """The error of the CUDA runtime for a device that does not exist."""
+    error: RuntimeError = torch.AcceleratorError(_INVALID_ORDINAL)
+    error.error_code = 101  # type: ignore[attr-defined]  # cudaErrorInvalidDevice
+    return error
+
+
+def set_current_index(index: int) -> None:
+    node = _node
+    if node is not None and not 0 <= index < node.n:
+        raise invalid_ordinal()
+    _current.index = index
+
+
+def untraced_device(device: object) -> torch.device | None:
+    """``device`` as ``torch.device``; None where it is neither an int, a string nor a device."""
+    if isinstance(device, _DEVICE_TYPE):
+        return device  # type: ignore[return-value]
+    if isinstance(device, str):
+        made: torch.device = _DEVICE_TYPE(device)
+        return made
+    if isinstance(device, int) and not isinstance(device, bool):
+        if device < 0:
+            raise RuntimeError(f"Device index must not be negative, got {device}")
+        made = _DEVICE_TYPE("cuda", device)
+        return made
+    return None
+
+
+def simulated_device(device: object) -> torch.device | None:
+    """The simulated device that ``device`` names, or None where it names none (the CPU, meta, ...).
+
+    A bare "cuda" is the current device. Raises the error of CUDA for an ordinal that does not exist.
+    """
+    node = _node
+    if node is None:
+        return None
+    made = untraced_device(device)
+    if made is None or made.type != "cuda":
+        return None
+    index = _current.index if made.index is None else made.index
+    if index >= node.n:
+        raise invalid_ordinal()
+    if not node.initialized or node.pid != os.getpid():
+        node.initialize()
+    return node.devices[index]
+
+
+def device_index(device: object = None) -> int:
+    """The index that ``device`` (None: the current one) means to a function of ``torch.cuda``."""
+    if device is None:
+        return _current.index
+    made = untraced_device(device)
+    if made is None or made.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return _current.index if made.index is None else int(made.index)

@@ -1,0 +1,76 @@
+"""Storages of simulated tensors: they say where they are, move, resize and serialize as those of a device do."""
+
+from __future__ import annotations
+
+import torch
+
+from mgpu_check.node.simulated.memory import BLOCK, Block, block_of
+from mgpu_check.node.simulated.patches import Patches
+from mgpu_check.node.simulated.state import active_node, simulated_device
+
+__all__ = ["install_storage"]
+
+_storage = torch.UntypedStorage
+_base = torch._C.StorageBase
+
+
+def _device(self: torch.UntypedStorage) -> torch.device:
+    block = self.__dict__.get(BLOCK)
+    if block is not None:
+        device: torch.device = block.device
+        return device
+    return _base.device.__get__(self)  # type: ignore[no-any-return, attr-defined]
+
+
+def _copy_on(self: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    """A copy of the bytes of ``self`` as a storage of ``device``, simulated or not."""
+    node = active_node()
+    home = device if node is None or device.type != "cuda" else node.backing
+    with torch._C._DisableTorchDispatch():
+        made = torch.empty(self.nbytes(), dtype=torch.uint8, device=home).untyped_storage()
+        made.copy_(self, False)
+    if node is not None and device.type == "cuda":
+        made.__dict__[BLOCK] = Block(device, node.memory[device.index], made.nbytes())
+    return made
+
+
+def _cuda(self: torch.UntypedStorage, device: object = None, non_blocking: bool = False) -> torch.UntypedStorage:
+    target = simulated_device("cuda" if device is None else device)
+    assert target is not None
+    return self if self.device == target else _copy_on(self, target)
+
+
+def _cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    return self if self.device.type == "cpu" else _copy_on(self, torch.device("cpu"))
+
+
+def _to(self: torch.UntypedStorage, *, device: object, non_blocking: bool = False) -> torch.UntypedStorage:
+    target = simulated_device(device)
+    if target is None:
+        target = torch.device(device)  # type: ignore[arg-type]
+    return self if self.device == target else _copy_on(self, target)
+
+
+def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    return _copy_on(self, self.device)
+
+
+def _resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    _base.resize_(self, size)  # type: ignore[attr-defined]
+    block = block_of(self)
+    if block is not None:
+        block.resize(size)
+    return self
+
+
+def install_storage(patches: Patches) -> None:
+    """Replace what ``torch.UntypedStorage`` says of its device and does with it."""
+    patches.set(_storage, "device", property(_device))
+    for name, function in (
+        ("cuda", _cuda),
+        ("cpu", _cpu),
+        ("to", _to),
+        ("clone", _clone),
+        ("resize_", _resize_),
+    ):
+        patches.set(_storage, name, function)

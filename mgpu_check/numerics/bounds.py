@@ -1,0 +1,80 @@
+"""A priori bounds on rounding errors of reductions.
+
+Source: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., SIAM 2002: Lemma 3.1 for `gamma`,
+section 4.2 for sums (the bound holds for every order of summation), section 3.1 for products.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["gamma", "product_bound", "significand_bits", "sum_bound", "unit_roundoff"]
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to nearest: 2^-53 for float64, 2^-24, 2^-11 (half), 2^-8 (bfloat16).
+
+    Raises:
+        ValueError: `dtype` is not a real floating-point type; integers do not round.
+    """
+    if not dtype.is_floating_point:
+        raise ValueError(f"unit_roundoff: dtype={dtype} does not round; give a real floating-point dtype")
+    return torch.finfo(dtype).eps / 2
+
+
+def significand_bits(dtype: torch.dtype) -> int:
+    """How many bits an integer may have so that `dtype` holds it exactly, whatever its value.
+
+    53, 24, 11 and 8 for float64, float32, float16 and bfloat16; 7 for int8, 8 for uint8, 31 for int32, 63 for int64.
+    """
+    if dtype.is_floating_point:
+        return 1 - round(torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item())
+    return torch.iinfo(dtype).max.bit_length()
+
+
+def gamma(operations: int, roundoff: float) -> float:
+    """gamma(k) = k·u / (1 - k·u): the relative error that k roundings can add up to.
+
+    Raises:
+        ValueError: k·u reaches 1, where nothing can be guaranteed any more.
+    """
+    product = operations * roundoff
+    if product >= 1:
+        raise ValueError(
+            f"gamma: {operations} roundings of {roundoff:g} each leave no correct digit; sum in more precision"
+        )
+    return product / (1 - product)
+
+
+def sum_bound(
+    magnitude: torch.Tensor, terms: int, dtype: torch.dtype, *, accumulate: torch.dtype | None = None
+) -> torch.Tensor:
+    """How far a sum of `terms` numbers, added in any order, may be from the exact sum, element by element.
+
+    Args:
+        magnitude: Σ|x|, float64.
+        terms: how many numbers are added.
+        dtype: the dtype of the result.
+        accumulate: the dtype of the partial sums; that of the result where it is not given.
+
+    Returns:
+        gamma(terms-1)·Σ|x| in the unit roundoff of the partial sums, and the rounding of the result where that is
+        narrower.
+        Sums need no term for underflow: a sum that is subnormal is exact.
+    """
+    partial = accumulate or dtype
+    bound = gamma(max(terms - 1, 0), unit_roundoff(partial)) * magnitude
+    if unit_roundoff(partial) < unit_roundoff(dtype):
+        bound = bound + unit_roundoff(dtype) * (magnitude + bound)
+    return bound
+
+
+def product_bound(magnitude: torch.Tensor, factors: int, dtype: torch.dtype) -> torch.Tensor:
+    """How far a product of `factors` numbers may be from the exact one: gamma(factors-1)·|product|, plus underflow.
+
+    Each of the roundings may also lose up to half of the smallest subnormal, which later factors multiply; the bound
+    counts it once per rounding, which holds where partial products are no larger than the result or 1.
+    """
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    roundings = max(factors - 1, 0)
+    return gamma(roundings, unit_roundoff(dtype)) * magnitude + roundings * smallest / 2

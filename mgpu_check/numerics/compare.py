@@ -1,0 +1,122 @@
+"""Element-wise comparison of a result with what was expected, and its description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_check.numerics.bounds import significand_bits
+
+__all__ = ["Difference", "difference", "flipped_bits", "plain", "show"]
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a tensor differs from the expected one. Indices are those of the tensor's own dimensions."""
+
+    count: int
+    """How many elements differ by more than the tolerance."""
+    total: int
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    worst: tuple[int, ...]
+    got: float | int
+    """The value at `worst`, with that of the same element in the expected tensor and in the tolerance."""
+    expected: float | int
+    tolerance: float
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        where = f"element {list(self.worst)}: " if self.worst else ""
+        text = f"{where}got {show(self.got, self.dtype)}, expected {show(self.expected, self.dtype)}"
+        if self.tolerance:
+            text += f" ± {self.tolerance:.3g}"
+        if self.count == self.total:
+            return text + (f"; all {self.total} elements differ" if self.total > 1 else "")
+        return text + f"; {self.count} of {self.total} elements differ, from {list(self.first)} to {list(self.last)}"
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of `tensor` as a contiguous tensor on the CPU, without autograd history."""
+    return tensor.detach().cpu().contiguous()
+
+
+def show(value: float | int, dtype: torch.dtype) -> str:
+    """`value` with as many digits as tell apart all numbers of `dtype`."""
+    if isinstance(value, int):
+        return str(value)
+    digits = {53: 17, 24: 9, 11: 5, 8: 4}.get(significand_bits(dtype), 17) if dtype.is_floating_point else 17
+    return f"{value:.{digits}g}"
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor | float = 0.0) -> Difference | None:
+    """How `got` differs from `expected`, or None where no element is further off than `tolerance`.
+
+    With tolerance 0 values must be equal; 0.0 and -0.0 are, since the sign of a zero sum depends on the order of its
+    terms. NaN equals NaN, and infinity the same infinity, only.
+
+    Args:
+        got: any dtype, layout and device.
+        expected: same shape; float64 where it stands for an exact value.
+        tolerance: a number, or a tensor of the same shape.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if got.shape != expected.shape:
+        raise ValueError(
+            f"difference: got has shape {tuple(got.shape)}, expected {tuple(expected.shape)}; compare like with like"
+        )
+    got_, expected_ = plain(got), plain(expected)
+    # NaN compares as unequal to everything: the complement catches it on either side.
+    allowed = torch.as_tensor(tolerance, dtype=torch.float64).cpu().expand(got_.shape)
+    if got_.dtype.is_floating_point or expected_.dtype.is_floating_point:
+        got64, expected64 = got_.double(), expected_.double()
+        distance = (got64 - expected64).abs()
+        close = (got64 == expected64) | (distance <= allowed) | (got64.isnan() & expected64.isnan())
+    else:
+        close = got_ == expected_
+        distance = (got_.double() - expected_.double()).abs()
+    wrong = ~close
+    if not wrong.any():
+        return None
+    # The worst is that which is furthest over its tolerance, or furthest off where there are elements without one.
+    excess = distance / allowed if bool((allowed > 0).all()) else distance
+    excess = torch.where(wrong, excess.nan_to_num(torch.inf), -1.0)
+    indices = wrong.nonzero()
+    worst = torch.unravel_index(excess.argmax(), got_.shape) if got_.dim() else ()
+    place = tuple(int(part) for part in worst)
+    return Difference(
+        count=int(wrong.sum()),
+        total=got_.numel(),
+        first=tuple(indices[0].tolist()),
+        last=tuple(indices[-1].tolist()),
+        worst=place,
+        got=got_[place].item(),
+        expected=expected_[place].item(),
+        tolerance=float(allowed[place]),
+        dtype=got_.dtype,
+    )
+
+
+def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[int, ...], int]]:
+    """The elements that differ from the expected ones in exactly one bit: (index, bit), bit 0 the least significant.
+
+    Empty where any element differs in more bits than one, or the dtypes differ.
+    """
+    if got.dtype != expected.dtype or got.shape != expected.shape or not got.numel():
+        return []
+    kind = _BITS[got.element_size()]
+    changed = plain(got).view(kind) ^ plain(expected).view(kind)
+    places = changed.nonzero()
+    values = changed[changed != 0]
+    if not len(places) or bool((values & (values - 1)).any()):
+        return []
+    width = 8 * got.element_size()
+    return [
+        (tuple(place.tolist()), (value % 2**width).bit_length() - 1)
+        for place, value in zip(places, values.tolist(), strict=True)
+    ]

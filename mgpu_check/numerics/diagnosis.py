@@ -1,0 +1,181 @@
+"""What a wrong result looks like: known patterns, each with its evidence.
+
+A pattern is looked for in the elements that differ, because a defect often spares part of a tensor. None of them proves
+a cause; each says "looks like" and shows what it rests on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
+from mgpu_check.numerics.compare import flipped_bits, plain, show
+
+__all__ = ["diagnose"]
+
+_NARROWER = {
+    torch.float64: ((torch.float32, "float32"), (torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
+    torch.float32: ((torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
+    torch.float16: ((torch.bfloat16, "bfloat16"),),
+}
+
+
+def diagnose(
+    got: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: torch.Tensor | float = 0.0,
+    *,
+    parts: Sequence[torch.Tensor] = (),
+    rank: int | None = None,
+    constants: Mapping[str, float] | None = None,
+    previous: torch.Tensor | None = None,
+) -> list[str]:
+    """What `got` looks like where it differs from `expected`, the most telling first; empty where nothing is known.
+
+    Args:
+        got, expected: of one shape; `expected` may be float64 where it stands for an exact value.
+        tolerance: as for `difference`.
+        parts: what each rank contributed, where the result is to be their sum.
+        rank: the rank that holds `got`.
+        constants: numbers by which a result may be off, by their names ("world size": 4, …).
+        previous: what `got` was before the operation or the step.
+    """
+    got_, expected_ = plain(got), plain(expected)
+    if got_.shape != expected_.shape:
+        return []
+    wide, right = got_.double(), expected_.double()
+    allowed = torch.as_tensor(tolerance, dtype=torch.float64).cpu().expand(wide.shape)
+    wrong = ~((wide == right) | ((wide - right).abs() <= allowed))
+    count = int(wrong.sum())
+    if not count:
+        return []
+    seen = _Seen(got_, wide[wrong], right[wrong], allowed[wrong], count)
+    found = _bits(got_, expected_, wrong, count)
+    found += seen.constant({} if constants is None else constants)
+    if previous is not None and previous.shape == got.shape and seen.equals(plain(previous).double()[wrong]):
+        found.append(f"looks like a stale value: {seen.which} {seen.verb} what was there before")
+    if parts:
+        found += seen.of_parts([plain(part).double()[wrong] for part in parts], rank)
+    if count > 1 and not found and torch.equal(seen.got.sort().values, seen.expected.sort().values):
+        found.append(f"looks like a permutation: {seen.which} hold the expected values in another order")
+    if found:
+        return found
+    if count == 1 and wide.numel() > 3:
+        return _single(got_.dtype, float(wide[wrong]), float(right[wrong]))
+    return _narrower(got_.dtype, wide[wrong], right[wrong], [plain(part).double()[wrong] for part in parts])
+
+
+def _bits(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, count: int) -> list[str]:
+    rounded = expected.to(got.dtype)
+    if not torch.equal(rounded.double(), expected.double()) and not got.dtype.is_floating_point:
+        return []
+    flips = flipped_bits(torch.where(wrong, got, rounded), rounded)
+    if not flips or len(flips) > max(3, count // 100) or len(flips) != count:
+        return []
+    index, bit = flips[0]
+    value = show(rounded[index].item(), got.dtype)
+    return [f"looks like a flipped bit: element {list(index)} is {value} with bit {bit} inverted"]
+
+
+class _Seen:
+    """The elements that differ, and what they can be compared with."""
+
+    def __init__(
+        self, tensor: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, count: int
+    ) -> None:
+        self.got, self.expected, self.allowed = got, expected, allowed
+        self.roundoff = unit_roundoff(tensor.dtype) if tensor.dtype.is_floating_point else 0.0
+        several = count > 1
+        every = several and count == tensor.numel()
+        self.which = "all elements" if every else f"the {count} elements that differ" if several else "the element"
+        self.verb, self.be, self.hold = ("equal", "are", "hold") if several else ("equals", "is", "holds")
+
+    def equals(self, candidate: torch.Tensor) -> bool:
+        # A pattern is one rounding or two away from the exact value that it is computed from here.
+        if torch.equal(self.got, candidate):
+            return True
+        slack = self.allowed + 4 * self.roundoff * (candidate.abs() + self.expected.abs())
+        if not bool(((self.got - candidate).abs() <= slack).all()):
+            return False
+        # Where the expected value is as near as the candidate, the agreement says nothing.
+        telling = (self.got - self.expected).abs() > 2 * slack
+        return int(telling.sum()) * 2 >= len(self.got)
+
+    def constant(self, constants: Mapping[str, float]) -> list[str]:
+        if bool((self.got == 0).all()):
+            return [f"looks like a result that was never written: {self.which} {self.hold} 0"]
+        usable = self.expected != 0
+        if not usable.any():
+            return []
+        ratio = float((self.got[usable] / self.expected[usable]).median())
+        named = {name: value for name, value in constants.items() if value not in (0, 1)}
+        for name, value in named.items():
+            if self.equals(self.expected * value):
+                return [f"looks like a factor: {self.which} {self.be} {value:g} times the expected ({name})"]
+            if self.equals(self.expected / value):
+                return [f"looks like a factor: {self.which} {self.be} 1/{value:g} of the expected (1 / {name})"]
+        if (
+            len(self.got) > 2
+            and ratio == ratio
+            and abs(ratio) not in (0.0, float("inf"))
+            and self.equals(self.expected * ratio)
+        ):
+            return [f"looks like a factor: {self.which} {self.be} {ratio:.6g} times the expected"]
+        return []
+
+    def of_parts(self, parts: Sequence[torch.Tensor], rank: int | None) -> list[str]:
+        found: list[str] = []
+        if len(parts) < 2:
+            return found
+        for index, part in enumerate(parts):
+            if self.equals(part):
+                owner = "its own part" if index == rank else f"rank {index}'s part"
+                found.append(f"looks like a result that was not delivered: {self.which} {self.verb} {owner} alone")
+            elif self.equals(self.expected - part):
+                found.append(f"looks like a sum that misses rank {index}: with its part, {self.which} would be right")
+            elif self.equals(self.expected + part):
+                found.append(
+                    f"looks like a sum that counts rank {index} twice: {self.which} {self.be} too large by its part"
+                )
+        partial = parts[0]
+        for last in range(1, len(parts) - 1):
+            partial = partial + parts[last]
+            if not found and self.equals(partial):
+                found.append(f"looks like a partial sum: {self.which} {self.verb} the sum over ranks 0 to {last}")
+        # Few elements fit many patterns by chance.
+        return found[:1]
+
+
+def _single(dtype: torch.dtype, got: float, expected: float) -> list[str]:
+    relative = abs(got - expected) / abs(expected) if expected else math.inf
+    if not dtype.is_floating_point or not 0 < relative < 1:
+        return ["looks like a corrupted element: all others are right"]
+    bit = significand_bits(dtype) - 1 + round(math.log2(relative))
+    return [
+        f"looks like a flipped bit: one element is off by {relative:.1e} of its value, as bit {bit} would make it, "
+        "and all others are right"
+    ]
+
+
+def _narrower(
+    dtype: torch.dtype, got: torch.Tensor, expected: torch.Tensor, parts: Sequence[torch.Tensor]
+) -> list[str]:
+    if not bool(got.isfinite().all()) and bool(expected.isfinite().all()):
+        largest = float(expected.abs().max())
+        return [
+            f"looks like an overflow: values that are not finite, where up to {largest:.3g} was expected "
+            "(float16 ends at 65504)"
+        ]
+    scale = torch.stack([part.abs() for part in parts]).sum(0) if parts else expected.abs()
+    relative = float(((got - expected).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
+    terms = max(len(parts), 1)
+    for narrow, name in _NARROWER.get(dtype, ()):
+        if relative <= terms * unit_roundoff(narrow):
+            return [
+                f"looks like arithmetic in {name}: errors are at most {relative:.1e} of the summed magnitudes, "
+                f"and the unit roundoff of that precision is {unit_roundoff(narrow):.1e}"
+            ]
+    return []

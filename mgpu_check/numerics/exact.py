@@ -1,0 +1,127 @@
+"""Data on which every order of a reduction gives the same bits, and how to tell that data are such.
+
+A sum rounds nowhere, in whatever order it is taken, where all its terms are multiples of one power of two q and the sum
+of their magnitudes is less than q·2^p, p the number of significand bits: every partial sum is then an integer of at
+most p bits, times q. The idea is that of NCCL's own tests (`verifiable.cu`); here each element has a q of its own, and no two
+ranks hold the same value in an element, so that an element or a rank that is mixed up shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_check.numerics.bounds import significand_bits
+
+__all__ = ["exact_factors", "exact_parts", "random_parts", "sums_exactly"]
+
+_SCALES = 8  # of the shared power of two: 2^-4 … 2^3, so that sums stay finite and normal in float16
+
+
+def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
+    """`count` tensors of `shape`, one per rank, whose sum is the same bits in every order of summation.
+
+    The values of one element differ between all ranks, and those of one rank between neighbouring elements, as far as
+    `dtype` has enough of them; none is zero; they use as much of the significand as the sum leaves room for.
+
+    Raises:
+        ValueError: `count` numbers are more than `dtype` can add exactly (bfloat16: 255, int8: 126).
+    """
+    if count < 1:
+        raise ValueError(f"exact_parts: count={count} must be at least 1")
+    most = (2 ** min(significand_bits(dtype), 62) - 1) // count
+    if most < 1:
+        raise ValueError(f"exact_parts: count={count} numbers of {dtype} have no exact sum in every order; use fewer")
+    generator = torch.Generator().manual_seed(seed)
+    elements = torch.Size(shape).numel()
+    index = torch.arange(elements)
+    band = most // count
+    parts = []
+    for rank in range(count):
+        place = (index + rank) % count
+        if band:
+            within = torch.randint(0, band, (elements,), generator=generator)
+            magnitude = place * band + 1 + within
+        else:
+            magnitude = 1 + place % most
+        signed = dtype.is_floating_point or dtype.is_signed
+        sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
+        part = (sign * magnitude).to(dtype)
+        if dtype.is_floating_point:
+            part = torch.ldexp(part.double(), (index // count) % _SCALES - _SCALES // 2).to(dtype)
+        parts.append(part.reshape(tuple(shape)))
+    return parts
+
+
+def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
+    """`count` tensors of `shape` whose product is the same bits in every order of multiplication.
+
+    In each element one rank holds a number with many significand bits and the others ±1/2, ±1 or ±2 (1 or 2 where the
+    dtype has no sign, or no fractions).
+    """
+    if count < 1:
+        raise ValueError(f"exact_factors: count={count} must be at least 1")
+    generator = torch.Generator().manual_seed(seed)
+    elements = torch.Size(shape).numel()
+    index = torch.arange(elements)
+    bits = significand_bits(dtype)
+    # At most this many ranks scale, so that partial products neither overflow an integer nor leave float16's normals.
+    scaling = 6 if dtype.is_floating_point else max(0, min(bits - 3, 8))
+    most = 2 ** (bits if dtype.is_floating_point else bits - scaling) - 1
+    holder = index % count
+    parts = []
+    for rank in range(count):
+        many = torch.randint(1, min(most, 2**52) + 1, (elements,), generator=generator).double()
+        if dtype.is_floating_point:
+            many = torch.ldexp(many, torch.tensor(1 - bits))
+            low = -1
+        else:
+            low = 0
+        power = torch.randint(low, 2, (elements,), generator=generator) if rank < scaling else torch.zeros(elements)
+        few = torch.ldexp(torch.ones(elements, dtype=torch.float64), power)
+        signed = dtype.is_floating_point or dtype.is_signed
+        sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
+        parts.append((sign * torch.where(holder == rank, many, few)).to(dtype).reshape(tuple(shape)))
+    return parts
+
+
+def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
+    """`count` tensors of `shape` with all bits in use, so that sums of them round: what exact data cannot show.
+
+    Normal deviates, each element scaled by a power of two between 1/8 and 8; integers uniform over the whole range of
+    their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for _ in range(count):
+        if dtype.is_floating_point:
+            normal = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+            scale = torch.randint(-3, 4, tuple(shape), generator=generator)
+            parts.append(torch.ldexp(normal, scale).to(dtype))
+        else:
+            info = torch.iinfo(dtype)
+            drawn = torch.randint(info.min, info.max, tuple(shape), generator=generator, dtype=torch.int64)
+            parts.append(drawn.to(dtype))
+    return parts
+
+
+def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Element by element: whether `parts` have one sum, to the bit, in every order of summation.
+
+    bool, of the shape of the parts. Sufficient, not necessary. Sums of integers always qualify, since they wrap around; NaN and infinities never do.
+    """
+    dtype = parts[0].dtype
+    if not dtype.is_floating_point:
+        return torch.ones(parts[0].shape, dtype=torch.bool)
+    magnitude = torch.zeros(parts[0].shape, dtype=torch.float64)
+    grain = torch.full(parts[0].shape, torch.inf, dtype=torch.float64)
+    for part in parts:
+        value = part.double()
+        mantissa, exponent = torch.frexp(value)
+        integer = torch.ldexp(mantissa, torch.tensor(53)).nan_to_num(0, 0, 0).long()
+        low = torch.ldexp((integer & -integer).double(), exponent - 53)
+        grain = torch.where(integer != 0, torch.minimum(grain, low), grain)
+        magnitude += value.abs()
+    # Strictly less: at 2^p itself the float64 sum of magnitudes may be a rounded one.
+    return magnitude / grain < 2.0 ** significand_bits(dtype)

@@ -1,0 +1,176 @@
+"""The fork server: one process that has imported torch and touches no device, from which every rank is forked.
+
+It is run by the launcher, and talks over the socket FD: a byte in, with the
+file descriptors of the new process, is a request to fork; lines of JSON come out. It is its own program, and not
+`multiprocessing`'s fork server, because the ranks need more than that offers: a process group each, so that all they
+start dies with them; output that goes to a file per rank; exit states that reach the parent at once; and an end with
+the parent, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+
+FORK = b"F"
+FILES = 4  # connection, stdout, stderr, stacks
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+class ForkServer:
+    """The loop of the server."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
+        self.children: set[int] = set()
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_read, False)
+        os.set_blocking(self.wake_write, False)
+
+    def tell(self, **message: object) -> None:
+        try:
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the parent is gone: the end of its socket is what ends the loop
+
+    def serve(self) -> None:
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # The terminal's signals are for the parent, which then ends this server.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        selector = selectors.DefaultSelector()
+        selector.register(self.control, selectors.EVENT_READ)
+        selector.register(self.wake_read, selectors.EVENT_READ)
+        self.tell(event="ready")
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is self.control:
+                    request, files, _, _ = socket.recv_fds(self.control, 1, FILES)
+                    if request != FORK:
+                        return
+                    self.fork(files)
+                else:
+                    os.read(self.wake_read, 4096)
+            self.reap()
+
+    def fork(self, files: list[int]) -> None:
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            _become_child(self, files, server)
+        for file in files:
+            os.close(file)
+        self.children.add(pid)
+        self.tell(event="forked", pid=pid)
+
+    def reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.children:
+                self.children.discard(pid)
+                _kill_group(pid)
+                self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    def end(self) -> None:
+        """Kill every descendant: the ranks, and what they started (this process inherits it when a rank ends)."""
+        for pid in self.children:
+            _kill_group(pid)
+        deadline = time.monotonic() + 5.0
+        while time.monotonic() < deadline:
+            for pid in _children_of_this_process():
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            try:
+                os.waitpid(-1, 0)
+            except ChildProcessError:
+                return
+
+
+def _children_of_this_process() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
+    """Leave the server's life behind and become a rank. Does not return."""
+    code = 70
+    try:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(code)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for file in (server.wake_read, server.wake_write, server.control.detach()):
+            os.close(file)
+        connection, stdout, stderr, stacks = files
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.close(stdout)
+        os.close(stderr)
+        from mgpu_check.ranks import worker
+
+        code = worker.main(connection, stacks)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main(argv: list[str]) -> None:
+    """Import what the ranks will need, then serve until the parent closes its end of the socket."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    server = ForkServer(socket.socket(fileno=int(argv[0])))
+    try:
+        for name in argv[1:]:
+            importlib.import_module(name)
+    except BaseException as error:
+        server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
+        return
+    gc.collect()
+    # Objects of now are never collected again, so that the collector does not copy their pages into every child.
+    gc.freeze()
+    try:
+        server.serve()
+    finally:
+        server.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

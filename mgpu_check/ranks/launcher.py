@@ -1,0 +1,193 @@
+"""How processes of the pool come to be: a `Launcher`, and the one for this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from mgpu_check.errors import StartupFailure
+from mgpu_check.ranks.process import Process
+
+__all__ = ["PRELOAD", "Launcher", "LocalLauncher"]
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",  # DistributedDataParallel imports it when it is first built, for more than a second
+    "mgpu_check.ranks.worker",
+)
+
+_START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
+
+
+class Launcher(Protocol):
+    """Starts processes that run `mgpu_check.ranks.worker.main`, and tells how they end."""
+
+    def start(self) -> None:
+        """Begin to come up, without waiting for it."""
+
+    def launch(self) -> Process:
+        """A new process, connected."""
+
+    def fileno(self) -> int:
+        """Readable when a process has ended; then `collect` is to be called."""
+
+    def collect(self) -> None:
+        """Record the exit codes that have arrived in their `Process`."""
+
+    def close(self) -> None:
+        """End every process, and what they started."""
+
+
+class LocalLauncher:
+    """Forks the processes of this machine from a fork server that has imported torch."""
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._preload = (*PRELOAD, *preload)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._log: IO[bytes] | None = None
+        self._lines = b""
+        self._ready = False
+        self._processes: dict[int, Process] = {}
+
+    def start(self) -> None:
+        if self._server is not None:
+            return
+        ours, theirs = socket.socketpair()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
+        # The child may run from any directory, and finds this package where this process found it.
+        root = str(Path(__file__).parents[2])
+        code = (
+            f"import sys; sys.path.append({root!r}); from mgpu_check.ranks import forkserver as f; f.main(sys.argv[1:])"
+        )
+        with theirs:
+            self._server = subprocess.Popen(
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), *self._preload],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,  # the terminal's Ctrl-C is for pytest, which then ends the server
+            )
+        self._control = ours
+
+    def launch(self) -> Process:
+        self.start()
+        self._await_ready()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undo, theirs:
+            undo.enter_context(ours)
+            files = [undo.enter_context(tempfile.TemporaryFile(mode="a+b", buffering=0)) for _ in range(3)]
+            try:
+                socket.send_fds(self._control, [b"F"], [theirs.fileno(), *(file.fileno() for file in files)])
+            except OSError:
+                raise StartupFailure(f"the fork server ended: {self._end_of_server()}\n{self._log_text()}") from None
+            message = self._next_message(_START_TIMEOUT, wanted="forked")
+            undo.pop_all()
+        process = Process(message["pid"], Connection(ours.detach()), files[0], files[1], files[2])
+        self._processes[process.pid] = process
+        return process
+
+    def fileno(self) -> int:
+        assert self._control is not None, "fileno of a launcher that was not started"
+        return self._control.fileno()
+
+    def collect(self) -> None:
+        assert self._control is not None
+        while select.select([self._control], [], [], 0)[0]:
+            self._receive()
+
+    def close(self) -> None:
+        if self._server is None or self._control is None:
+            return
+        for process in self._processes.values():
+            process.kill()
+        self._control.close()
+        try:
+            self._server.wait(5.0 if self._ready else 0.0)
+        except subprocess.TimeoutExpired:
+            # It still imports, and has no children yet; or it is stuck, and its children die with it.
+            self._server.kill()
+            self._server.wait()
+        self._processes.clear()
+        assert self._log is not None
+        self._log.close()
+        self._server = None
+        self._control = None
+        self._ready = False
+        self._lines = b""
+
+    def _await_ready(self) -> None:
+        if not self._ready:
+            self._next_message(_START_TIMEOUT, wanted="ready")
+            self._ready = True
+
+    def _next_message(self, timeout: float, wanted: str) -> dict[str, Any]:
+        """Wait for the message `wanted`; take exits that come before it into account."""
+        deadline = time.monotonic() + timeout
+        while True:
+            message = self._pop()
+            if message is None:
+                assert self._control is not None
+                if not select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    raise StartupFailure(f"the fork server did not answer within {timeout:.0f} s:\n{self._log_text()}")
+                self._receive(take=False)
+            elif message["event"] == wanted:
+                return message
+            elif message["event"] == "failed":
+                raise StartupFailure(
+                    f"the fork server could not import torch: {message['headline']}\n{message['text']}"
+                )
+            else:
+                self._note(message)
+
+    def _receive(self, take: bool = True) -> None:
+        assert self._control is not None
+        data = self._control.recv(65536)
+        if not data:
+            raise StartupFailure(f"the fork server ended: {self._end_of_server()}\n{self._log_text()}")
+        self._lines += data
+        while take and (message := self._pop()) is not None:
+            self._note(message)
+
+    def _pop(self) -> dict[str, Any] | None:
+        line, newline, rest = self._lines.partition(b"\n")
+        if not newline:
+            return None
+        self._lines = rest
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if message["event"] == "exit":
+            process = self._processes.pop(message["pid"], None)
+            if process is not None:
+                process.exit_code = message["code"]
+
+    def _end_of_server(self) -> str:
+        assert self._server is not None
+        try:
+            code = self._server.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "its socket closed"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def _log_text(self) -> str:
+        assert self._log is not None
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), 20_000, max(0, size - 20_000)).decode(errors="replace")

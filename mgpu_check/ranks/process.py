@@ -1,0 +1,110 @@
+"""One process of the pool, as the pytest process holds it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import IO
+
+from mgpu_check.ranks.stacks import clean
+
+__all__ = ["MOST_OUTPUT", "Process", "describe_exit"]
+
+MOST_OUTPUT = 64 * 1024
+"""Bytes of each stream of a rank that a report shows at most: the last ones."""
+
+STACKS_TIMEOUT = 1.0
+
+
+class Process:
+    """A process that runs `mgpu_check.ranks.worker.main`.
+
+    Attributes:
+        exit_code: as in `subprocess`: None while it lives, as far as is known, and minus the signal's number where
+            one ended it.
+    """
+
+    def __init__(
+        self, pid: int, connection: Connection, stdout: IO[bytes], stderr: IO[bytes], stacks: IO[bytes]
+    ) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.exit_code: int | None = None
+        self._streams = {"stdout": stdout, "stderr": stderr}
+        self._marks = {"stdout": 0, "stderr": 0}
+        self._stacks = stacks
+
+    def mark_output(self) -> None:
+        """Let `output` start from here."""
+        self._marks = {name: os.fstat(stream.fileno()).st_size for name, stream in self._streams.items()}
+
+    def output(self, name: str) -> str:
+        """What the process wrote to "stdout" or "stderr" since `mark_output`."""
+        stream = self._streams[name]
+        end = os.fstat(stream.fileno()).st_size
+        start = self._marks[name]
+        if end - start <= MOST_OUTPUT:
+            return os.pread(stream.fileno(), end - start, start).decode(errors="replace")
+        tail = os.pread(stream.fileno(), MOST_OUTPUT, end - MOST_OUTPUT).decode(errors="replace")
+        return f"[{end - start - MOST_OUTPUT} bytes before this are left out]\n{tail}"
+
+    def ask_for_stacks(self, signal_number: int) -> None:
+        """Have the process write the stacks of its threads; `stacks` gives them."""
+        self._stacks_start = os.fstat(self._stacks.fileno()).st_size
+        self._signal(signal_number)
+
+    def stacks(self) -> str:
+        """The stacks asked for; waits until they are written. Empty where the process cannot write them."""
+        deadline = time.monotonic() + STACKS_TIMEOUT
+        size = self._stacks_start
+        while time.monotonic() < deadline:
+            time.sleep(0.005)
+            now = os.fstat(self._stacks.fileno()).st_size
+            if now == size and now > self._stacks_start:
+                break
+            size = now
+        return self._stacks_since(self._stacks_start)
+
+    def last_words(self) -> str:
+        """What the process wrote as a fatal signal ended it: the stacks of its threads."""
+        return self._stacks_since(0)
+
+    def _stacks_since(self, start: int) -> str:
+        size = os.fstat(self._stacks.fileno()).st_size
+        return clean(os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace"))
+
+    def kill(self) -> None:
+        """End the process and the process group that it leads."""
+        if self.exit_code is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                # Not yet leader of a group, or gone.
+                self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        """Let go of the files. The process itself must have been killed."""
+        self.connection.close()
+        self._stacks.close()
+        for stream in self._streams.values():
+            stream.close()
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words: "exit code 3", "signal SIGSEGV"."""
+    if code is None:
+        return "unknown cause"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"

@@ -1,0 +1,117 @@
+"""What the pytest process and a rank say to each other.
+
+Each message is one pickled object on a stream socket. What users wrote (functions, arguments, results) travels inside as
+bytes that only the receiving user code needs to be able to load, so that a bad payload is an error of that call and
+never of the connection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Call", "EndTest", "Failure", "Outcome", "Placeholder", "RankSpec", "Ready", "Rested", "Stop"]
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """All that a new process needs to become a rank, or the node process.
+
+    Attributes:
+        index: rank; None for the node process, which sees all devices and is in no process group.
+        devices: how many devices this machine has for the run.
+        simulate: backing device of the simulated node, None on real devices.
+        backend: of the default group, None for what `init_process_group()` takes by itself.
+        store: path of the rendezvous file.
+        group_timeout: seconds until a collective gives up by itself; above any deadline of the parent.
+    """
+
+    index: int | None
+    size: int
+    devices: int
+    simulate: str | None
+    backend: str | None
+    store: str
+    group_timeout: float
+    threads: int
+    cwd: str
+    path: tuple[str, ...]
+    environment: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """Stands, among the arguments of a call, for a value that exists only in the process that runs it."""
+
+    name: Literal["rank", "gpus"]
+    count: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """Run a function. `function` is None where the process was sent it before under the same key."""
+
+    number: int
+    key: str
+    function: bytes | None
+    arguments: bytes
+    path: tuple[str, ...] | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception in a rank, as the parent can show it.
+
+    Attributes:
+        kind: all but "error" are the outcomes by which pytest and Hypothesis abandon a test or an example.
+        headline: type and message, in one line.
+        text: the rendered traceback.
+        filename, lineno: where it was raised.
+        pickled: the exception itself, None where it cannot be pickled.
+    """
+
+    kind: Literal["error", "skip", "xfail", "reject"]
+    headline: str
+    text: str
+    filename: str
+    lineno: int
+    pickled: bytes | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended on one rank.
+
+    Attributes:
+        value: the pickled result.
+        lockstep: what must be equal on all ranks if they entered the same collectives: (sequence number, groups made).
+    """
+
+    number: int
+    value: bytes | None
+    failure: Failure | None
+    lockstep: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class EndTest:
+    """Forget the functions of the test and undo what it left behind."""
+
+
+@dataclass(frozen=True)
+class Rested:
+    """Answer to `EndTest`. `dirt` names what cannot be undone; a process that has any is to be replaced."""
+
+    dirt: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The process is up; or `failure` says why not."""
+
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Leave."""

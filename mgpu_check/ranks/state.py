@@ -1,0 +1,131 @@
+"""The global state of torch and of the process that a test may change, and how it is put back."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Baseline", "lockstep"]
+
+SEED = 0
+"""Every call starts from this seed, on every rank: a failure repeats, and an example does not depend on those before."""
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (_deterministic, _set_deterministic),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+)
+
+_FLAGS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "enabled"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+)
+
+
+def _default_device() -> torch.device | None:
+    """What was set with `torch.set_default_device`, None where nothing was."""
+    mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if mode is None else mode.device
+
+
+@dataclass
+class Baseline:
+    """The state that a fresh rank has, to which every call and every test returns."""
+
+    torch_state: list[Any]
+    flags: list[Any]
+    environment: dict[str, str]
+    directory: str
+    threads: frozenset[int]
+    device: int | None
+
+    @classmethod
+    def take(cls, device: int | None) -> Baseline:
+        """Record the state of now. `device` is the index of the current device, None for a node process' own 0."""
+        return cls(
+            torch_state=[get() for get, _ in _TORCH_STATE],
+            flags=[getattr(owner, name) for owner, name in _FLAGS],
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
+            device=device,
+        )
+
+    def restore(self) -> None:
+        """Undo what a call may have changed, cheaply: this stands between any two examples."""
+        for (get, put), value in zip(_TORCH_STATE, self.torch_state, strict=True):
+            if get() != value:
+                put(value)
+        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        if _default_device() is not None:
+            torch.set_default_device(None)
+        if torch.cuda.is_available() and torch.cuda.current_device() != (self.device or 0):
+            torch.cuda.set_device(self.device or 0)
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(SEED)
+
+    def restore_process(self) -> None:
+        """Undo what a test may have changed in the process itself."""
+        if dict(os.environ) != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+        try:
+            os.chdir(self.directory)
+        except OSError:
+            pass  # the directory is gone: the tests that need it will say so
+        _destroy_extra_groups()
+
+    def dirt(self, groups: int) -> tuple[str, ...]:
+        """What is left behind and cannot be undone in a living process."""
+        found = []
+        threads = [t for t in threading.enumerate() if (t.ident or 0) not in self.threads and t.is_alive()]
+        if threads:
+            found.append(f"threads that still run: {', '.join(thread.name for thread in threads)}")
+        if int(dist.is_initialized()) != groups:
+            found.append("the default process group was " + ("destroyed" if groups else "left initialized"))
+        return tuple(found)
+
+
+def _destroy_extra_groups() -> None:
+    if not dist.is_initialized():
+        return
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+
+
+def lockstep() -> tuple[int, int]:
+    """What ranks have in common exactly when they entered the same collectives: (sequence number, groups made)."""
+    if not dist.is_initialized():
+        return (0, 0)
+    world = dist.group.WORLD
+    assert world is not None
+    sequence: int = world._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in torch's stubs
+    return sequence, dist.distributed_c10d._world.group_count

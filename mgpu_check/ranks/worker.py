@@ -1,0 +1,170 @@
+"""The main loop of a rank, and of the node process. Depends on nothing of pytest or Hypothesis."""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import os
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.ranks import protocol, transport
+from mgpu_check.ranks.rank import Rank, become, current_rank
+from mgpu_check.ranks.state import Baseline, lockstep
+from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+
+__all__ = ["RENDERED", "main"]
+
+RENDERED = "_mgpu_check_rendered"
+"""Attribute by which a wrapper around a call gives an exception a better text than the plain traceback."""
+
+
+def main(connection_fd: int, stacks_fd: int) -> int:
+    """Be the rank that the first message describes, until told to stop. Returns the exit code."""
+    connection = Connection(connection_fd)
+    # A signal handler in C writes the stacks: a Python one does not run while the main thread waits in a collective.
+    faulthandler.enable(file=stacks_fd, all_threads=True)
+    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
+    try:
+        spec: protocol.RankSpec = connection.recv()
+        worker = Worker(connection, spec)
+        connection.send(protocol.Ready())
+    except EOFError:
+        return 0
+    except BaseException as error:
+        connection.send(protocol.Ready(_failure(error)))
+        return 1
+    worker.loop()
+    return 0
+
+
+class Worker:
+    """One process of the pool."""
+
+    def __init__(self, connection: Connection, spec: protocol.RankSpec) -> None:
+        self.connection = connection
+        self.spec = spec
+        self.functions: dict[str, Any] = {}
+        os.environ.clear()
+        os.environ.update(spec.environment)
+        os.chdir(spec.cwd)
+        sys.path[:] = spec.path
+        torch.set_num_threads(spec.threads)
+        if spec.simulate is not None:
+            from mgpu_check.node.simulated import simulated_node
+
+            self.node = simulated_node(spec.devices, spec.simulate)  # kept, because its end would end the simulation
+            self.node.__enter__()
+        if spec.index is not None:
+            self.join(spec.index)
+        self.baseline = Baseline.take(spec.index)
+
+    def join(self, index: int) -> None:
+        spec = self.spec
+        torch.cuda.set_device(index)
+        dist.init_process_group(
+            backend=spec.backend,
+            store=dist.FileStore(spec.store, spec.size),  # type: ignore[attr-defined]  # not in its __all__
+            rank=index,
+            world_size=spec.size,
+            timeout=datetime.timedelta(seconds=spec.group_timeout),
+        )
+        become(Rank(index, spec.size, index, 0, torch.device("cuda", index)))
+
+    def loop(self) -> None:
+        while True:
+            try:
+                message = self.connection.recv()
+            except EOFError:
+                return
+            if isinstance(message, protocol.Call):
+                self.connection.send(self.call(message))
+            elif isinstance(message, protocol.EndTest):
+                self.connection.send(self.end_test())
+            else:
+                return
+
+    def call(self, call: protocol.Call) -> protocol.Outcome:
+        value: bytes | None = None
+        failure: protocol.Failure | None = None
+        try:
+            if call.path is not None:
+                sys.path[:] = call.path
+            self.baseline.restore()
+            if call.function is not None:
+                self.functions[call.key] = transport.loads(call.function)
+            args, kwargs = transport.loads(call.arguments)
+            result = self.functions[call.key](
+                *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
+            )
+            try:
+                value = transport.dumps(result)
+            except Exception as error:
+                raise TypeError(
+                    f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
+                ) from None
+        except BaseException as error:
+            failure = _failure(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        return protocol.Outcome(call.number, value, failure, lockstep())
+
+    def resolve(self, argument: object) -> object:
+        if not isinstance(argument, protocol.Placeholder):
+            return argument
+        if argument.name == "rank":
+            return current_rank()
+        return tuple(torch.device("cuda", i) for i in range(argument.count or self.spec.devices))
+
+    def end_test(self) -> protocol.Rested:
+        self.functions.clear()
+        self.baseline.restore_process()
+        self.baseline.restore()
+        return protocol.Rested(self.baseline.dirt(groups=int(self.spec.index is not None)))
+
+
+# By name, because neither pytest nor Hypothesis is imported here unless the test did.
+_KINDS: dict[str, Any] = {
+    "Skipped": "skip",
+    "SkipTest": "skip",
+    "XFailed": "xfail",
+    "UnsatisfiedAssumption": "reject",
+}
+
+
+def _failure(error: BaseException) -> protocol.Failure:
+    origin = traceback.extract_tb(error.__traceback__)
+    last = origin[-1] if origin else None
+    message = str(error).strip()
+    return protocol.Failure(
+        kind=_KINDS.get(type(error).__name__, "error"),
+        headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
+        text=getattr(error, RENDERED, None) or _render(error),
+        filename=last.filename if last else "",
+        lineno=(last.lineno or 1) if last else 1,
+        pickled=_pickled(error),
+    )
+
+
+def _render(error: BaseException) -> str:
+    """The traceback from the first frame that is not the engine's."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    try:
+        data = transport.dumps(error.with_traceback(None))
+        transport.loads(data)  # many exceptions with arguments of their own pickle, and fail to load
+    except Exception:
+        return None
+    return data

@@ -1,0 +1,8 @@
+"""The signal that has a rank write its stacks; apart from the worker, which imports torch."""
+
+from __future__ import annotations
+
+import signal
+
+# Training code uses SIGUSR1 and SIGUSR2 for preemption; a real-time signal is free on Linux.
+STACKS_SIGNAL: int = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2

@@ -1,0 +1,108 @@
+"""Allreduce written by hand: on the devices of one process, and over point-to-point messages between ranks.
+
+The one over devices is what the chapter on multiple GPUs of *Dive into Deep Learning* teaches; ring and tree are the
+two algorithms that collective libraries are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["allreduce", "chunks", "reduce_broadcast", "ring_allreduce", "tree_allreduce"]
+
+
+def allreduce(data: Sequence[torch.Tensor]) -> None:
+    """Sum tensors of one shape and dtype, each on a device of its own, into each of them, in place.
+
+    Everything is added up on the device of the first, and the result is copied back to all others.
+    """
+    for other in data[1:]:
+        data[0].add_(other.to(data[0].device))
+    for other in data[1:]:
+        other.copy_(data[0])
+
+
+def chunks(elements: int, parts: int) -> list[slice]:
+    """`parts` slices that cover `elements` in order; sizes differ by at most one, the first ones are the larger.
+
+    Some are empty where there are fewer elements than parts.
+    """
+    size, larger = divmod(elements, parts)
+    ends = [size * (part + 1) + min(part + 1, larger) for part in range(parts)]
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def ring_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum `tensor` over the ranks of `group` into each of them, in place, around a ring. Any shape, dtype and layout.
+
+    Each rank passes one chunk per step to its right: after n-1 steps rank r holds the whole sum of chunk r+1 (scatter
+    and reduce), after n-1 more every rank holds all (gather). Each rank sends 2·(n-1)/n of the tensor, whatever n is.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    flat = tensor.detach().reshape(-1).clone()
+    pieces = chunks(flat.numel(), size)
+    for step in range(size - 1):
+        received = _shift(flat, pieces[(rank - step) % size], pieces[(rank - step - 1) % size], group)
+        flat[pieces[(rank - step - 1) % size]] += received
+    for step in range(size - 1):
+        received = _shift(flat, pieces[(rank - step + 1) % size], pieces[(rank - step) % size], group)
+        flat[pieces[(rank - step) % size]] = received
+    tensor.detach().copy_(flat.reshape(tensor.shape))
+
+
+def _shift(flat: torch.Tensor, out: slice, into: slice, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Send the chunk `out` to the right while the chunk `into` comes from the left; what has come."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    sent, received = flat[out].clone(), torch.empty_like(flat[into])
+    transfers = []
+    # Chunks may be empty, on both ends alike; there is nothing to send then.
+    if sent.numel():
+        transfers.append(dist.P2POp(dist.isend, sent, _global_rank((rank + 1) % size, group), group))
+    if received.numel():
+        transfers.append(dist.P2POp(dist.irecv, received, _global_rank((rank - 1) % size, group), group))
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()
+    return received
+
+
+def tree_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum `tensor` over the ranks of `group` into each of them, in place, up and down a binomial tree.
+
+    Rank r receives from r+1, r+2, r+4, … as long as these bits of r are zero, then sends to r without its lowest bit;
+    the sum goes down the same way. 2·⌈log2 n⌉ steps, for any number of ranks.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    flat = tensor.detach().reshape(-1).clone()
+    if not flat.numel():
+        return
+    children = []
+    step = 1
+    while step < size and not rank & step:
+        if rank + step < size:
+            children.append(rank + step)
+        step *= 2
+    received = torch.empty_like(flat)
+    for child in children:
+        dist.recv(received, _global_rank(child, group), group)
+        flat += received
+    if rank:
+        parent = _global_rank(rank & (rank - 1), group)
+        dist.send(flat, parent, group)
+        dist.recv(flat, parent, group)
+    for child in reversed(children):
+        dist.send(flat, _global_rank(child, group), group)
+    tensor.detach().copy_(flat.reshape(tensor.shape))
+
+
+def reduce_broadcast(tensor: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Sum `tensor` over the ranks of `group` on rank `root` of it, then send the sum from there to all, in place."""
+    source = _global_rank(root, group)
+    dist.reduce(tensor, source, group=group)
+    dist.broadcast(tensor, source, group=group)
+
+
+def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
+    return rank if group is None else dist.get_global_rank(group, rank)

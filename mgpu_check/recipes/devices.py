@@ -1,0 +1,26 @@
+"""Which device to use, as tutorials teach it."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["try_all_gpus", "try_gpu"]
+
+
+def try_gpu(i: int = 0) -> torch.device:
+    """GPU number `i` if there is one, else the CPU.
+
+    Raises:
+        ValueError: `i` is negative.
+    """
+    if i < 0:
+        raise ValueError(f"try_gpu: i={i} is not valid; devices are counted from 0")
+    if i < torch.cuda.device_count():
+        return torch.device("cuda", i)
+    return torch.device("cpu")
+
+
+def try_all_gpus() -> list[torch.device]:
+    """All GPUs in order, or only the CPU where there is none."""
+    count = torch.cuda.device_count()
+    return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]

@@ -1,0 +1,113 @@
+"""Models that people train on several devices: an MLP, LeNet from bare parameters, ResNet-18 for 1x28x28 images."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ["LENET_SHAPES", "LeNet", "lenet", "lenet_parameters", "mlp", "resnet18", "small_convnet"]
+
+LENET_SHAPES = {
+    "W1": (20, 1, 3, 3),
+    "b1": (20,),
+    "W2": (50, 20, 5, 5),
+    "b2": (50,),
+    "W3": (800, 128),
+    "b3": (128,),
+    "W4": (128, 10),
+    "b4": (10,),
+}
+"""Shapes of the parameters of `lenet`, as in the chapter on multiple GPUs of *Dive into Deep Learning*."""
+
+
+def mlp(features: int = 6, hidden: int = 16, classes: int = 4) -> nn.Sequential:
+    """Two hidden layers with ReLU: (batch, features) -> (batch, classes)."""
+    return nn.Sequential(
+        nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
+    )
+
+
+def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
+    """The parameters of `lenet` on the CPU: weights normal with standard deviation `scale`, biases 0."""
+    return {
+        name: torch.zeros(shape) if name.startswith("b") else torch.randn(shape) * scale
+        for name, shape in LENET_SHAPES.items()
+    }
+
+
+def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """LeNet with ReLU and average pooling from bare parameters: (batch, 1, 28, 28) -> (batch, 10), not normalised."""
+    p = parameters
+    hidden = F.avg_pool2d(F.relu(F.conv2d(images, p["W1"], p["b1"])), 2)
+    hidden = F.avg_pool2d(F.relu(F.conv2d(hidden, p["W2"], p["b2"])), 2)
+    # Not reshape(len(images), -1): a rank may have no images, and -1 cannot be told then.
+    return torch.mm(F.relu(torch.mm(hidden.flatten(1), p["W3"]) + p["b3"]), p["W4"]) + p["b4"]
+
+
+class LeNet(nn.Module):
+    """`lenet` as a module, for what takes modules only."""
+
+    def __init__(self, scale: float = 0.01) -> None:
+        super().__init__()
+        for name, value in lenet_parameters(scale).items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        # Not named_parameters(): the replicas of DataParallel hold their parameters as plain attributes.
+        return lenet(images, {name: getattr(self, name) for name in LENET_SHAPES})
+
+
+def small_convnet(channels: int = 4, classes: int = 10) -> nn.Sequential:
+    """One convolution with BatchNorm: (batch, 1, height, width) -> (batch, classes)."""
+    return nn.Sequential(
+        nn.Conv2d(1, channels, 3, stride=2, padding=1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4 * channels, classes),
+    )
+
+
+class _Residual(nn.Module):
+    """Two 3x3 convolutions with BatchNorm around a shortcut."""
+
+    def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, channels, 3, padding=1, stride=stride)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv3 = nn.Conv2d(in_channels, channels, 1, stride=stride) if stride > 1 else None
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.bn2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + (self.conv3(x) if self.conv3 is not None else x))
+
+
+def resnet18(classes: int = 10, in_channels: int = 1, width: int = 64) -> nn.Sequential:
+    """ResNet-18 for small images: (batch, in_channels, 28, 28) -> (batch, classes).
+
+    The variant of *Dive into Deep Learning*, without the large first kernel, stride and pooling. `width` is the number
+    of channels of the first block, doubled by each of the next three; 64 gives 11 million parameters.
+    """
+
+    def block(inside: int, outside: int, *, first: bool = False) -> nn.Sequential:
+        return nn.Sequential(_Residual(inside, outside, 1 if first else 2), _Residual(outside, outside))
+
+    return nn.Sequential(
+        nn.Conv2d(in_channels, width, 3, padding=1),
+        nn.BatchNorm2d(width),
+        nn.ReLU(),
+        block(width, width, first=True),
+        block(width, 2 * width),
+        block(2 * width, 4 * width),
+        block(4 * width, 8 * width),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8 * width, classes),
+    )

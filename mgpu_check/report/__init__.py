@@ -1,0 +1,1 @@
+"""What a run tells: failures of ranks in pytest's reports, progress, and the closing table."""

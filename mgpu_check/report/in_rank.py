@@ -1,0 +1,112 @@
+"""Around every function of a pytest run, in the rank: assertions explain themselves, tracebacks look like pytest's.
+
+This module is imported by the ranks, not by the pytest process. It leans on inner parts of pytest that plugins use but
+pytest does not promise; wherever one is missing, the plain Python text stands in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from _pytest import assertion
+from _pytest._code import ExceptionInfo
+from _pytest._code.code import Traceback, TracebackEntry
+from _pytest._io import TerminalWriter
+from _pytest.assertion import util
+
+from mgpu_check.ranks.worker import RENDERED
+
+__all__ = ["call"]
+
+_LINES, _CHARACTERS = 12, 1200
+
+
+def call(function: Callable[..., Any], fault: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function`, with the planted fault of that name in the process if one is given."""
+    try:
+        with _explained_assertions(), _fault(fault):
+            return function(*args, **kwargs)
+    except BaseException as error:
+        with contextlib.suppress(Exception):
+            setattr(error, RENDERED, _render(error))
+        raise
+
+
+@contextlib.contextmanager
+def _explained_assertions() -> Iterator[None]:
+    """Set up what pytest sets up around a test in its own process: what explains a failed comparison."""
+    util._reprcompare = _explain
+    try:
+        yield
+    finally:
+        util._reprcompare = None
+
+
+class _Config:
+    """As much of `pytest.Config` as pytest's explanation of comparisons asks for."""
+
+    class pluginmanager:
+        @staticmethod
+        def has_plugin(name: str) -> bool:
+            return False
+
+    @staticmethod
+    def get_verbosity(kind: str | None = None) -> int:
+        return 1
+
+    @staticmethod
+    def getini(name: str) -> object:
+        return {
+            "assertion_text_diff_style": "ndiff",
+            "truncation_limit_lines": str(_LINES),
+            "truncation_limit_chars": str(_CHARACTERS),
+        }[name]
+
+
+def _explain(op: str, left: object, right: object) -> str | None:
+    try:
+        lines = assertion.pytest_assertrepr_compare(config=_Config(), op=op, left=left, right=right)  # type: ignore[arg-type]
+    except Exception:
+        return None
+    if not lines:
+        return None
+    return "\n~".join(line.replace("\n", "\\n") for line in lines).replace("%", "%%")
+
+
+@contextlib.contextmanager
+def _fault(name: str | None) -> Iterator[None]:
+    if name is None:
+        yield
+        return
+    from mgpu_check.faults.registry import planted
+
+    with planted(name):
+        yield
+
+
+def _render(error: BaseException) -> str:
+    """The traceback as pytest shows it, from the user's function on."""
+    whole = error.__traceback__
+    assert whole is not None
+    try:
+        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(whole.tb_next or whole))
+        buffer = io.StringIO()
+        info.getrepr(style="long", tbfilter=_users_frames_in_full).toterminal(TerminalWriter(buffer))
+        return buffer.getvalue().strip("\n")
+    finally:
+        error.__traceback__ = whole
+
+
+def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
+    """The test, and the deepest function that is no installed package's, in full; one line for all others."""
+    entries = list(info.traceback.filter(info)) or list(info.traceback)
+    deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)
+    return Traceback([e if i in (0, deepest) else e.with_repr_style("short") for i, e in enumerate(entries)])
+
+
+def _installed(entry: TracebackEntry) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(Path(entry.path).parts))

@@ -1,0 +1,37 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mgpu_check.report import table
+from mgpu_check.session import GpuSession
+
+__all__ = ["print_to"]
+
+
+def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
+    """Print deaths between tests, remarks, tests skipped for want of devices, and SIMULATED where it is true."""
+    table.print_to(terminal)
+    if session.deaths:
+        terminal.section("ranks that died while no test used them", red=True)
+        for line in session.deaths:
+            terminal.line(line, red=True)
+    for line in session.remarks:
+        terminal.line(f"mgpu-check: {line}", yellow=True)
+    skipped = [report for report in terminal.stats.get("skipped", []) if _for_want_of_devices(report)]
+    if skipped:
+        terminal.line(
+            f"mgpu-check: {len(skipped)} tests were skipped for want of GPUs; --strict-gpus makes that a failure",
+            yellow=True,
+        )
+    if session.settings.simulate and session.settings.asked:
+        # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
+        terminal.stats.setdefault("SIMULATED GPUs", [SimpleNamespace() for _ in range(session.settings.gpus or 0)])
+
+
+def _for_want_of_devices(report: object) -> bool:
+    longrepr = getattr(report, "longrepr", None)
+    return isinstance(longrepr, tuple) and str(longrepr[-1]).startswith("Skipped: needs ") and "GPUs" in longrepr[-1]

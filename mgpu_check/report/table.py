@@ -1,0 +1,97 @@
+"""The closing table of the packaged suite: property, check, examples, world sizes, result, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+__all__ = ["Row", "print_to", "row_of"]
+
+_RESULTS = {
+    "passed": "passed",
+    "failed": "FAILED",
+    "skipped": "skipped",
+    "xfailed": "known defect",
+    "xpassed": "passed",
+}
+
+
+@dataclass
+class Row:
+    """One check of the suite, as it went."""
+
+    property: str
+    check: str
+    examples: int
+    sizes: str
+    result: str
+    seconds: float
+    reason: str = ""
+
+
+def row_of(report: pytest.TestReport) -> Row | None:
+    """The row of a check's report; None for other tests, and for the phases of a check that say nothing new."""
+    properties = dict(report.user_properties)
+    name = properties.get("mgpu_check.property")
+    if name is None or (report.when != "call" and report.outcome == "passed"):
+        return None
+    outcome: str = report.outcome
+    if hasattr(report, "wasxfail"):
+        outcome = "xfailed" if outcome == "skipped" else "xpassed"
+    reason = ""
+    if outcome == "xfailed":
+        reason = report.wasxfail
+    elif outcome == "skipped" and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+    return Row(
+        property=str(name),
+        check=str(properties.get("mgpu_check.check", "")),
+        examples=int(str(properties.get("mgpu_check.examples", 0))),
+        sizes=str(properties.get("mgpu_check.world_sizes", "")) or "-",
+        result=_RESULTS[outcome] if report.when == "call" or outcome == "skipped" else f"ERROR in {report.when}",
+        seconds=report.duration,
+        reason=reason,
+    )
+
+
+def print_to(terminal: pytest.TerminalReporter) -> None:
+    """Print the table, if checks of the packaged suite have run."""
+    rows = [
+        row
+        for reports in terminal.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and (row := row_of(report)) is not None
+    ]
+    if not rows:
+        return
+    rows.sort(key=lambda row: row.property)
+    names = max(len("property"), *(len(row.property) for row in rows))
+    checks = max(len("check"), *(len(row.check) for row in rows))
+    sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
+    results = max(len("result"), *(len(row.result) for row in rows))
+    terminal.section("checks", sep="-")
+    terminal.line(
+        f"{'property':<{names}}  {'check':<{checks}}  examples  {'world sizes':<{sizes}}  {'result':<{results}}  seconds",
+        bold=True,
+    )
+    last = ""
+    for row in rows:
+        terminal.write(f"{row.property if row.property != last else '':<{names}}  {row.check:<{checks}}  ")
+        terminal.write(f"{row.examples:>8}  {row.sizes:<{sizes}}  ")
+        terminal.write(f"{row.result:<{results}}", **_colour(row))
+        terminal.line(f"  {row.seconds:7.1f}")
+        if row.reason:
+            terminal.line(f"{'':<{names}}  {row.reason}", light=True)
+        last = row.property
+    terminal.line(
+        f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
+        f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s",
+        bold=True,
+    )
+
+
+def _colour(row: Row) -> dict[str, bool]:
+    if row.result == "passed":
+        return {"green": True}
+    return {"red": True} if row.result.startswith(("FAILED", "ERROR")) else {"yellow": True}

@@ -1,0 +1,190 @@
+"""Options to one frozen `Settings`: command line over environment over ini file over default.
+
+Every value keeps its origin, so an error can say where to change it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+__all__ = ["OPTIONS", "Option", "Settings", "activate", "active", "resolve", "unknown_variables"]
+
+T = TypeVar("T")
+
+PREFIX = "MGPU_CHECK_"
+INTERNAL_VARIABLES = frozenset({"MGPU_CHECK_SIMULATED_NODE"})
+"""Variables that the tool sets for the processes it starts; nobody else sets them, and they are no settings."""
+
+DEFAULT_RANK_TIMEOUT = 60.0
+
+
+def _gpus(text: str) -> int | None:
+    if text == "all":
+        return None
+    if re.fullmatch(r"\d+", text) and int(text) >= 1:
+        return int(text)
+    raise ValueError("choose a whole number of at least 1, or 'all'")
+
+
+def _simulate(text: str) -> str | None:
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return None
+    if text.lower() in ("1", "true", "yes", "on"):
+        return "cpu"
+    if re.fullmatch(r"cpu|cuda:\d+", text):
+        return text
+    raise ValueError("choose 'cpu', or the real device that backs the simulated ones, such as 'cuda:0'")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError("choose a number of seconds above 0, such as 60 or 2.5")
+    return seconds
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("choose true or false")
+
+
+@dataclass(frozen=True)
+class Option(Generic[T]):
+    """One setting, in its three spellings: ``--rank-timeout``, ``rank_timeout`` (ini), ``MGPU_CHECK_RANK_TIMEOUT``."""
+
+    name: str
+    parse: Callable[[str], T]
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def read(self, text: str, origin: str) -> T:
+        """The value that `text` stands for.
+
+        Raises:
+            ValueError: naming `origin`, the text and the valid set.
+        """
+        try:
+            return self.parse(text.strip())
+        except ValueError as error:
+            raise ValueError(f"{origin}: {text!r} is not valid; {error}") from None
+
+
+OPTIONS: dict[str, Option[Any]] = {
+    option.name: option
+    for option in (
+        Option("gpus", _gpus, "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible"),
+        Option("simulate", _simulate, "make the GPUs in software, on the CPU or on one real device such as cuda:0"),
+        Option("rank_timeout", _seconds, "seconds that the ranks get for a test, or for one example of a property"),
+        Option("strict_gpus", _switch, "fail, instead of skip, a test that needs more GPUs than --gpus gives"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What this run was asked for.
+
+    Attributes:
+        gpus: number of devices; 0 where none were asked for, None for "all" as long as they are not counted.
+        simulate: backing device of the simulated node ("cpu", "cuda:0", …); None on real devices.
+        rank_timeout: seconds.
+        strict_gpus: a test that lacks devices fails instead of being skipped.
+        origins: option name -> where its value comes from, in the user's words.
+    """
+
+    gpus: int | None
+    simulate: str | None
+    rank_timeout: float
+    strict_gpus: bool
+    origins: Mapping[str, str]
+
+    @property
+    def asked(self) -> bool:
+        """Whether this run asks for devices at all."""
+        return self.gpus != 0
+
+    def counted(self, visible: int) -> Settings:
+        """The same with ``gpus="all"`` resolved to `visible` devices."""
+        return self if self.gpus is not None else replace(self, gpus=visible)
+
+
+def resolve(command_line: Mapping[str, str | None], environment: Mapping[str, str], ini: Mapping[str, str]) -> Settings:
+    """Settings from the three places that can hold them, the first of them first.
+
+    Args:
+        command_line: option name -> text, None or absent where not given.
+        environment: usually `os.environ`.
+        ini: option name -> text, absent where the ini file does not say.
+
+    Raises:
+        ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
+    """
+    values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
+    origins = dict.fromkeys(values, "default")
+    for name, option in OPTIONS.items():
+        for origin, text in (
+            (option.flag, command_line.get(name)),
+            (f"environment variable {option.variable}", environment.get(option.variable)),
+            (f"{name} in the ini file", ini.get(name)),
+        ):
+            if text is not None:
+                values[name] = option.read(text, origin)
+                origins[name] = origin
+                break
+    settings = Settings(**values, origins=origins)
+    if settings.simulate and settings.gpus is None:
+        raise ValueError(
+            f"{origins['gpus']}: 'all' has no meaning on a simulated node ({origins['simulate']}); "
+            "say how many devices to simulate, such as --gpus=4"
+        )
+    if settings.simulate and not settings.asked and origins["simulate"] == OPTIONS["simulate"].flag:
+        raise ValueError("--simulate: say how many devices to simulate, such as --gpus=4 --simulate")
+    return settings
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A line for each ``MGPU_CHECK_…`` variable that nothing reads: most likely a spelling mistake."""
+    known = {option.variable for option in OPTIONS.values()}
+    lines = []
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known | INTERNAL_VARIABLES:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
+            lines.append(f"environment variable {name} is unknown and has no effect; {hint}")
+    return lines
+
+
+_active: Settings | None = None
+
+
+def activate(settings: Settings | None) -> None:
+    """Make `settings` those of this process; None takes them back."""
+    global _active
+    _active = settings
+
+
+def active() -> Settings:
+    """The settings of the pytest run in this process.
+
+    Outside pytest, as in a console or a script, they come from the environment alone.
+    """
+    return _active if _active is not None else resolve({}, os.environ, {})

@@ -1,0 +1,59 @@
+"""How test functions leave the pytest process: what is put around them, and what travels with them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["Shipped", "bare", "by_value"]
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A function as the ranks call it: by pytest's rules for assertions, with a planted fault where one is set."""
+
+    function: Callable[..., Any]
+    fault: str | None
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        from mgpu_check.report import in_rank  # in the rank: it imports torch
+
+        return in_rank.call(self.function, self.fault, args, kwargs)
+
+
+def bare(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` without its attributes: pytest's marks and Hypothesis' settings are for the pytest process."""
+    if isinstance(function, types.MethodType):
+        return types.MethodType(bare(function.__func__), function.__self__)
+    if isinstance(function, functools.partial):
+        return functools.partial(bare(function.func), *function.args, **function.keywords)
+    if not isinstance(function, types.FunctionType):
+        return function
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__qualname__ = function.__qualname__
+    copy.__module__ = function.__module__
+    return copy
+
+
+@contextlib.contextmanager
+def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
+    """Let what `modules` define travel by value: the ranks cannot import test modules, or not as pytest rewrote them."""
+    registered = []
+    for module in modules:
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)

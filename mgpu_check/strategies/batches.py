@@ -1,0 +1,212 @@
+"""Batches as specs: what a training step is given, nested as users nest it, split along one dimension."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import strategies as st
+
+from mgpu_check.strategies.tensors import COMPLEX_DTYPES, DTYPES, TensorSpec, layouts_for, seeds
+from mgpu_check.strategies.worlds import all_devices, device_counts, places
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "KINDS",
+    "BatchSpec",
+    "Leaf",
+    "Nested",
+    "Sample",
+    "Split",
+    "batch_sizes",
+    "batches",
+    "sample_tensors",
+    "splits",
+]
+
+Sample = namedtuple("Sample", ["inputs", "labels"])
+"""The named tuple among the nestings."""
+
+KINDS = ("tuple", "list", "dict", "namedtuple")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What is not a tensor: handed to every device as it is."""
+
+    value: object
+
+    def build(self, device: str | torch.device = "cpu") -> object:
+        """The value itself."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A tuple, list, dict (keys "a", "b", …) or `Sample` of parts.
+
+    Raises:
+        ValueError: the kind is unknown, or a "namedtuple" has other than two parts.
+    """
+
+    kind: str
+    parts: tuple[BatchSpec, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"Nested: kind={self.kind!r} is not valid; choose one of {', '.join(KINDS)}")
+        if self.kind == "namedtuple" and len(self.parts) != len(Sample._fields):
+            raise ValueError(f"Nested: a namedtuple has the parts {Sample._fields}, but {len(self.parts)} were given")
+
+    def build(self, device: str | torch.device = "cpu") -> Any:
+        """The container with its parts built on `device`."""
+        parts = [part.build(device) for part in self.parts]
+        if self.kind == "dict":
+            return {chr(ord("a") + index): part for index, part in enumerate(parts)}
+        return Sample(*parts) if self.kind == "namedtuple" else {"tuple": tuple, "list": list}[self.kind](parts)
+
+
+BatchSpec = TensorSpec | Nested | Leaf
+
+
+def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
+    """Batch sizes around a number of devices: fewer, as many, multiples, and those that do not divide.
+
+    Shrinks to 0 if `empty` is true, else to 1.
+    """
+    least = 0 if empty else 1
+    fewer = st.integers(least, devices)
+    multiple = st.integers(1, 4).map(lambda times: times * devices)
+    uneven = st.builds(
+        lambda times, rest: times * devices + rest, st.integers(1, 3), st.integers(1, max(1, devices - 1))
+    )
+    return st.one_of(fewer, uneven, multiple)
+
+
+@st.composite
+def sample_tensors(
+    draw: st.DrawFn,
+    size: int,
+    dim: int,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+) -> TensorSpec:
+    """A tensor of 1 to 4 dimensions with `size` elements along `dim`, which may be negative."""
+    least = -dim if dim < 0 else dim + 1
+    dims = draw(st.integers(least, max(least, 4)))
+    # Sizes of 1 to 3 keep examples small; a size of 0 beside the batch is as legal as an empty batch, and rarer.
+    shape = draw(st.lists(st.sampled_from((*(2, 1, 3) * 4, 0)), min_size=dims, max_size=dims))
+    shape[dim] = size
+    return TensorSpec(
+        tuple(shape),
+        draw(st.sampled_from(tuple(dtypes))),
+        draw(st.sampled_from(layouts_for(dims))),
+        draw(seeds()),
+        draw(st.sampled_from(tuple(values))),
+    )
+
+
+def _leaves() -> st.SearchStrategy[Leaf]:
+    return st.sampled_from([Leaf(value) for value in (None, 7, 0.5, "mean", True, (), frozenset({"train"}))])
+
+
+@st.composite
+def batches(
+    draw: st.DrawFn,
+    size: int | st.SearchStrategy[int],
+    dim: int = 0,
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+    leaves: bool = False,
+    kinds: Sequence[str] = KINDS,
+) -> BatchSpec:
+    """A tensor, or tensors nested in tuples, lists, dicts and named tuples, each with `size` elements along `dim`.
+
+    Args:
+        size: the batch size, one for all tensors, or a strategy of it.
+        dim: the dimension along which the batch is split; may be negative.
+        dtypes, values: of the tensors, simplest first.
+        leaves: whether things that are no tensors stand among them.
+        kinds: the containers that may be drawn; none, and the batch is a tensor.
+    """
+    length = size if isinstance(size, int) else draw(size)
+    tensor: st.SearchStrategy[BatchSpec] = sample_tensors(length, dim, dtypes=dtypes, values=values)
+    if not kinds:
+        return draw(tensor)
+    part = st.one_of(tensor, _leaves()) if leaves else tensor
+    return draw(st.one_of(tensor, st.recursive(part, lambda inner: _containers(inner, kinds), max_leaves=4)))
+
+
+def _containers(inner: st.SearchStrategy[BatchSpec], kinds: Sequence[str]) -> st.SearchStrategy[BatchSpec]:
+    def of(kind: str) -> st.SearchStrategy[BatchSpec]:
+        least, most = (2, 2) if kind == "namedtuple" else (1, 3)
+        build: Callable[[Sequence[BatchSpec]], BatchSpec] = lambda parts: Nested(kind, tuple(parts))  # noqa: E731
+        return st.lists(inner, min_size=least, max_size=most).map(build)
+
+    return st.one_of([of(kind) for kind in kinds])
+
+
+@dataclass(frozen=True)
+class Split:
+    """A batch, and how it is to be spread over devices.
+
+    Attributes:
+        batch: what is split.
+        size: its number of samples, that is, of elements along `dim`.
+        dim: the dimension that is split.
+        devices: over how many of the run's devices, from the first on.
+        source: where the batch lies before.
+        target: where its shards are gathered.
+    """
+
+    batch: BatchSpec
+    size: int
+    dim: int = 0
+    devices: int = 1
+    source: str = "cpu"
+    target: str = "cpu"
+
+    @property
+    def tensor(self) -> TensorSpec:
+        """The batch, which is a single tensor.
+
+        Raises:
+            TypeError: it is not.
+        """
+        if not isinstance(self.batch, TensorSpec):
+            raise TypeError(f"Split.tensor: the batch is {type(self.batch).__name__}, not a single tensor")
+        return self.batch
+
+    def build(self) -> Any:
+        """The batch, on `source`."""
+        return self.batch.build(self.source)
+
+
+@st.composite
+def splits(
+    draw: st.DrawFn,
+    *,
+    dims: Sequence[int] = (0, 1, -1, 2, -2),
+    dtypes: Sequence[str] = DTYPES,
+    values: Sequence[str] = ("distinct",),
+    leaves: bool = False,
+    kinds: Sequence[str] = KINDS,
+) -> Split:
+    """Batches of sizes around the number of devices, on the CPU or on a device, over 1 device or up to all of the run.
+
+    Most are spread over all devices, since that is where shards get lost. The other arguments are those of `batches`.
+    """
+    devices = draw(st.one_of(device_counts(), all_devices()))
+    dim = draw(st.sampled_from(tuple(dims)))
+    size = draw(batch_sizes(devices))
+    # scatter sees a complex tensor as real with one more dimension at the end, which a negative dim would count from.
+    possible = (*dtypes, *COMPLEX_DTYPES) if dim >= 0 and dtypes == DTYPES else dtypes
+    batch = draw(batches(size, dim, dtypes=possible, values=values, leaves=leaves, kinds=kinds))
+    source, target = draw(places()), draw(places())
+    return Split(batch, size, dim, devices, source, target)

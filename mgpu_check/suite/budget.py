@@ -1,0 +1,38 @@
+"""How many examples a packaged property draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, settings
+
+__all__ = ["examples", "limit"]
+
+_most: int | None = None
+
+
+def limit(most: int | None) -> None:
+    """Let no property of the suite draw more than `most` examples, and none shrink; `None` lifts the limit.
+
+    For runs that ask only whether a property fails at all. Properties that are imported already keep their number.
+    """
+    global _most
+    _most = most
+
+
+def examples(count: int) -> Any:
+    """Hypothesis settings for a packaged property of `count` examples.
+
+    There is no deadline, because the first example of a world size starts its ranks; and no example database, because
+    an acceptance run leaves no files where it was started.
+    """
+    phases = (Phase.explicit, Phase.generate, Phase.shrink)
+    if _most is not None:
+        count, phases = min(count, _most), (Phase.explicit, Phase.generate)
+    return settings(
+        max_examples=count,
+        phases=phases,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )

@@ -1,0 +1,136 @@
+"""Gradients: a step on several devices, and on several ranks, is the step on one device.
+
+What is compared are the gradients of the last step and the parameters after it, with a tolerance that is measured on
+each example: the reference is float64 on one device, see `mgpu_check.numerics.steps`.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.ranks import Rank
+from mgpu_check.strategies.models import TrainingSpec, trainings
+from mgpu_check.suite.budget import examples
+
+# LeNet costs ten times as much as the MLP.
+PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
+NORMED_STEPS = st.integers(1, 2)
+
+
+@examples(60)
+@given(devices=strategies.device_counts(), training=trainings(PLAIN))
+def test_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
+    """`nn.DataParallel` and one device agree in gradients and parameters, for even and uneven batches."""
+    from mgpu_check.checks.training import assert_data_parallel_agrees
+
+    assert_data_parallel_agrees(training, gpus[:devices])
+
+
+@examples(30)
+@given(devices=strategies.device_counts(), training=trainings(("mlp", "lenet")))
+def test_step_by_hand(gpus, devices: int, training: TrainingSpec) -> None:
+    """Bare parameters, the loss summed per shard, gradients added up by hand, SGD by hand: as on one device."""
+    from mgpu_check.checks.training import assert_step_by_hand_agrees
+
+    assert_step_by_hand_agrees(training, gpus[:devices])
+
+
+@examples(60)
+@given(size=strategies.world_sizes(), training=trainings(PLAIN), view=st.booleans(), small=st.booleans())
+def test_distributed_data_parallel(ranks, size: int, training: TrainingSpec, view: bool, small: bool) -> None:
+    """`DistributedDataParallel` and one device agree, for even and uneven batches and empty shards."""
+    ranks.run(_distributed, training, view, small, size=size)
+
+
+@examples(40)
+@given(
+    size=strategies.world_sizes(),
+    training=trainings(("mlp",), batch=st.integers(2, 24), windows=st.integers(2, 4)),
+)
+def test_gradient_accumulation(ranks, size: int, training: TrainingSpec) -> None:
+    """Gradients accumulated over micro-batches, with `no_sync` for all but the last, are those of the whole batch."""
+    ranks.run(_accumulated, training, size=size)
+
+
+@examples(40)
+@given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
+def test_replicas_stay_equal(ranks, size: int, training: TrainingSpec) -> None:
+    """DDP gives all ranks rank 0's parameters, and keeps them equal, to the bit, through every step."""
+    ranks.run(_replicas, training, size=size)
+
+
+@examples(30)
+@given(
+    devices=strategies.device_counts(), training=trainings(("convnet",), batch=st.integers(2, 16), steps=NORMED_STEPS)
+)
+def test_batchnorm_in_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
+    """BatchNorm in DataParallel normalises shard by shard, and keeps the statistics of the first device only."""
+    from mgpu_check.checks.training import assert_data_parallel_agrees
+
+    assert_data_parallel_agrees(training, gpus[:devices])
+
+
+@examples(30)
+@given(
+    size=strategies.world_sizes(),
+    training=trainings(("convnet",), batch=st.integers(4, 16), steps=st.integers(1, 3)),
+)
+def test_batchnorm_in_distributed_data_parallel(ranks, size: int, training: TrainingSpec) -> None:
+    """BatchNorm in DDP normalises shard by shard; each rank starts a step from rank 0's statistics and adds its own."""
+    ranks.run(_distributed, training, False, False, size=min(size, training.batch))
+
+
+@examples(20)
+@given(size=strategies.world_sizes(), training=trainings(("convnet",), steps=NORMED_STEPS))
+def test_batchnorm_in_evaluation(ranks, size: int, training: TrainingSpec) -> None:
+    """BatchNorm in evaluation: DDP agrees with one device on the whole batch, and statistics stay as they are."""
+    ranks.run(_evaluation, training, size=size)
+
+
+@examples(3)
+@given(
+    devices=strategies.device_counts(least=2),
+    training=trainings(("resnet18",), batch=st.sampled_from((4, 8, 6)), steps=st.just(1)),
+)
+def test_resnet18_in_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
+    """A ResNet-18 with BatchNorm in DataParallel agrees with one device that goes through the batch shard by shard."""
+    from mgpu_check.checks.training import assert_data_parallel_agrees
+
+    # The last block sees few pixels; the last shard of an uneven batch may be one sample: too little for statistics.
+    even = max(count for count in range(1, devices + 1) if training.batch % count == 0)
+    assert_data_parallel_agrees(training, gpus[:even])
+
+
+@examples(3)
+@given(
+    size=strategies.world_sizes(least=2), training=trainings(("resnet18",), batch=st.integers(4, 9), steps=NORMED_STEPS)
+)
+def test_resnet18_in_distributed_data_parallel(ranks, size: int, training: TrainingSpec) -> None:
+    """A ResNet-18 with BatchNorm in DDP agrees with one device that goes through the batch shard by shard."""
+    ranks.run(_distributed, training, False, False, size=min(size, training.batch // 2))
+
+
+def _distributed(rank: Rank, training: TrainingSpec, view: bool, small: bool) -> None:
+    from mgpu_check.checks.training import assert_distributed_agrees
+
+    assert_distributed_agrees(training, rank, gradient_as_bucket_view=view, bucket_cap_mb=0.001 if small else None)
+
+
+def _accumulated(rank: Rank, training: TrainingSpec) -> None:
+    from mgpu_check.checks.training import assert_distributed_agrees
+
+    assert_distributed_agrees(training, rank)
+
+
+def _evaluation(rank: Rank, training: TrainingSpec) -> None:
+    from mgpu_check.checks.training import assert_distributed_agrees
+
+    assert_distributed_agrees(training, rank, evaluation=True)
+
+
+def _replicas(rank: Rank, training: TrainingSpec) -> None:
+    from mgpu_check.checks.training import assert_distributed_replicas_agree
+
+    assert_distributed_replicas_agree(training, rank)

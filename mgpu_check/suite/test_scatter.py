@@ -1,0 +1,154 @@
+"""Scatter and gather: the shards are the batch, in order, disjoint, each on its device; gathered, they are it again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.strategies import Split, TensorSpec
+from mgpu_check.suite.budget import examples
+
+if TYPE_CHECKING:
+    import torch
+
+TUTORIAL = {
+    (30, 1): [30],
+    (30, 2): [15, 15],
+    (30, 3): [10, 10, 10],
+    (30, 8): [4, 4, 4, 4, 4, 4, 4, 2],
+    (10, 1): [10],
+    (10, 2): [5, 5],
+    (10, 3): [4, 4, 2],
+    (10, 8): [2, 2, 2, 2, 2],
+}
+"""(batch size, devices) to the sizes that the model prints in PyTorch's tutorial on data parallelism."""
+
+FLOATS = ("float32", "float64", "float16", "bfloat16")
+
+
+@examples(120)
+@given(split=strategies.splits(values=("distinct", "special"), leaves=True))
+def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
+    """Shards of `nn.parallel.scatter` are the batch, in order, disjoint, each on its device."""
+    from torch import nn
+
+    from mgpu_check.checks.scatter import assert_shards_cover
+
+    batch, devices = split.build(), gpus[: split.devices]
+    assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
+
+
+@examples(60)
+@given(split=strategies.splits(kinds=()))
+def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: Split) -> None:
+    """An uneven batch is split as `torch.chunk` splits it: the last shard is smaller, or shards are fewer."""
+    from torch import nn
+
+    from mgpu_check.checks.scatter import assert_shard_sizes, chunk_sizes
+
+    devices = gpus[: split.devices]
+    shards = nn.parallel.scatter(split.build(), devices, split.dim)
+    assert_shard_sizes(shards, chunk_sizes(split.size, split.devices), devices, split.dim)
+
+
+@examples(40)
+@given(split=strategies.splits(leaves=True))
+def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split) -> None:
+    """What is no tensor reaches every device as it is, in positional and in keyword arguments."""
+    from torch import nn
+
+    from mgpu_check.checks.scatter import assert_leaves_replicated
+
+    args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
+    devices = gpus[: split.devices]
+    shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)
+    assert_leaves_replicated((args, kwargs), list(shards), devices)
+
+
+@examples(40)
+@given(
+    size=st.sampled_from((30, 10)),
+    count=strategies.device_counts(most=8).filter(lambda count: (30, count) in TUTORIAL),
+    features=st.integers(1, 6),
+)
+def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, features: int) -> None:
+    """The model inside DataParallel sees the sizes that PyTorch's tutorial prints: 30 over 2 is 15+15, and so on."""
+    from mgpu_check.checks.scatter import assert_shard_sizes, assert_shards_cover
+    from mgpu_check.recipes import tutorial
+
+    batch = TensorSpec((size, features)).build()
+    shards, output = tutorial.inputs_seen(batch, gpus[:count])
+    assert_shard_sizes(shards, TUTORIAL[size, count], gpus)
+    assert_shards_cover(batch, shards, gpus[:count])
+    assert_shard_sizes([output], [size], gpus)
+
+
+@examples(90)
+@given(split=strategies.splits(values=("distinct", "special")))
+def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
+    """Gathering the shards of a batch gives the batch, bit for bit, on the device that was asked for."""
+    from torch import nn
+
+    from mgpu_check.checks.scatter import assert_gathered
+
+    batch = split.build()
+    shards = nn.parallel.scatter(batch, gpus[: split.devices], split.dim)
+    # Its annotation leaves out the string "cpu", which it takes, and needs.
+    gathered = nn.parallel.gather(shards, split.target, split.dim)  # type: ignore[arg-type]
+    assert_gathered(batch, gathered, split.target)
+
+
+@examples(50)
+@given(inputs=strategies.splits(kinds=(), dims=(0,)), seed=strategies.seeds())
+def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: Split, seed: int) -> None:
+    """`split_batch` puts each input and its label in one shard, on one device."""
+    from mgpu_check.checks.scatter import assert_split_aligned
+    from mgpu_check.recipes import batches
+
+    devices, X, y = gpus[: inputs.devices], inputs.build(), TensorSpec((inputs.size,), "int64", seed=seed).build()
+    assert_split_aligned(X, y, batches.split_batch(X, y, devices), devices)
+
+
+@examples(40)
+@given(split=strategies.splits(kinds=(), dims=(0,)))
+def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
+    """`split_and_load` gives every device its slice of the batch, and `collect` puts them together again."""
+    from mgpu_check.checks.scatter import assert_gathered, assert_shards_cover
+    from mgpu_check.recipes import batches
+
+    batch, devices = split.build(), gpus[: split.devices]
+    shards = batches.split_and_load(batch, devices)
+    assert_shards_cover(batch, shards, devices)
+    assert_gathered(batch, batches.collect(shards, devices[0]), devices[0])
+
+
+@examples(50)
+@given(split=strategies.splits(kinds=(), dtypes=FLOATS), seed=strategies.seeds())
+def test_gradient_returns_through_scatter(gpus: tuple[torch.device, ...], split: Split, seed: int) -> None:
+    """The gradient of the shards comes back to the batch, to the device where it is, element by element."""
+    from mgpu_check.checks.scatter_gradients import assert_scatter_differentiable
+
+    weights = split.tensor.like("contiguous", seed=seed).build()
+    assert_scatter_differentiable(split.build(), weights, gpus[: split.devices], split.dim)
+
+
+@examples(40)
+@given(split=strategies.splits(kinds=(), dtypes=FLOATS))
+def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: Split) -> None:
+    """The gradient of what was gathered comes back to each shard, on its own device."""
+    from mgpu_check.checks.scatter_gradients import assert_gather_differentiable
+
+    assert_gather_differentiable(split.tensor.build(), gpus[: split.devices], split.target, split.dim)
+
+
+@examples(20)
+@given(values=st.lists(st.integers(-9, 9).map(float), min_size=1, max_size=8), target=strategies.places())
+def test_losses_gather_to_a_vector(gpus: tuple[torch.device, ...], values: list[float], target: str) -> None:
+    """Numbers gathered from the devices, such as a loss from each, become a vector in the order of devices."""
+    from mgpu_check.checks.scatter_gradients import assert_scalars_stacked
+
+    count = min(len(values), len(gpus))
+    assert_scalars_stacked(values[:count], gpus[:count], target)

@@ -1,0 +1,3 @@
+"""Version of mgpu-check."""
+
+__version__ = "0.1.0"

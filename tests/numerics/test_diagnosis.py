@@ -1,0 +1,89 @@
+"""Diagnosis: known patterns are told, with evidence, and nothing is said where nothing is known."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_check.numerics.diagnosis import diagnose
+from mgpu_check.numerics.exact import exact_parts, random_parts
+from mgpu_check.numerics.reduction import reduced
+
+PARTS = {"exact": exact_parts((4, 5), torch.float32, count=4, seed=1), "random": random_parts((4, 5), torch.float32, count=4, seed=1)}
+CASES = {
+    "1/4 of the expected (1 / world size)": lambda parts, total: total / 4,
+    "4 times the expected (world size)": lambda parts, total: total * 4,
+    "3 times the expected": lambda parts, total: total * 3,
+    "misses rank 2": lambda parts, total: total - parts[2],
+    "counts rank 1 twice": lambda parts, total: total + parts[1],
+    "equal its own part alone": lambda parts, total: parts[3].clone(),
+    "equal rank 0's part alone": lambda parts, total: parts[0].clone(),
+    "equal the sum over ranks 0 to 1": lambda parts, total: parts[0] + parts[1],
+    "never written": lambda parts, total: torch.zeros_like(total),
+    "permutation": lambda parts, total: total.flip(0),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize("expected", CASES)
+def test_patterns(kind, expected) -> None:
+    parts = PARTS[kind]
+    should = reduced(parts)
+    if (kind, expected) == ("random", "permutation"):
+        pytest.xfail("values within a tolerance are not sorted alike")
+    got = CASES[expected](parts, should.value.float())
+    found = diagnose(got, should.value, should.tolerance, parts=parts, rank=3, constants={"world size": 4})
+    assert expected in found[0], found
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_pattern_in_part_of_the_elements(kind) -> None:
+    parts = PARTS[kind]
+    should = reduced(parts)
+    got = should.value.float()
+    got.view(-1)[15:] = parts[1].view(-1)[15:]
+    found = diagnose(got, should.value, should.tolerance, parts=parts, rank=0)
+    assert "the 5 elements that differ equal rank 1's part alone" in found[0]
+
+
+def test_one_bit_of_exact_data() -> None:
+    should = reduced(PARTS["exact"])
+    got = should.value.float()
+    got.view(torch.int32)[1, 2] ^= 1 << 12
+    assert "element [1, 2]" in diagnose(got, should.value)[0]
+    assert "bit 12" in diagnose(got, should.value)[0]
+
+
+def test_one_bit_of_rounded_data() -> None:
+    should = reduced(PARTS["random"])
+    got = should.value.float()
+    got.view(torch.int32)[1, 2] ^= 1 << 12
+    assert "looks like a flipped bit" in diagnose(got, should.value, should.tolerance)[0]
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.float16, "float16"), (torch.bfloat16, "bfloat16")])
+def test_low_precision(dtype, name) -> None:
+    parts = PARTS["random"]
+    should = reduced(parts)
+    got = sum(part.to(dtype) for part in parts).float()
+    assert f"arithmetic in {name}" in diagnose(got, should.value, should.tolerance, parts=parts)[0]
+
+
+def test_overflow() -> None:
+    should = reduced([part * 1e4 for part in PARTS["exact"]])
+    got = should.value.to(torch.float16).float()
+    assert "overflow" in diagnose(got, should.value, should.tolerance)[0]
+
+
+def test_stale_values() -> None:
+    should = reduced(PARTS["random"])
+    before = torch.randn(4, 5)
+    assert "stale" in diagnose(before, should.value, should.tolerance, previous=before)[0]
+
+
+def test_nothing_is_made_up() -> None:
+    should = reduced(PARTS["random"])
+    torch.manual_seed(0)
+    assert diagnose(torch.randn(4, 5), should.value, should.tolerance, parts=PARTS["random"], constants={"world size": 4}) == []
+    assert diagnose(should.value, should.value) == []
+    assert diagnose(torch.zeros(3), torch.zeros(2)) == []

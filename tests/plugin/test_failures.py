@@ -1,0 +1,268 @@
+"""What a failure in the ranks looks like, and that the run goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+GPUS = ("--gpus=4", "--simulate", "--rank-timeout=5")
+
+
+def test_a_users_repository_with_every_kind_of_failure(run, pytester):
+    """Wrong, raising, sleeping, exiting and crashing ranks: each red with name and cause, and all later tests run."""
+    pytester.makepyfile(
+        test_it="""
+        import os, signal, sys, time
+        import pytest, torch, torch.distributed as dist
+        from hypothesis import given, strategies as st
+
+        @pytest.mark.ranks
+        @given(n=st.integers(0, 64), v=st.integers(-5, 5))
+        def test_wrong_assertion(rank, n, v):
+            x = torch.full((n,), float(v * (rank.index + 1)))
+            dist.all_reduce(x)
+            total = x.sum().item()
+            assert total <= 180 or v < 3
+
+        @pytest.mark.ranks
+        def test_rank_2_raises(rank):
+            print("out of", rank.index)
+            print("err of", rank.index, file=sys.stderr)
+            if rank.index == 2:
+                raise ValueError("no such thing")
+            dist.barrier()
+
+        @pytest.mark.ranks(timeout=1)
+        def test_rank_1_sleeps(rank):
+            if rank.index == 1:
+                time.sleep(3600)
+            dist.barrier()
+
+        @pytest.mark.ranks
+        def test_rank_3_exits(rank):
+            dist.barrier()
+            if rank.index == 3:
+                os._exit(3)
+
+        @pytest.mark.ranks
+        def test_rank_0_crashes(rank):
+            dist.barrier()
+            if rank.index == 0:
+                os.kill(os.getpid(), signal.SIGSEGV)
+
+        @pytest.mark.ranks
+        def test_sys_exit(rank):
+            if rank.index == 1:
+                sys.exit(0)
+
+        def test_in_the_parent(ranks):
+            ranks.run(lambda rank: [1, 2][rank.index], size=3)
+
+        def test_node_process_crashes(gpus):
+            os.kill(os.getpid(), signal.SIGABRT)
+
+        @pytest.mark.ranks
+        def test_result_that_cannot_travel(rank):
+            assert [1, 2, rank.index] == [1, 2, 2]
+
+        @pytest.mark.ranks
+        def test_unequal_collectives(rank):
+            # gloo ends the process by std::terminate
+            x = torch.ones(4 if rank.index else 4000)
+            dist.all_reduce(x)
+            dist.all_reduce(x)
+
+        @pytest.mark.ranks
+        def test_after_all_that(rank):
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x.item() == 4
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(failed=10, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "ranks 0-3 of 4 raised AssertionError: assert (200.0 <= 180 or 5 < 3)",
+            ">*assert total <= 180 or v < 3",
+            "Failing test case: test_wrong_assertion(",
+            "    rank=rank,",
+            "    n=4,",
+            "    v=5,",
+            "rank 2 of 4 raised ValueError: no such thing",
+            "ranks 0-1, 3 still ran * later, and were stopped",
+            ">*raise ValueError(*no such thing*)",
+            "*barrier*",
+            "*Captured stdout of rank 0 of 4 call*",
+            "out of 0",
+            "*Captured stderr of rank 3 of 4 call*",
+            "err of 3",
+            "rank 1 of 4 did not finish test_rank_1_sleeps within 1 s",
+            "rank 1 stopped in test_rank_1_sleeps (test_*.py:*)",
+            "ranks 0, 2-3 waited in barrier (test_*.py:*)",
+            "rank 3 of 4 died: exit code 3",
+            "rank 0 of 4 died: signal SIGSEGV",
+            "*in test_rank_0_crashes*",
+            "rank 1 of 4 raised SystemExit: 0",
+            "test_*.py:*: in test_in_the_parent",
+            "rank 2 of 3 raised IndexError: list index out of range",
+            "the node process died: signal SIGABRT",
+            "*At index 2 diff: 0 != 2*",
+        ]
+    )
+    result.stdout.fnmatch_lines(["FAILED test_it.py::test_rank_3_exits - RankDied: rank 3 of 4*"])
+
+
+def test_a_hang_prints_its_example_and_is_tried_once(run, pytester):
+    pytester.makepyfile(
+        """
+        import time, pytest
+        from hypothesis import given, strategies as st
+
+        @pytest.mark.ranks(2, timeout=1)
+        @given(n=st.integers(0, 64))
+        def test_hang(rank, n):
+            with open("tries", "a") as file:
+                file.write("x")
+            if rank.index == 1:
+                time.sleep(3600)
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["Failing test case (not shrunk, because every try would hang): n=*"])
+    assert len(pytester.path.joinpath("tries").read_text()) == 2  # once on each rank
+
+
+def test_two_bugs_in_one_property_are_told_apart(run, pytester):
+    """Hypothesis tells failures apart by where they were raised, which is in the rank."""
+    pytester.makepyfile(
+        """
+        import pytest
+        from hypothesis import given, strategies as st
+
+        @pytest.mark.ranks(2)
+        @given(n=st.integers(0, 1000))
+        def test_two(rank, n):
+            if n > 500:
+                raise ValueError("large")
+            if 20 < n < 400:
+                raise KeyError("middle")
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines_random(["*n=501*", "*n=21*"])
+
+
+def test_a_rank_that_dies_while_idle_fails_the_run_and_no_innocent_test(run, pytester):
+    pytester.makepyfile(
+        """
+        import os, threading, pytest, torch.distributed as dist
+
+        PID = []
+
+        def test_gives_pids(ranks):
+            PID.extend(ranks.run(os.getpid))
+
+        def test_kills_one_while_idle():
+            os.kill(PID[2], 9)
+            while os.path.exists(f"/proc/{PID[2]}"):
+                pass
+
+        @pytest.mark.ranks
+        def test_innocent(rank):
+            dist.barrier()
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(passed=3)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(
+        [
+            "*ranks that died while no test used them*",
+            "rank 2 of 4 died while no test used it: signal SIGKILL (the last test was *::test_gives_pids)",
+        ]
+    )
+
+
+def test_a_rank_that_dies_after_its_part_is_an_error_of_that_test(run, pytester):
+    pytester.makepyfile(
+        """
+        import os, signal, threading, pytest
+
+        @pytest.fixture
+        def late(request):
+            yield
+            os.kill(request.node.module.PIDS[1], signal.SIGKILL)
+            while os.path.exists(f"/proc/{request.node.module.PIDS[1]}"):
+                pass
+
+        PIDS = []
+        def test_first(ranks, late):
+            PIDS.extend(ranks.run(os.getpid, size=2))
+
+        def test_second(ranks):
+            ranks.run(os.getpid, size=2)
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["rank 1 of 2 died after its part of the test was done: signal SIGKILL"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_survives_an_end_from_outside(pytester, run, number):
+    """Ctrl-C, and the ends that give pytest no chance to clean up."""
+    pytester.makepyfile(
+        """
+        import subprocess, sys, time, pytest
+
+        @pytest.mark.ranks
+        def test_long(rank):
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], start_new_session=True)
+            open(f"started-{rank.index}", "w").close()
+            time.sleep(3600)
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpus=4", "--simulate"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(list(pytester.path.glob("started-*"))) < 4 and time.monotonic() < deadline:
+        os.sched_yield()
+    started = time.monotonic()
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=30)
+    took = time.monotonic() - started
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in output
+        assert process.returncode == pytest.ExitCode.INTERRUPTED
+    assert took < 10, output
+    # What the ranks started ends with the fork server, which notices the end of pytest by itself.
+    from_now = time.monotonic() + 10
+    while alive(str(pytester.path)) and time.monotonic() < from_now:
+        os.sched_yield()
+
+
+def alive(directory: str) -> list[str]:
+    """Processes whose working directory is `directory`."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                if os.readlink(f"/proc/{name}/cwd") == directory:
+                    found.append(name)
+            except OSError:
+                continue
+    return found

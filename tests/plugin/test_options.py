@@ -1,0 +1,133 @@
+"""Options: their three spellings, and what is said of a wrong one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "abc", "1.5", ""])
+def test_a_wrong_number_of_gpus_is_a_usage_error(run, value):
+    result = run(f"--gpus={value}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: mgpu-check: --gpus: '{value}' is not valid; choose a whole number*'all'*"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank-timeout=0", "--gpus=2"], "--rank-timeout: '0' is not valid; choose a number of seconds above 0*"),
+        (["--simulate=gpu", "--gpus=2"], "--simulate: 'gpu' is not valid; choose 'cpu', or*cuda:0*"),
+        (["--simulate"], "--simulate: say how many devices to simulate*--gpus=4 --simulate*"),
+        (["--simulate", "--gpus=all"], "--gpus: 'all' has no meaning on a simulated node*--gpus=4*"),
+    ],
+)
+def test_usage_errors_name_option_value_and_remedy(run, arguments, message):
+    result = run(*arguments)
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: mgpu-check: {message}"])
+
+
+def test_a_wrong_ini_value_names_the_ini_file(run, pytester):
+    pytester.makeini("[pytest]\ngpus = many\n")
+    result = run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: mgpu-check: gpus in the ini file: 'many' is not valid*"])
+
+
+def test_a_wrong_environment_value_names_the_variable(run, monkeypatch):
+    monkeypatch.setenv("MGPU_CHECK_RANK_TIMEOUT", "soon")
+    result = run()
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: mgpu-check: environment variable MGPU_CHECK_RANK_TIMEOUT: 'soon' is not valid*"]
+    )
+
+
+def test_an_unknown_variable_is_a_warning_with_the_likely_name(run, monkeypatch, pytester):
+    monkeypatch.setenv("MGPU_CHECK_GPU", "4")
+    pytester.makepyfile("def test_nothing(): pass")
+    result = run()
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*MGPU_CHECK_GPU is unknown and has no effect; did you mean MGPU_CHECK_GPUS?*"])
+
+
+def test_an_unknown_variable_of_the_ini_file_is_pytests_own_warning(run, pytester):
+    pytester.makeini("[pytest]\nrank_timeouts = 5\n")
+    pytester.makepyfile("def test_nothing(): pass")
+    run().stdout.fnmatch_lines(["*Unknown config option: rank_timeouts*"])
+
+
+def test_command_line_over_environment_over_ini(run, pytester, monkeypatch):
+    pytester.makeini("[pytest]\ngpus = 1\nsimulate = true\nrank_timeout = 11\n")
+    monkeypatch.setenv("MGPU_CHECK_RANK_TIMEOUT", "22")
+    pytester.makepyfile("def test_size(ranks): assert ranks.size == 2")
+    result = run("--gpus=2")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["mgpu-check *; SIMULATED node of 2 GPUs on cpu*; torch 2.*rank timeout 22 s"])
+    result.stdout.fnmatch_lines(["*1 passed*2 SIMULATED GPUs*"])
+
+
+def test_more_gpus_than_there_are_ends_with_what_to_do(run, pytester, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    pytester.makepyfile("def test_nothing(): pass")
+    result = run("--gpus=4")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        [
+            "ERROR: mgpu-check: --gpus=4 (--gpus), but this process sees 0 GPUs: none",
+            "*CUDA_VISIBLE_DEVICES='' restricts what is visible*",
+            "*--gpus=4 --simulate*says nothing about this hardware",
+        ]
+    )
+
+
+def test_simulate_before_a_path_does_not_swallow_it(run, pytester):
+    pytester.makepyfile(test_a="def test_a(gpus): assert len(gpus) == 2", test_b="def test_b(): pass")
+    run("--gpus=2", "--simulate", "test_a.py").assert_outcomes(passed=1)
+
+
+def test_without_gpus_nothing_is_asked_for(run, pytester):
+    """Inert until used: a test that needs GPUs is skipped with the reason, and the header is silent."""
+    pytester.makepyfile("def test_a(gpus): pass\ndef test_b(): pass")
+    result = run("-rs")
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.no_fnmatch_line("mgpu-check 0*")
+    result.stdout.fnmatch_lines(
+        ["mgpu-check: 1 tests were skipped for want of GPUs*", "SKIPPED*test_*needs GPUs: run with --gpus=N*"]
+    )
+
+
+def test_strict_gpus_fails_what_would_be_skipped(run, pytester):
+    pytester.makepyfile("import pytest\n@pytest.mark.gpus(3)\ndef test_a(gpus): pass")
+    run("--gpus=2", "--simulate").assert_outcomes(skipped=1)
+    result = run("--gpus=2", "--simulate", "--strict-gpus")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["needs 3 GPUs, --gpus=2 (--strict-gpus)"])
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--collect-only", "-q"], ["--help"]])
+def test_looking_around_imports_no_torch_and_starts_nothing(pytester, arguments):
+    pytester.makepyfile("import pytest\n@pytest.mark.ranks(2, 4)\ndef test_a(rank): pass\ndef test_b(gpus): pass")
+    pytester.makepyfile(
+        watch="""
+        import subprocess, sys, pytest
+        def forbidden(*args, **kwargs):
+            raise AssertionError("a process was started")
+        subprocess.Popen = forbidden
+        code = pytest.main(sys.argv[1:])
+        assert "torch" not in sys.modules, "torch was imported"
+        sys.exit(code)
+        """
+    )
+    ran = subprocess.run(
+        [sys.executable, "watch.py", "--gpus=4", "--simulate", *arguments], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_the_plugin_can_be_left_out(run, pytester):
+    pytester.makepyfile("def test_a(): pass")
+    run("-p", "no:mgpu_check").assert_outcomes(passed=1)

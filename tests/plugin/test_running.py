@@ -1,0 +1,290 @@
+"""Where tests run, and what travels with them."""
+
+from __future__ import annotations
+
+import pytest
+
+GPUS = ("--gpus=4", "--simulate", "--rank-timeout=30")
+
+PASSING = """
+    import os
+    import pytest, torch, torch.distributed as dist
+    from hypothesis import assume, given, settings, strategies as st
+    from helpers import double
+
+    FACTOR = 10
+
+    def scaled(x):
+        return x * FACTOR
+
+    @pytest.mark.ranks(4)
+    def test_body_runs_on_every_rank(rank):
+        x = torch.ones(3, device=rank.device) * (rank.index + 1)
+        dist.all_reduce(x)
+        assert x.tolist() == [scaled(1.0)] * 3
+        assert rank.device == torch.device("cuda", rank.index) and torch.cuda.current_device() == rank.index
+        assert (rank.size, rank.local_index, rank.node_index) == (4, rank.index, 0)
+        assert dist.get_world_size(rank.group) == 4
+        assert os.environ["RANK"] == os.environ["LOCAL_RANK"] == str(rank.index)
+        assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == "4"
+
+    @pytest.mark.ranks(1, 2, 3)
+    def test_once_per_size(rank):
+        assert dist.get_world_size() == rank.size <= 3
+
+    @pytest.mark.ranks
+    def test_without_sizes_on_all():
+        assert dist.get_world_size() == torch.cuda.device_count() == 4
+
+    @pytest.mark.ranks
+    @given(n=st.integers(0, 64), v=st.integers(-5, 5))
+    def test_examples_are_the_same_on_all_ranks(rank, n, v):
+        assume(n != 3)
+        seen = [None] * rank.size
+        dist.all_gather_object(seen, (n, v))
+        assert seen == [(n, v)] * rank.size
+
+    @pytest.mark.ranks
+    @settings(max_examples=5)
+    @given(st.integers())
+    def test_positional_given(value):
+        assert isinstance(value, int)
+
+    class Base:
+        offset = 0
+
+        def shifted(self, k):
+            return k + self.offset
+
+    class TestMethods(Base):
+        offset = 5
+
+        @pytest.fixture
+        def own(self):
+            return 3
+
+        def shifted(self, k):
+            return super().shifted(k)
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.parametrize("k", [1, 2])
+        def test_method(self, rank, k, tmp_path, own):
+            assert tmp_path.is_dir() and own == 3
+            assert double(k) + self.offset == self.shifted(2 * k)
+
+        @pytest.mark.ranks(2)
+        @settings(max_examples=5)
+        @given(k=st.integers(0, 9))
+        def test_given_method(self, rank, k):
+            assert self.offset == 5
+
+        def test_node_method(self, gpus):
+            assert len(gpus) == 4
+
+    def test_node_process_sees_all(gpus):
+        assert gpus == tuple(torch.device("cuda", i) for i in range(4))
+        assert torch.cuda.device_count() == 4 and not dist.is_initialized()
+        assert torch.ones(2, device=gpus[3]).device == gpus[3]
+
+    @pytest.mark.gpus(2)
+    def test_exactly_two(gpus):
+        assert len(gpus) == 2
+
+    @settings(max_examples=5)
+    @given(i=st.integers(0, 3))
+    def test_node_examples(gpus, i):
+        assert torch.zeros(1, device=gpus[i]).get_device() == i
+
+    @settings(max_examples=30)
+    @given(size=st.integers(1, 4), k=st.integers(-9, 9))
+    def test_world_size_per_example(ranks, size, k):
+        def body(k, rank, factor=1):
+            x = torch.tensor(k, device=rank.device)
+            dist.all_reduce(x)
+            return int(x) * factor, rank.index, x
+        results = ranks.run(body, k, size=size, factor=2)
+        assert [r[:2] for r in results] == [(2 * k * size, i) for i in range(size)]
+        assert all(type(r[2]) is torch.Tensor and r[2].device.type == "cpu" for r in results)
+
+    def test_rank_as_first_parameter_and_no_parameter(ranks):
+        assert ranks.run(lambda rank, a, b=0: (rank.index, a, b), 7, b=8, size=2) == [(0, 7, 8), (1, 7, 8)]
+        assert ranks.run(dist.get_rank) == [0, 1, 2, 3]
+
+    def test_the_parent_touches_no_device(ranks):
+        assert not torch.cuda.is_available()
+
+    @pytest.mark.ranks
+    def test_all_skip(rank):
+        pytest.skip("no reason")
+
+    @pytest.mark.ranks
+    def test_all_xfail(rank):
+        pytest.xfail("known")
+"""
+
+
+@pytest.fixture
+def repo(pytester: pytest.Pytester) -> pytest.Pytester:
+    pytester.makepyfile(helpers="def double(x): return 2 * x")
+    return pytester
+
+
+def test_passing_tests_of_every_kind(run, repo):
+    repo.makepyfile(PASSING)
+    run(*GPUS).assert_outcomes(passed=17, skipped=1, xfailed=1)
+
+
+def test_the_same_under_xdist(run, repo):
+    repo.makepyfile(PASSING)
+    run(*GPUS, "-n2").assert_outcomes(passed=17, skipped=1, xfailed=1)
+
+
+@pytest.mark.parametrize("mode", ["prepend", "append", "importlib"])
+def test_every_import_mode(run, repo, mode):
+    repo.makeini(f"[pytest]\npythonpath = .\naddopts = --import-mode={mode}\n")
+    repo.mkpydir("pkg")
+    repo.path.joinpath("conftest.py").write_text(
+        "import pytest\nclass Config:\n    lr = 0.5\n@pytest.fixture\ndef config(): return Config()\n"
+    )
+    repo.path.joinpath("pkg", "test_it.py").write_text(
+        "import pytest\nfrom helpers import double\n"
+        "@pytest.mark.ranks(2)\ndef test_it(rank, config): assert double(config.lr) == 1.0\n"
+    )
+    run(*GPUS).assert_outcomes(passed=1)
+
+
+def test_misuse_is_refused_by_name(run, pytester):
+    pytester.makepyfile(
+        """
+        import threading, unittest
+        import pytest
+        from hypothesis import given, strategies as st
+
+        LOCK = threading.Lock()
+
+        @pytest.fixture
+        def lock():
+            return LOCK
+
+        @pytest.fixture
+        def model(gpus):
+            return [gpus[0]]
+
+        def test_rank_without_mark(rank): pass
+        @pytest.mark.ranks(0)
+        def test_size_zero(rank): pass
+        @pytest.mark.ranks(2, sizes=3)
+        def test_unknown_argument(rank): pass
+        @pytest.mark.ranks(2)
+        def test_two_places(rank, gpus): pass
+        @pytest.mark.gpus
+        def test_no_number(gpus): pass
+        @pytest.mark.ranks(2)
+        async def test_coroutine(rank): pass
+        @pytest.mark.ranks(2, timeout=-1)
+        def test_timeout(rank): pass
+
+        @pytest.mark.ranks(2)
+        def test_capsys(rank, capsys): pass
+        @pytest.mark.ranks(2)
+        def test_fixture_that_cannot_travel(rank, lock): pass
+        @pytest.mark.ranks(2)
+        def test_global_that_cannot_travel(rank):
+            with LOCK: pass
+        def test_fixture_on_devices(gpus, model): pass
+        @pytest.mark.ranks(2)
+        @given(data=st.data())
+        def test_interactive_draws(rank, data): pass
+        def test_size_too_large(ranks): ranks.run(print, size=5)
+        """
+    )
+    result = run(*GPUS, "-W", "ignore")
+    result.assert_outcomes(errors=8, failed=5)
+    result.stdout.fnmatch_lines_random(
+        [
+            "fixture 'rank' exists in tests that run on ranks; mark the test @pytest.mark.ranks(2)",
+            "mark ranks: 0 is not a number of devices*",
+            "mark ranks: unknown argument 'sizes'; it takes sizes, backend= and timeout=",
+            "*cannot use the fixtures 'gpus' or 'ranks', or the mark 'gpus'",
+            "mark gpus: it takes one argument*",
+            "*not for coroutines, generators or unittest.TestCase",
+            "mark ranks: timeout=-1 is not valid*",
+            "fixture 'capsys' acts on the pytest process*",
+            "*argument 'lock', of type lock, cannot be pickled*",
+            "*it refers to 'LOCK', of type lock, cannot be pickled*",
+            "*fixture 'gpus' has its value in the test's body only*",
+            "argument 'data': st.data() draws in the pytest process*",
+            "*ranks.run: size=5 is not a world size of this run; choose 1 to 4",
+        ]
+    )
+
+
+def test_no_test_poisons_the_next(run, pytester):
+    pytester.makepyfile(
+        """
+        import os, random, threading, time
+        import pytest, torch, torch.distributed as dist
+
+        @pytest.mark.ranks(2)
+        def test_poison(rank):
+            torch.set_default_dtype(torch.float64)
+            torch.set_default_device("cuda")
+            torch.set_grad_enabled(False)
+            torch.use_deterministic_algorithms(True)
+            torch.manual_seed(rank.index + 99)
+            torch.cuda.set_device(1 - rank.index)
+            os.environ["POISON"] = "1"
+            os.environ.pop("RANK")
+            os.chdir("/")
+            dist.new_group([0, 1])
+
+        @pytest.mark.ranks(2)
+        def test_thread(rank):
+            threading.Thread(target=time.sleep, args=(3600,), name="left-behind", daemon=True).start()
+
+        @pytest.mark.ranks(2)
+        def test_destroyed_group(rank):
+            dist.destroy_process_group()
+
+        @pytest.mark.ranks(2)
+        def test_clean(rank):
+            assert torch.get_default_dtype() is torch.float32
+            assert torch.zeros(1).device.type == "cpu"
+            assert torch.is_grad_enabled() and not torch.are_deterministic_algorithms_enabled()
+            assert torch.initial_seed() == 0
+            assert torch.cuda.current_device() == rank.index
+            assert "POISON" not in os.environ and os.environ["RANK"] == str(rank.index)
+            assert os.getcwd() != "/"
+            assert len(dist.distributed_c10d._world.pg_map) == 1
+            assert "left-behind" not in [thread.name for thread in threading.enumerate()]
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x.item() == 2
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(passed=4)
+    result.stdout.fnmatch_lines(
+        [
+            "mgpu-check: test_*::test_thread left behind threads that still run: left-behind; its ranks were replaced",
+            "mgpu-check: test_*::test_destroyed_group left behind the default process group was destroyed; *",
+        ]
+    )
+
+
+def test_examples_and_sizes_are_properties_of_the_report(run, pytester):
+    pytester.makepyfile(
+        """
+        import pytest
+        from hypothesis import given, settings, strategies as st
+
+        @settings(max_examples=20)
+        @given(size=st.integers(1, 2))
+        def test_sizes(ranks, size):
+            ranks.run(lambda: None, size=size)
+        """
+    )
+    run(*GPUS, "--junitxml=out.xml").assert_outcomes(passed=1)
+    text = pytester.path.joinpath("out.xml").read_text()
+    assert '<property name="mgpu_check.world_sizes" value="1 2"' in text
+    assert '<property name="mgpu_check.simulated" value="cpu"' in text

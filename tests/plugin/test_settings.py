@@ -1,0 +1,57 @@
+"""`settings.resolve`: precedence, origins, errors; without pytest."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_check.settings import resolve, unknown_variables
+
+
+def test_defaults():
+    settings = resolve({}, {}, {})
+    assert (settings.gpus, settings.simulate, settings.rank_timeout, settings.strict_gpus) == (0, None, 60.0, False)
+    assert set(settings.origins.values()) == {"default"}
+
+
+def test_the_first_place_that_says_something_wins():
+    settings = resolve(
+        {"gpus": "3"}, {"MGPU_CHECK_GPUS": "2", "MGPU_CHECK_SIMULATE": "1"}, {"gpus": "x", "strict_gpus": "yes"}
+    )
+    assert (settings.gpus, settings.simulate, settings.strict_gpus) == (3, "cpu", True)
+    assert settings.origins == {
+        "gpus": "--gpus",
+        "simulate": "environment variable MGPU_CHECK_SIMULATE",
+        "rank_timeout": "default",
+        "strict_gpus": "strict_gpus in the ini file",
+    }
+
+
+def test_all_is_counted_later():
+    settings = resolve({"gpus": "all"}, {}, {})
+    assert settings.gpus is None
+    assert settings.asked
+    assert settings.counted(8).gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gpus", "0"),
+        ("gpus", "four"),
+        ("simulate", "cuda"),
+        ("rank_timeout", "nan"),
+        ("rank_timeout", "-1"),
+        ("strict_gpus", "maybe"),
+    ],
+)
+def test_errors_name_origin_value_and_valid_set(name, text):
+    with pytest.raises(
+        ValueError, match=rf"environment variable MGPU_CHECK_{name.upper()}: '{text}' is not valid; choose"
+    ):
+        resolve({}, {f"MGPU_CHECK_{name.upper()}": text}, {})
+
+
+def test_unknown_variables_are_named():
+    (line,) = unknown_variables({"MGPU_CHECK_RANKTIMEOUT": "3", "MGPU_CHECK_GPUS": "2", "OTHER": "1"})
+    assert "MGPU_CHECK_RANKTIMEOUT is unknown" in line
+    assert "did you mean MGPU_CHECK_RANK_TIMEOUT?" in line

@@ -1,0 +1,24 @@
+"""A pool of simulated ranks, shared by the tests of a module that leave it in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from mgpu_check.ranks.launcher import LocalLauncher
+from mgpu_check.ranks.pool import RankPool
+
+
+@pytest.fixture(scope="module")
+def warm_pool() -> Iterator[RankPool]:
+    pool = RankPool(LocalLauncher(), devices=4, simulate="cpu", timeout=30.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pool(warm_pool: RankPool) -> Iterator[RankPool]:
+    warm_pool.begin_test()
+    yield warm_pool
+    warm_pool.end_test(failed=True)

@@ -1,0 +1,363 @@
+"""The pool by itself, without pytest around it. Functions are defined inside tests, so that they travel by value."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
+from mgpu_check.ranks.launcher import LocalLauncher
+from mgpu_check.ranks.pool import CannotTravel, RankPool
+from mgpu_check.ranks.world import Abandoned
+
+
+def pids(pool: RankPool, size: int | None = None) -> list[int]:
+    return pool.run(os.getpid, size=size)
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, or does so within 10 s; one that nobody waits for stays as a zombie."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":
+            return True
+        os.sched_yield()
+    return False
+
+
+def test_results_come_in_rank_order(pool):
+    def body(rank, base):
+        return base + rank.index
+
+    assert pool.run(body, 10) == [10, 11, 12, 13]
+
+
+def test_a_size_keeps_its_processes(pool):
+    first = {size: pids(pool, size) for size in (4, 2, 3, 1)}
+    assert {size: pids(pool, size) for size in (1, 2, 3, 4)} == first
+    assert len({pid for group in first.values() for pid in group}) == 10
+
+
+def test_every_size_has_a_default_group_of_that_size(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        return dist.get_world_size(), int(x), torch.cuda.device_count()
+
+    for size in (2, 4, 1, 3, 2):
+        assert pool.run(body, size=size) == [(size, size, 4)] * size
+
+
+@pytest.mark.parametrize("size", [0, 5, -1, True, 2.0, "2"])
+def test_a_wrong_size_is_a_value_error(pool, size):
+    with pytest.raises(ValueError, match=r"ranks.run: size=.* is not a world size of this run; choose 1 to 4"):
+        pool.run(os.getpid, size=size)
+
+
+def test_a_wrong_timeout_is_a_value_error(pool):
+    with pytest.raises(ValueError, match="timeout=0 is not valid"):
+        pool.run(os.getpid, timeout=0)
+
+
+def test_what_cannot_travel_is_named(pool):
+    lock = threading.Lock()
+    with pytest.raises(CannotTravel, match="argument 0, of type lock, cannot be pickled"):
+        pool.run(lambda x: x, lock)
+    with pytest.raises(CannotTravel, match="it refers to 'lock', of type lock"):
+        pool.run(lambda: lock)
+    with pytest.raises(RankFailure, match="the result, of type lock, cannot be sent"):
+        pool.run(threading.Lock)
+    assert len(pids(pool)) == 4
+
+
+def test_device_tensors_come_back_as_cpu_tensors(pool):
+    def body(rank):
+        import torch
+
+        x = torch.arange(3.0, device=rank.device)
+        return {"x": x, "p": torch.nn.Parameter(x + 1), "nested": [(x.half(),)]}
+
+    import torch
+
+    for result in pool.run(body):
+        assert type(result["x"]) is torch.Tensor
+        assert result["x"].device.type == "cpu"
+        assert result["x"].tolist() == [0, 1, 2]
+        assert result["p"].tolist() == [1, 2, 3]
+        assert result["nested"][0][0].dtype is torch.float16
+
+
+def test_a_failure_on_all_ranks_keeps_them(pool):
+    def body(rank):
+        raise ValueError("no")
+
+    before = pids(pool)
+    with pytest.raises(RankFailure, match=r"ranks 0-3 of 4 raised ValueError: no") as info:
+        pool.run(body)
+    assert info.value.ranks == (0, 1, 2, 3)
+    assert isinstance(info.value.__cause__, ValueError)
+    assert pids(pool) == before
+
+
+def test_ranks_out_of_lockstep_are_replaced(pool):
+    """All answer, but one has entered a collective more: the next collective would pair up wrongly."""
+
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            dist.all_reduce(torch.ones(1), async_op=True)
+        raise ValueError("no")
+
+    before = pids(pool, 2)
+    with pytest.raises(RankFailure):
+        pool.run(body, size=2)
+    assert not set(pids(pool, 2)) & set(before)
+
+
+def test_one_raises_while_others_wait(pool):
+    def body(rank):
+        import torch.distributed as dist
+
+        if rank.index == 2:
+            raise KeyError("only here")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=r"rank 2 of 4 raised KeyError(.|\n)*ranks 0-1, 3 still ran") as info:
+        pool.run(body)
+    assert info.value.ranks == (2,)
+    assert "in barrier" in str(info.value)
+    assert len(pids(pool)) == 4
+
+
+def test_different_errors_are_told_apart_and_equal_ones_folded(pool):
+    def body(rank):
+        raise ValueError("odd") if rank.index % 2 else TypeError("even")
+
+    with pytest.raises(RankFailure) as info:
+        pool.run(body)
+    text = str(info.value)
+    assert "ranks 1, 3 of 4 raised ValueError: odd" in text
+    assert "ranks 0, 2 of 4 raised TypeError: even" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(signal.SIGKILL, "signal SIGKILL"), (signal.SIGSEGV, "signal SIGSEGV"), (signal.SIGTERM, "signal SIGTERM")],
+)
+def test_death_by_signal(pool, number, said):
+    def body(rank, number):
+        import os
+
+        if rank.index == 1:
+            os.kill(os.getpid(), number)
+        return rank.index
+
+    with pytest.raises(RankDied, match=rf"rank 1 of 3 died: {said}(.|\n)*ranks 0, 2 finished") as info:
+        pool.run(body, int(number), size=3)
+    assert info.value.ranks == (1,)
+    assert len(pids(pool, 3)) == 3
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_death_by_exit(pool, code):
+    """An exit code of 0 in mid-test is a death like any other."""
+
+    def body(rank, code):
+        import os
+
+        if rank.index == 0:
+            os._exit(code)
+
+    with pytest.raises(RankDied, match=rf"rank 0 of 2 died: exit code {code}"):
+        pool.run(body, code, size=2)
+
+
+def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
+    def body(rank):
+        import time
+
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            time.sleep(3600)
+        dist.barrier()
+
+    before = pids(pool, 3)
+    with pytest.raises(RankHang) as info:
+        pool.run(body, size=3, timeout=0.5)
+    assert info.value.ranks == (0, 1, 2)
+    lines = str(info.value).splitlines()
+    assert lines[0] == "rank 1 of 3 did not finish body within 0.5 s"
+    assert lines[1].startswith("rank 1 stopped in body (")
+    assert lines[2].startswith("ranks 0, 2 waited in barrier (")
+    assert all(gone(pid) for pid in before)
+    assert len(pids(pool, 3)) == 3
+
+
+def test_a_stopped_rank_is_a_hang_without_stacks(pool):
+    def body(rank):
+        import os
+        import signal
+
+        if rank.index == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    with pytest.raises(RankHang, match=r"rank 0 of 2(.|\n)*no stacks: the process did not answer"):
+        pool.run(body, size=2, timeout=0.5)
+    assert len(pids(pool, 2)) == 2
+
+
+def test_skips_of_all_are_a_skip_and_of_some_a_failure(pool):
+    def body(rank, which):
+        import unittest
+
+        if rank.index in which:
+            raise unittest.SkipTest("not today")
+
+    with pytest.raises(Abandoned, match="not today") as info:
+        pool.run(body, [0, 1], size=2)
+    assert info.value.failure.kind == "skip"
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 raised SkipTest: not today"):
+        pool.run(body, [1], size=2)
+
+
+def test_an_interrupt_of_the_parent_breaks_the_world(pool):
+    """After Ctrl-C in mid-call, answers of the old call must not be taken for those of the next."""
+
+    def body(rank):
+        import time
+
+        time.sleep(0.5)
+        return "old"
+
+    def interrupt(*_: object) -> None:
+        raise LookupError("interrupted")
+
+    pids(pool, 2)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(LookupError, match="interrupted"):
+            pool.run(body, size=2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert pool.run(lambda: "new", size=2) == ["new", "new"]
+
+
+def test_output_of_each_rank_since_the_test_began(pool):
+    pool.run(lambda: print("before"), size=2)
+    pool.end_test(failed=False)
+    pool.begin_test()
+
+    def body(rank):
+        import os
+        import sys
+
+        print("out", rank.index)
+        print("err", file=sys.stderr)
+        os.write(1, b"raw\n")
+
+    pool.run(body, size=2)
+    assert pool.output() == [
+        ("rank 0 of 2", "stdout", "out 0\nraw\n"),
+        ("rank 0 of 2", "stderr", "err\n"),
+        ("rank 1 of 2", "stdout", "out 1\nraw\n"),
+        ("rank 1 of 2", "stderr", "err\n"),
+    ]
+
+
+def test_much_output_is_cut_and_blocks_nobody(pool):
+    pool.run(lambda: print("x" * 50_000_000), size=1)
+    ((_, _, text),) = pool.output()
+    assert len(text) < 70_000
+    assert "bytes before this are left out" in text
+
+
+def test_idle_worlds_beyond_the_limit_are_let_go():
+    pool = RankPool(LocalLauncher(), devices=12, simulate="cpu", timeout=30.0)
+    try:
+        for size in range(1, 13):
+            pool.begin_test()
+            pids(pool, size)
+            pool.end_test(failed=False)
+        assert sum(len(world.processes) for world in pool._worlds.values()) <= 64
+        assert len(pids(pool, 1)) == 1
+    finally:
+        pool.close()
+
+
+def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
+    import tempfile
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = RankPool(LocalLauncher(), devices=2, simulate="cpu", timeout=30.0)
+
+    def body():
+        import subprocess
+        import sys
+
+        command = [sys.executable, "-c", "import time; time.sleep(3600)"]
+        return [subprocess.Popen(command).pid, subprocess.Popen(command, start_new_session=True).pid]
+
+    started = pids(pool) + [pid for group in pool.run(body) for pid in group]
+    pool.close()
+    assert all(gone(pid) for pid in started)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_end_of_the_fork_server_ends_the_ranks(tmp_path):
+    pool = RankPool(LocalLauncher(), devices=2, simulate="cpu", timeout=30.0)
+    try:
+        ranks = pids(pool)
+        parent = pool.run(os.getppid)[0]
+        os.kill(parent, signal.SIGKILL)
+        with pytest.raises((RankDied, StartupFailure)):
+            while True:
+                pool.run(os.getpid)
+        assert all(gone(pid) for pid in ranks)
+    finally:
+        pool.close()
+
+
+def test_a_failing_preload_is_told():
+    pool = RankPool(LocalLauncher(["no_such_module"]), devices=1, simulate="cpu", timeout=30.0)
+    try:
+        with pytest.raises(StartupFailure, match="No module named 'no_such_module'"):
+            pids(pool)
+    finally:
+        pool.close()
+
+
+def test_a_rank_that_cannot_start_is_told():
+    pool = RankPool(LocalLauncher(), devices=2, simulate="cuda:0", timeout=30.0)
+    try:
+        with pytest.raises(StartupFailure, match=r"rank \d of 2 could not start: "):
+            pids(pool)
+    finally:
+        pool.close()
+
+
+def test_the_same_seed_on_every_rank_and_in_every_call(pool):
+    def body():
+        import random
+
+        import torch
+
+        return torch.rand(1).item(), random.random()
+
+    assert len({*pool.run(body), *pool.run(body), *pool.run(body, size=2)}) == 1

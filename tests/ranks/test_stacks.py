@@ -1,0 +1,40 @@
+"""Reading what faulthandler wrote."""
+
+from __future__ import annotations
+
+from mgpu_check.ranks.stacks import clean, place_of
+
+TEXT = """Thread 0x00007f0000000001 (most recent call first):
+  File "/lib/python3.11/threading.py", line 1 in wait
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/env/site-packages/torch/distributed/distributed_c10d.py", line 5356 in barrier
+  File "/env/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/home/train.py", line 38 in step
+  File "/src/mgpu_check/ranks/worker.py", line 104 in call
+  File "<string>", line 1 in <module>
+"""
+
+
+def test_the_engines_frames_are_left_out():
+    assert "worker.py" not in clean(TEXT)
+    assert "<string>" not in clean(TEXT)
+    assert 'File "/home/train.py", line 38 in step' in clean(TEXT)
+
+
+def test_the_collective_and_where_it_was_called():
+    place = place_of(TEXT)
+    assert place is not None
+    assert (place.collective, place.function, place.line) == ("barrier", "step", 38)
+    assert str(place) == "barrier (/home/train.py:38)"
+
+
+def test_no_collective():
+    place = place_of('Current thread 0x1 (most recent call first):\n  File "/home/train.py", line 3 in load\n')
+    assert place is not None
+    assert place.collective is None
+    assert str(place) == "load (/home/train.py:3)"
+
+
+def test_nothing_to_read():
+    assert place_of("") is None
