@@ -20,7 +20,7 @@ from mgpu_check.shipping import Shipped
 __all__ = ["GpuSession", "Ranks", "TooFewDevices", "abandoning"]
 
 # What assertion rewriting refers to in every test that it rewrote.
-_PRELOAD = ("mgpu_check.report.in_rank",)
+_PRELOAD = ("mgpu_check.in_rank",)
 
 
 class TooFewDevices(Exception):
@@ -124,7 +124,7 @@ class GpuSession:
 
     def _new_pool(self, devices: int) -> RankPool:
         return RankPool(
-            LocalLauncher(_PRELOAD),
+            LocalLauncher(_PRELOAD, simulated=self.settings.simulate is not None),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,

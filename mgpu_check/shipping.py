@@ -22,7 +22,7 @@ class Shipped:
     fault: str | None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        from mgpu_check.report import in_rank  # in the rank: it imports torch
+        from mgpu_check import in_rank  # in the rank: it imports torch
 
         return in_rank.call(self.function, self.fault, args, kwargs)
 

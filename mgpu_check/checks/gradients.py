@@ -52,7 +52,8 @@ def assert_gradients_agree(
     if isinstance(expected, Measurement):
         if tolerance is not None:
             raise ValueError("assert_gradients_agree: tolerance is part of a Measurement; give one of them")
-        expected, tolerance = expected.reference, expected.tolerance
+        measured = expected
+        expected, tolerance = measured.reference, measured.tolerance
     if tolerance is None:
         raise ValueError(
             "assert_gradients_agree: tolerance is missing; give the result of "
@@ -71,7 +72,7 @@ def assert_gradients_agree(
             f"{verb} {', '.join(names)}" for verb, names in (("lacks", missing), ("has unknown", unknown)) if names
         )
         raise GradientMismatch(where + text, ranks=ranks)
-    lines = []
+    lines: list[str] = []
     wrong = 0
     for name, value in expected.items():
         if got[name].shape != value.shape:

@@ -11,7 +11,7 @@ import torch
 from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.operators import CALLS, Operands
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.strategies.operators import OperatorCase
+from mgpu_check.specs.operators import OperatorCase
 
 __all__ = [
     "assert_arrives",

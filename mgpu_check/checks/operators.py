@@ -1,4 +1,4 @@
-"""How to call each operator of `mgpu_check.strategies.operators` with operands on two devices.
+"""How to call each operator of `mgpu_check.specs.operators` with operands on two devices.
 
 Every entry builds its operands and returns the call that is to raise or to work, so that an error while operands are
 made is never taken for the one that is looked for. Operands are small whole numbers: results that are compared are
@@ -14,11 +14,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.strategies.tensors import TensorSpec
+from mgpu_check.specs.tensors import TensorSpec
 
 __all__ = ["CALLS", "Operands"]
 
 Call = Callable[[], object]
+Builder = Callable[["Operands"], Call]
+
+N = -1
+"""In the shape of an operand: as many as the case has rows."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,9 @@ class Operands:
     seed: int
 
     def on(self, place: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
-        """Whole numbers in [-15, 15], on the device of operand `place`, 0 or 1."""
-        return TensorSpec(shape, dtype, seed=self.seed + place, values="exact").build(self._device(place))
+        """Whole numbers in [-15, 15], on the device of operand `place`, 0 or 1; `N` in the shape is `rows`."""
+        sizes = tuple(self.rows if size == N else size for size in shape)
+        return TensorSpec(sizes, dtype, seed=self.seed + place, values="exact").build(self._device(place))
 
     def index(self, place: int, below: int) -> torch.Tensor:
         """`rows` indices of type int64 in [0, `below`)."""
@@ -51,234 +56,83 @@ class Operands:
         return (self.first, self.second)[place]
 
 
-def _binary(name: str) -> Callable[[Operands], Call]:
-    """torch.<name>(first, second) of two matrices."""
+def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
+    """`function` of tensors, each given as (place, *shape).
+
+    It is to look up what it calls by attribute, at the time of the call: ``lambda a, b: torch.add(a, b)``.
+    """
 
     def build(at: Operands) -> Call:
-        a, b = at.on(0, at.rows, 3), at.on(1, at.rows, 3)
-        return lambda: getattr(torch, name)(a, b)
+        tensors = [at.on(place, *shape) for place, *shape in operands]
+        return lambda: function(*tensors)
 
     return build
 
 
-def _method(name: str) -> Callable[[Operands], Call]:
-    """first.<name>(second) of two matrices, for in-place operators."""
+def _indexing(function: Callable[..., object], *shape: int) -> Builder:
+    """`function` of a tensor of `shape`, on the first device, and indices into its last or only row, on the second."""
 
     def build(at: Operands) -> Call:
-        a, b = at.on(0, at.rows, 3), at.on(1, at.rows, 3)
-        return lambda: getattr(a, name)(b)
+        x, index = at.on(0, *shape), at.index(1, 4)
+        return lambda: function(x, index)
 
     return build
 
 
-def _elementwise_into(name: str) -> Callable[[Operands], Call]:
-    """torch.<name>(first, first, out=second)."""
+def _masking(function: Callable[..., object], *mask: int) -> Builder:
+    """`function` of a matrix, on the first device, and a mask of the shape given, on the second."""
 
     def build(at: Operands) -> Call:
-        a, b, out = at.on(0, at.rows, 3), at.on(0, at.rows, 3), at.on(1, at.rows, 3)
-        return lambda: getattr(torch, name)(a, b, out=out)
+        x, booleans = at.on(0, N, 3), at.mask(1, *mask)
+        return lambda: function(x, booleans)
 
     return build
 
 
-def _loss(name: str) -> Callable[[Operands], Call]:
-    def build(at: Operands) -> Call:
-        a, b = at.on(0, at.rows, 4), at.on(1, at.rows, 4)
-        return lambda: getattr(F, name)(a, b)
-
-    return build
-
-
-def _classification(name: str) -> Callable[[Operands], Call]:
-    def build(at: Operands) -> Call:
-        scores, classes = at.on(0, at.rows, 4), at.index(1, 4)
-        return lambda: getattr(F, name)(scores, classes)
-
-    return build
-
-
-def _module(make: Callable[[], nn.Module], *shape: int) -> Callable[[Operands], Call]:
-    """A module on the first device, its input of (rows, *shape) on the second."""
+def _module(make: Callable[[], nn.Module], *shape: int) -> Builder:
+    """A module on the first device, its input of (N, *shape) on the second."""
 
     def build(at: Operands) -> Call:
-        module, x = at.module(0, make()), at.on(1, at.rows, *shape)
+        module, x = at.module(0, make()), at.on(1, N, *shape)
         return lambda: module(x)
 
     return build
 
 
 def _where(at: Operands) -> Call:
-    condition, a, b = at.mask(0, at.rows, 3), at.on(0, at.rows, 3), at.on(1, at.rows, 3)
+    condition, a, b = at.mask(0, N, 3), at.on(0, N, 3), at.on(1, N, 3)
     return lambda: torch.where(condition, a, b)
 
 
-def _addcmul(at: Operands) -> Call:
-    a, b, c = at.on(0, at.rows, 3), at.on(1, at.rows, 3), at.on(1, at.rows, 3)
-    return lambda: torch.addcmul(a, b, c)
-
-
-def _matmul(at: Operands) -> Call:
-    a, b = at.on(0, at.rows, 3), at.on(1, 3, 2)
-    return lambda: torch.matmul(a, b)
-
-
-def _matmul_vector(at: Operands) -> Call:
-    a, b = at.on(0, at.rows, 3), at.on(1, 3)
-    return lambda: torch.matmul(a, b)
-
-
-def _bmm(at: Operands) -> Call:
-    a, b = at.on(0, 2, at.rows, 3), at.on(1, 2, 3, 2)
-    return lambda: torch.bmm(a, b)
-
-
-def _einsum(at: Operands) -> Call:
-    a, b = at.on(0, at.rows, 3), at.on(1, 3, 2)
-    return lambda: torch.einsum("ij,jk->ik", a, b)
-
-
-def _matmul_into(at: Operands) -> Call:
-    a, b, out = at.on(0, at.rows, 3), at.on(0, 3, 2), at.on(1, at.rows, 2)
-    return lambda: torch.matmul(a, b, out=out)
-
-
-def _addmm(at: Operands) -> Call:
-    bias, a, b = at.on(0, 2), at.on(0, at.rows, 3), at.on(1, 3, 2)
-    return lambda: torch.addmm(bias, a, b)
-
-
-def _cat(at: Operands) -> Call:
-    a, b = at.on(0, at.rows, 3), at.on(1, 2, 3)
-    return lambda: torch.cat([a, b])
-
-
-def _stack(at: Operands) -> Call:
-    a, b = at.on(0, at.rows, 3), at.on(1, at.rows, 3)
-    return lambda: torch.stack([a, b])
-
-
-def _cat_into(at: Operands) -> Call:
-    a, b, out = at.on(0, at.rows, 3), at.on(0, 2, 3), at.on(1, at.rows + 2, 3)
-    return lambda: torch.cat([a, b], out=out)
-
-
-def _linear(at: Operands) -> Call:
-    x, weight = at.on(0, at.rows, 3), at.on(1, 2, 3)
-    return lambda: F.linear(x, weight)
-
-
-def _linear_bias(at: Operands) -> Call:
-    x, weight, bias = at.on(0, at.rows, 3), at.on(0, 2, 3), at.on(1, 2)
-    return lambda: F.linear(x, weight, bias)
-
-
-def _conv2d(at: Operands) -> Call:
-    x, weight = at.on(0, at.rows, 1, 4, 4), at.on(1, 2, 1, 2, 2)
-    return lambda: F.conv2d(x, weight)
-
-
-def _conv2d_bias(at: Operands) -> Call:
-    x, weight, bias = at.on(0, at.rows, 1, 4, 4), at.on(0, 2, 1, 2, 2), at.on(1, 2)
-    return lambda: F.conv2d(x, weight, bias)
-
-
-def _embedding(at: Operands) -> Call:
-    weight, index = at.on(0, 5, 3), at.index(1, 5)
-    return lambda: F.embedding(index, weight)
-
-
-def _layer_norm(at: Operands) -> Call:
-    x, weight = at.on(0, at.rows, 3), at.on(1, 3)
-    return lambda: F.layer_norm(x, (3,), weight)
-
-
-def _batch_norm(at: Operands) -> Call:
-    x, mean, variance = at.on(0, at.rows, 3), at.on(1, 3), at.on(1, 3).abs()
-    return lambda: F.batch_norm(x, mean, variance)
-
-
-def _attention(at: Operands) -> Call:
-    query, key, value = at.on(0, 1, at.rows, 4), at.on(1, 1, 3, 4), at.on(1, 1, 3, 4)
-    return lambda: F.scaled_dot_product_attention(query, key, value)
-
-
-def _index_select(at: Operands) -> Call:
-    x, index = at.on(0, 5, 3), at.index(1, 5)
-    return lambda: torch.index_select(x, 0, index)
-
-
-def _gather(at: Operands) -> Call:
-    x, index = at.on(0, at.rows, 5), at.index(1, 5).reshape(-1, 1)
-    return lambda: torch.gather(x, 1, index)
-
-
-def _masked_fill(at: Operands) -> Call:
-    x, mask = at.on(0, at.rows, 3), at.mask(1, at.rows, 3)
-    return lambda: torch.masked_fill(x, mask, 1.0)
-
-
-def _index_put_values(at: Operands) -> Call:
-    x, index, values = at.on(0, 8, 3), torch.arange(at.rows, device=at.first), at.on(1, at.rows, 3)
-
-    def call() -> torch.Tensor:
-        x[index] = values
-        return x
-
-    return call
-
-
-def _index(at: Operands) -> Call:
-    x, index = at.on(0, 5, 3), at.index(1, 5)
-    return lambda: x[index]
-
-
-def _index_by_mask(at: Operands) -> Call:
-    x, mask = at.on(0, at.rows, 3), at.mask(1, at.rows)
-    return lambda: x[mask]
-
-
-def _chain(at: Operands) -> Call:
-    """Two layers, the second one on another device, without a move between them."""
-    net = nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
-    x = at.on(0, at.rows, 3)
-    return lambda: net(x)
-
-
 def _embedding_module(at: Operands) -> Call:
-    module, index = at.module(0, nn.Embedding(5, 3)), at.index(1, 5)
+    module, index = at.module(0, nn.Embedding(4, 3)), at.index(1, 4)
     return lambda: module(index)
 
 
-def _scalar_second(name: str) -> Callable[[Operands], Call]:
+def _layers_apart(at: Operands) -> Call:
+    """Two layers, the second one on another device, without a move between them."""
+    net = nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
+    x = at.on(0, N, 3)
+    return lambda: net(x)
+
+
+def _index_put(*value: int) -> Builder:
+    """x[index] = value, the value of the shape given and on the second device."""
+
     def build(at: Operands) -> Call:
-        a, b = at.on(0, at.rows, 3), at.on(1)
-        return lambda: getattr(torch, name)(a, b)
+        x, index, values = at.on(0, 8, 3), torch.arange(at.rows, device=at.first), at.on(1, *value)
+
+        def call() -> torch.Tensor:
+            x[index] = values
+            return x
+
+        return call
 
     return build
 
 
-def _scalar_first(at: Operands) -> Call:
-    a, b = at.on(0), at.on(1, at.rows, 3)
-    return lambda: torch.mul(a, b)
-
-
-def _scaled(at: Operands) -> Call:
-    a, b = at.on(0, at.rows, 3), at.on(1)
-    return lambda: a.mul_(b)
-
-
-def _two_scalars(at: Operands) -> Call:
-    a, b = at.on(0), at.on(1)
-    return lambda: torch.add(a, b)
-
-
-def _two_scalars_in_place(at: Operands) -> Call:
-    a, b = at.on(0), at.on(1)
-    return lambda: a.add_(b)
-
-
 def _slice_assignment(at: Operands) -> Call:
-    a, b = at.on(0, at.rows + 2, 3), at.on(1, at.rows, 3)
+    a, b = at.on(0, at.rows + 2, 3), at.on(1, N, 3)
 
     def call() -> torch.Tensor:
         a[1:-1] = b
@@ -288,7 +142,7 @@ def _slice_assignment(at: Operands) -> Call:
 
 
 def _to(at: Operands) -> Call:
-    a = at.on(0, at.rows, 3)
+    a = at.on(0, N, 3)
     return lambda: a.to(at.second)
 
 
@@ -298,64 +152,69 @@ def _load_state_dict(at: Operands) -> Call:
 
     def call() -> torch.Tensor:
         module.load_state_dict(state)
-        return module.weight.detach()  # type: ignore[operator]
+        return module.state_dict()["weight"]  # type: ignore[no-any-return]
 
     return call
 
 
-CALLS: dict[str, Callable[[Operands], Call]] = {
-    "add": _binary("add"),
-    "mul": _binary("mul"),
-    "maximum": _binary("maximum"),
-    "eq": _binary("eq"),
-    "equal": _binary("equal"),
+_MATRICES = (0, N, 3), (1, N, 3)
+_FACTORS = (0, N, 3), (1, 3, 2)
+
+CALLS: dict[str, Builder] = {
+    "add": _of(lambda a, b: torch.add(a, b), *_MATRICES),
+    "mul": _of(lambda a, b: torch.mul(a, b), *_MATRICES),
+    "maximum": _of(lambda a, b: torch.maximum(a, b), *_MATRICES),
+    "eq": _of(lambda a, b: torch.eq(a, b), *_MATRICES),
+    "equal": _of(lambda a, b: torch.equal(a, b), *_MATRICES),
     "where": _where,
-    "addcmul": _addcmul,
-    "add_": _method("add_"),
-    "mul_": _method("mul_"),
-    "add out=": _elementwise_into("add"),
-    "mul out=": _elementwise_into("mul"),
-    "matmul": _matmul,
-    "matmul vector": _matmul_vector,
-    "bmm": _bmm,
-    "einsum": _einsum,
-    "matmul out=": _matmul_into,
-    "addmm": _addmm,
-    "cat": _cat,
-    "stack": _stack,
-    "cat out=": _cat_into,
-    "linear": _linear,
-    "linear bias": _linear_bias,
-    "conv2d": _conv2d,
-    "conv2d bias": _conv2d_bias,
-    "embedding": _embedding,
-    "layer_norm": _layer_norm,
-    "batch_norm": _batch_norm,
-    "attention": _attention,
-    "mse_loss": _loss("mse_loss"),
-    "l1_loss": _loss("l1_loss"),
-    "nll_loss": _classification("nll_loss"),
-    "cross_entropy": _classification("cross_entropy"),
-    "index_select": _index_select,
-    "gather": _gather,
-    "masked_fill": _masked_fill,
-    "index_put values": _index_put_values,
-    "index": _index,
-    "index by mask": _index_by_mask,
+    "addcmul": _of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3)),
+    "add_": _of(lambda a, b: a.add_(b), *_MATRICES),
+    "mul_": _of(lambda a, b: a.mul_(b), *_MATRICES),
+    "add out=": _of(lambda a, b, out: torch.add(a, b, out=out), (0, N, 3), *_MATRICES),
+    "mul out=": _of(lambda a, b, out: torch.mul(a, b, out=out), (0, N, 3), *_MATRICES),
+    "matmul": _of(lambda a, b: torch.matmul(a, b), *_FACTORS),
+    "matmul vector": _of(lambda a, b: torch.matmul(a, b), (0, N, 3), (1, 3)),
+    "bmm": _of(lambda a, b: torch.bmm(a, b), (0, 2, N, 3), (1, 2, 3, 2)),
+    "einsum": _of(lambda a, b: torch.einsum("ij,jk->ik", a, b), *_FACTORS),
+    "matmul out=": _of(lambda a, b, out: torch.matmul(a, b, out=out), (0, N, 3), (0, 3, 2), (1, N, 2)),
+    "addmm": _of(lambda c, a, b: torch.addmm(c, a, b), (0, 2), *_FACTORS),
+    "cat": _of(lambda a, b: torch.cat([a, b]), (0, N, 3), (1, 2, 3)),
+    "stack": _of(lambda a, b: torch.stack([a, b]), *_MATRICES),
+    "cat out=": _of(lambda a, b, out: torch.cat([a, b], 1, out=out), (0, N, 1), (0, N, 2), (1, N, 3)),
+    "linear": _of(lambda x, w: F.linear(x, w), (0, N, 3), (1, 2, 3)),
+    "linear bias": _of(lambda x, w, b: F.linear(x, w, b), (0, N, 3), (0, 2, 3), (1, 2)),
+    "conv2d": _of(lambda x, w: F.conv2d(x, w), (0, N, 1, 4, 4), (1, 2, 1, 2, 2)),
+    "conv2d bias": _of(lambda x, w, b: F.conv2d(x, w, b), (0, N, 1, 4, 4), (0, 2, 1, 2, 2), (1, 2)),
+    "embedding": _indexing(lambda weight, index: F.embedding(index, weight), 4, 3),
+    "layer_norm": _of(lambda x, w: F.layer_norm(x, (3,), w), (0, N, 3), (1, 3)),
+    "batch_norm": _of(lambda x, m, v: F.batch_norm(x, m, v.abs()), (0, N, 3), (1, 3), (1, 3)),
+    "attention": _of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), (0, 1, N, 4), (1, 1, 3, 4), (1, 1, 3, 4)),
+    "mse_loss": _of(lambda a, b: F.mse_loss(a, b), *_MATRICES),
+    "l1_loss": _of(lambda a, b: F.l1_loss(a, b), *_MATRICES),
+    "nll_loss": _indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4),
+    "cross_entropy": _indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4),
+    "index_select": _indexing(lambda x, index: torch.index_select(x, 0, index), 4, 3),
+    "gather": _indexing(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), N, 4),
+    "masked_fill": _masking(lambda x, mask: torch.masked_fill(x, mask, 1.0), N, 3),
+    "index_put values": _index_put(N, 3),
+    "index": _indexing(lambda x, index: x[index], 4, 3),
+    "index by mask": _masking(lambda x, mask: x[mask], N),
     "Linear": _module(lambda: nn.Linear(3, 2), 3),
     "Conv2d": _module(lambda: nn.Conv2d(1, 2, 2), 1, 4, 4),
     "Embedding": _embedding_module,
     "BatchNorm2d": _module(lambda: nn.BatchNorm2d(2), 2, 3, 3),
     "LayerNorm": _module(lambda: nn.LayerNorm(3), 3),
     "GRU": _module(lambda: nn.GRU(3, 2), 3),
-    "Sequential": _chain,
-    "add 0-dim": _scalar_second("add"),
-    "mul by 0-dim first": _scalar_first,
-    "mul_ by 0-dim": _scaled,
-    "0-dim add 0-dim": _two_scalars,
-    "0-dim add_ 0-dim": _two_scalars_in_place,
-    "copy_": _method("copy_"),
+    "Sequential": _layers_apart,
+    "add 0-dim": _of(lambda a, b: torch.add(a, b), (0, N, 3), (1,)),
+    "mul by 0-dim first": _of(lambda a, b: torch.mul(a, b), (0,), (1, N, 3)),
+    "mul_ by 0-dim": _of(lambda a, b: a.mul_(b), (0, N, 3), (1,)),
+    "0-dim add 0-dim": _of(lambda a, b: torch.add(a, b), (0,), (1,)),
+    "0-dim add_ 0-dim": _of(lambda a, b: a.add_(b), (0,), (1,)),
+    "index_put 0-dim value": _index_put(),
+    "copy_": _of(lambda a, b: a.copy_(b), *_MATRICES),
     "slice assignment": _slice_assignment,
     "to": _to,
     "load_state_dict": _load_state_dict,
 }
+"""Every operator of the table, by name."""

@@ -130,7 +130,7 @@ def _first_difference(state: State, reference: State, owner: str) -> str:
         if off is None:
             return f"{name!r} differs from {owner} in the sign of zeros or the bits of NaN only"
         looks = "".join(f"; {line}" for line in diagnose(value, other))
-        return f"{name!r}, {off} (as on {owner}){looks}"
+        return f"{name!r} is not that of {owner}: {off}{looks}"
     return f"nothing by value; compare the layouts with {owner}"
 
 

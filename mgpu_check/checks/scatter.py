@@ -221,7 +221,7 @@ def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> s
     if len(set(rows)) != len(rows):
         return ""
     place = {key: index for index, key in enumerate(rows)}
-    lines, counts = [], dict.fromkeys(range(len(rows)), 0)
+    lines, counts, strange = [], dict.fromkeys(range(len(rows)), 0), 0
     for index, part in enumerate(parts):
         if part.shape[:axis] + part.shape[axis + 1 :] != whole.shape[:axis] + whole.shape[axis + 1 :]:
             return ""
@@ -229,14 +229,18 @@ def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> s
         known = [row for row in found if row is not None]
         for row in known:
             counts[row] += 1
-        strange = f", {len(found) - len(known)} that the batch does not hold" if len(known) < len(found) else ""
-        lines.append(f"\n  shard {index} on {part.device} holds rows {_ranges(known)}{strange}")
-    for words, rows_at_fault in (
-        ("in no shard", [row for row, count in counts.items() if count == 0]),
-        ("more than once", [row for row, count in counts.items() if count > 1]),
-    ):
-        if rows_at_fault:
-            lines.append(f"\n  {words}: rows {_ranges(rows_at_fault)}")
+        unknown = len(found) - len(known)
+        strange += unknown
+        aside = f", {unknown} that the batch does not hold" if unknown else ""
+        lines.append(f"\n  shard {index} on {part.device} holds rows {_ranges(known)}{aside}")
+    missing = [row for row, count in counts.items() if count == 0]
+    repeated = [row for row, count in counts.items() if count > 1]
+    if missing:
+        lines.append(f"\n  in no shard: rows {_ranges(missing)}")
+    if repeated:
+        lines.append(f"\n  more than once: rows {_ranges(repeated)}")
+    if not missing and not repeated and not strange:
+        lines.append("\n  every row is there once: looks like shards were swapped, or the batch shuffled")
     return "".join(lines)
 
 

@@ -12,11 +12,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.checks.replicas import assert_replicas_agree
+from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import Measurement, full_precision, measure_step
 from mgpu_check.ranks import Rank
 from mgpu_check.recipes import models, reference
 from mgpu_check.recipes import training as steps
-from mgpu_check.strategies.models import TrainingSpec
+from mgpu_check.specs.models import TrainingSpec
 
 __all__ = [
     "assert_data_parallel_agrees",
@@ -72,7 +73,8 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
         start, batches = training.initial(), training.batches()
 
         def by_module(inputs: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            return functional_call(start, dict(parameters), (inputs,))
+            logits: torch.Tensor = functional_call(start, dict(parameters), (inputs,))
+            return logits
 
         replicas = steps.replicate(dict(start.named_parameters()), devices)
         for inputs, labels in batches:
@@ -113,8 +115,9 @@ def assert_distributed_agrees(
     with full_precision():
         model, start = _train(training, rank, evaluation, gradient_as_bucket_view, bucket_cap_mb)
         results = reference.observed(model)
-        assert_replicas_agree(results, group=rank.group, what=f"DDP after {training.steps} steps")
+        # Collectives first: a rank that raises must not leave others waiting in one.
         gathered = {} if evaluation else _gather_statistics(model, rank)
+        assert_replicas_agree(results, group=rank.group, what=f"DDP after {_steps(training.steps)}")
         if evaluation:
             before = _statistics(start, None)
             assert_gradients_agree(
@@ -145,10 +148,18 @@ def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> Non
     """
     __tracebackhide__ = True
 
+    found: list[ReplicaMismatch] = []
+
     def compare(step: int, model: nn.Module) -> None:
-        assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {step} steps")
+        try:
+            assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {_steps(step)}")
+        except ReplicaMismatch as mismatch:
+            # The other ranks go on to the next step, which is a collective.
+            found.append(mismatch)
 
     _train(training, rank, False, False, None, after=compare)
+    if found:
+        raise found[0]
 
 
 def _train(
@@ -211,6 +222,10 @@ def _measured(
         singles=singles,
         pairs=2 if training.model == "resnet18" else 3,
     )
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def _with_gradients(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

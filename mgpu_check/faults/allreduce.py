@@ -155,7 +155,8 @@ def reduce_add_misses_a_device() -> Iterator[None]:
     real = comm.reduce_add
 
     def reduce_add(inputs: Sequence[torch.Tensor], destination: int | None = None) -> torch.Tensor:
-        return real(inputs[:-1] if len(inputs) > 1 else inputs, destination)
+        total: torch.Tensor = real(inputs[:-1] if len(inputs) > 1 else inputs, destination)
+        return total
 
     with replaced(comm, "reduce_add", reduce_add):
         yield

@@ -58,7 +58,7 @@ def _hooked(
 ) -> Callable[[DistributedDataParallel], None]:
     """Communicate buckets as DDP does, after `hook` has changed this rank's part."""
 
-    def communicate(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def communicate(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         buffer = hook(bucket.buffer())
         if divide:
             buffer = buffer / dist.get_world_size()
@@ -67,6 +67,8 @@ def _hooked(
         done.set_result(buffer)
         return done
 
+    # DDP compares annotations with its own types, and does not resolve those that are strings.
+    communicate.__annotations__.clear()
     return lambda model: model.register_comm_hook(None, communicate)
 
 
@@ -126,8 +128,7 @@ def mean_of_means() -> Iterator[None]:
     ) -> None:
         optimizer.zero_grad()
         for index, (inputs, labels) in enumerate(shards):
-            local = isinstance(model, DistributedDataParallel) and index + 1 < len(shards)
-            with model.no_sync() if local else contextlib.nullcontext():
+            with training.unsynchronized(model) if index + 1 < len(shards) else contextlib.nullcontext():
                 (F.cross_entropy(model(inputs), labels) / len(shards)).backward()
         optimizer.step()
 

@@ -104,6 +104,17 @@ def stale_copy() -> Iterator[None]:
         yield
 
 
+@fault("scatter", "shards come back from float16")
+def shards_rounded() -> Iterator[None]:
+    """As where the batch is sent in half precision to save time."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        return scatter(x if x.is_complex() else x.half().to(x.dtype), devices)
+
+    with _scatter_changed(change):
+        yield
+
+
 @fault("scatter", "shards are as even as can be, 4+3+3 instead of 4+4+2")
 def sizes_evened_out() -> Iterator[None]:
     """As by `torch.tensor_split`: right shards, but other replicas get other samples than with torch."""

@@ -36,6 +36,8 @@ class Difference:
             text += f" ± {self.tolerance:.3g}"
         if self.count == self.total:
             return text + (f"; all {self.total} elements differ" if self.total > 1 else "")
+        if self.count == 1:
+            return text + f"; all other {self.total - 1} elements are right"
         return text + f"; {self.count} of {self.total} elements differ, from {list(self.first)} to {list(self.last)}"
 
 

@@ -159,7 +159,10 @@ def main(argv: list[str]) -> None:
     server = ForkServer(socket.socket(fileno=int(argv[0])))
     try:
         for name in argv[1:]:
-            importlib.import_module(name)
+            module, _, function = name.partition(":")
+            imported = importlib.import_module(module)
+            if function and hasattr(imported, function):  # TEMP
+                getattr(imported, function)()
     except BaseException as error:
         server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
         return

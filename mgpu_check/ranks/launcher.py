@@ -30,6 +30,8 @@ PRELOAD = (
     "mgpu_check.ranks.worker",
 )
 
+SIMULATION = "mgpu_check.node.simulated:prepare"
+
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
 
@@ -55,8 +57,14 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Forks the processes of this machine from a fork server that has imported torch."""
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
-        self._preload = (*PRELOAD, *preload)
+    def __init__(self, preload: Sequence[str] = (), simulated: bool = False) -> None:
+        """Nothing is started yet.
+
+        Args:
+            preload: modules that the fork server imports besides torch.
+            simulated: the processes will enter a simulated node, so the fork server does what they can share of that.
+        """
+        self._preload = (*PRELOAD, *((SIMULATION,) if simulated else ()), *preload)
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None

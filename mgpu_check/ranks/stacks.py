@@ -10,7 +10,7 @@ __all__ = ["Place", "clean", "place_of"]
 
 # What stands below the test's own frames in every rank, and helps nobody.
 _ENGINE_FRAME = re.compile(
-    r'File ".*/mgpu_check/(ranks/(worker|forkserver)|report/in_rank|shipping)\.py"'
+    r'File ".*/mgpu_check/(ranks/(worker|forkserver)|in_rank|shipping)\.py"'
     r'|^  File "<string>", line 1 in <module>$|^Extension modules: '
 )
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')

@@ -7,7 +7,7 @@ batch, so that shards of different sizes (empty ones too) weigh what they should
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ __all__ = [
     "summed_loss",
     "train_batch",
     "train_step",
+    "unsynchronized",
     "weight",
 ]
 
@@ -57,7 +58,8 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
     """One step on one device, or of `nn.DataParallel`, which gathers the outputs of all devices on the first one."""
     optimizer.zero_grad()
-    (summed_loss(model(inputs), labels) * weight(len(inputs))).backward()
+    loss = summed_loss(model(inputs), labels) * weight(len(inputs))
+    loss.backward()
     optimizer.step()
 
 
@@ -73,10 +75,17 @@ def accumulated_step(
     """
     optimizer.zero_grad()
     for index, (inputs, labels) in enumerate(shards):
-        local = isinstance(model, DistributedDataParallel) and index + 1 < len(shards)
-        with model.no_sync() if local else nullcontext():
+        with unsynchronized(model) if index + 1 < len(shards) else nullcontext():
             (summed_loss(model(inputs), labels) * weight(batch_size, ranks)).backward()
     optimizer.step()
+
+
+def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
+    """Under DDP: gradients stay with the rank for the time of the context. Any other module has nothing to hold back."""
+    if not isinstance(model, DistributedDataParallel):
+        return nullcontext()
+    context: AbstractContextManager[None] = model.no_sync()
+    return context
 
 
 def shardwise_step(

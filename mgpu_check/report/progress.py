@@ -25,6 +25,7 @@ class Progress:
         self._failed = 0
         self._examples = 0
         self._current = ""
+        self._running = False
         self._started = time.monotonic()
         self._shown = 0.0
 
@@ -34,13 +35,19 @@ class Progress:
 
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
         self._session = config.stash[SESSION]
-        self._session.on_example = self._show
+        self._session.on_example = self._count
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self) -> None:
+        if self._terminal is not None and self._session is not None:
+            self._terminal.line(self._session.header())  # pytest's own header is off, and the rest of it of no use here
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._total = len(session.items)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._current = nodeid.rpartition("::")[2]
+        self._running = False
         self._show(now=True)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -49,6 +56,7 @@ class Progress:
             return
         self._done += 1
         self._examples += row.examples
+        self._running = False
         self._failed += row.result not in ("passed", "skipped", "known defect")
         if not self._terminal.isatty:
             self._terminal.line(
@@ -70,6 +78,10 @@ class Progress:
             return None
         return report.outcome, "", report.outcome.upper()
 
+    def _count(self) -> None:
+        self._running = True
+        self._show()
+
     def _show(self, now: bool = False) -> None:
         terminal, session = self._terminal, self._session
         if terminal is None or session is None or not terminal.isatty:
@@ -81,6 +93,6 @@ class Progress:
         failed = f", {self._failed} failed" if self._failed else ""
         line = (
             f"[{self._done}/{self._total}{failed}] {clock - self._started:.0f} s, "
-            f"{self._examples + session.examples} examples: {self._current}"
+            f"{self._examples + (session.examples if self._running else 0)} examples: {self._current}"
         )
         terminal.rewrite(line[: terminal._tw.fullwidth - 1], erase=True)

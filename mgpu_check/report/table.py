@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 import pytest
 
 __all__ = ["Row", "print_to", "row_of"]
+
+_LEAST_TEXT = 40
+_NUMBERS = 25  # columns of examples and seconds, and the space between all
 
 _RESULTS = {
     "passed": "passed",
@@ -67,22 +71,24 @@ def print_to(terminal: pytest.TerminalReporter) -> None:
         return
     rows.sort(key=lambda row: row.property)
     names = max(len("property"), *(len(row.property) for row in rows))
-    checks = max(len("check"), *(len(row.check) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))
+    checks = max(_LEAST_TEXT, terminal._tw.fullwidth - names - sizes - results - _NUMBERS)
     terminal.section("checks", sep="-")
     terminal.line(
-        f"{'property':<{names}}  {'check':<{checks}}  examples  {'world sizes':<{sizes}}  {'result':<{results}}  seconds",
+        f"{'property':<{names}}  {'check':<{checks}}  examples  "
+        f"{'world sizes':<{sizes}}  {'result':<{results}}  seconds",
         bold=True,
     )
     last = ""
     for row in rows:
-        terminal.write(f"{row.property if row.property != last else '':<{names}}  {row.check:<{checks}}  ")
+        first, *more = textwrap.wrap(row.check, checks)
+        terminal.write(f"{row.property if row.property != last else '':<{names}}  {first:<{checks}}  ")
         terminal.write(f"{row.examples:>8}  {row.sizes:<{sizes}}  ")
         terminal.write(f"{row.result:<{results}}", **_colour(row))
         terminal.line(f"  {row.seconds:7.1f}")
-        if row.reason:
-            terminal.line(f"{'':<{names}}  {row.reason}", light=True)
+        for line in (*more, *textwrap.wrap(row.reason, checks, initial_indent="- ", subsequent_indent="  ")):
+            terminal.line(f"{'':<{names}}  {line}")
         last = row.property
     terminal.line(
         f"{len(rows)} checks of {len({row.property for row in rows})} properties, "

@@ -1,14 +1,16 @@
-"""Hypothesis strategies: tensors, batches, operators over devices, and numbers of devices, all as specs.
+"""Hypothesis strategies: tensors, batches, operators over devices, and numbers of devices.
 
-A spec is a frozen dataclass of plain values: it is drawn in a process without torch, prints as one line, and builds its
-data where it is used.
+They draw specs (`mgpu_check.specs`), which are re-exported here.
 """
 
 from __future__ import annotations
 
-from mgpu_check.strategies.batches import BatchSpec, Leaf, Nested, Sample, Split, batch_sizes, batches, splits
-from mgpu_check.strategies.operators import OperatorCase, operator_cases
-from mgpu_check.strategies.tensors import TensorSpec, dtypes, layouts, seeds, shapes, tensors
+from mgpu_check.specs.batches import BatchSpec, Leaf, Nested, Sample, Split
+from mgpu_check.specs.operators import OperatorCase
+from mgpu_check.specs.tensors import TensorSpec
+from mgpu_check.strategies.batches import batch_sizes, batches, splits
+from mgpu_check.strategies.operators import operator_cases
+from mgpu_check.strategies.tensors import dtypes, layouts, seeds, shapes, tensors
 from mgpu_check.strategies.worlds import all_devices, device_counts, device_pairs, places, world_sizes
 
 __all__ = [

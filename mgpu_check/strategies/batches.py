@@ -1,76 +1,17 @@
-"""Batches as specs: what a training step is given, nested as users nest it, split along one dimension."""
+"""Strategies of batches, split along one dimension over the devices of the run."""
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from mgpu_check.strategies.tensors import COMPLEX_DTYPES, DTYPES, TensorSpec, layouts_for, seeds
+from mgpu_check.specs.batches import KINDS, BatchSpec, Leaf, Nested, Split
+from mgpu_check.specs.tensors import COMPLEX_DTYPES, DTYPES, TensorSpec, layouts_for
+from mgpu_check.strategies.tensors import seeds
 from mgpu_check.strategies.worlds import all_devices, device_counts, places
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = [
-    "KINDS",
-    "BatchSpec",
-    "Leaf",
-    "Nested",
-    "Sample",
-    "Split",
-    "batch_sizes",
-    "batches",
-    "sample_tensors",
-    "splits",
-]
-
-Sample = namedtuple("Sample", ["inputs", "labels"])
-"""The named tuple among the nestings."""
-
-KINDS = ("tuple", "list", "dict", "namedtuple")
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """What is not a tensor: handed to every device as it is."""
-
-    value: object
-
-    def build(self, device: str | torch.device = "cpu") -> object:
-        """The value itself."""
-        return self.value
-
-
-@dataclass(frozen=True)
-class Nested:
-    """A tuple, list, dict (keys "a", "b", …) or `Sample` of parts.
-
-    Raises:
-        ValueError: the kind is unknown, or a "namedtuple" has other than two parts.
-    """
-
-    kind: str
-    parts: tuple[BatchSpec, ...]
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"Nested: kind={self.kind!r} is not valid; choose one of {', '.join(KINDS)}")
-        if self.kind == "namedtuple" and len(self.parts) != len(Sample._fields):
-            raise ValueError(f"Nested: a namedtuple has the parts {Sample._fields}, but {len(self.parts)} were given")
-
-    def build(self, device: str | torch.device = "cpu") -> Any:
-        """The container with its parts built on `device`."""
-        parts = [part.build(device) for part in self.parts]
-        if self.kind == "dict":
-            return {chr(ord("a") + index): part for index, part in enumerate(parts)}
-        return Sample(*parts) if self.kind == "namedtuple" else {"tuple": tuple, "list": list}[self.kind](parts)
-
-
-BatchSpec = TensorSpec | Nested | Leaf
+__all__ = ["batch_sizes", "batches", "sample_tensors", "splits"]
 
 
 def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
@@ -150,42 +91,6 @@ def _containers(inner: st.SearchStrategy[BatchSpec], kinds: Sequence[str]) -> st
         return st.lists(inner, min_size=least, max_size=most).map(build)
 
     return st.one_of([of(kind) for kind in kinds])
-
-
-@dataclass(frozen=True)
-class Split:
-    """A batch, and how it is to be spread over devices.
-
-    Attributes:
-        batch: what is split.
-        size: its number of samples, that is, of elements along `dim`.
-        dim: the dimension that is split.
-        devices: over how many of the run's devices, from the first on.
-        source: where the batch lies before.
-        target: where its shards are gathered.
-    """
-
-    batch: BatchSpec
-    size: int
-    dim: int = 0
-    devices: int = 1
-    source: str = "cpu"
-    target: str = "cpu"
-
-    @property
-    def tensor(self) -> TensorSpec:
-        """The batch, which is a single tensor.
-
-        Raises:
-            TypeError: it is not.
-        """
-        if not isinstance(self.batch, TensorSpec):
-            raise TypeError(f"Split.tensor: the batch is {type(self.batch).__name__}, not a single tensor")
-        return self.batch
-
-    def build(self) -> Any:
-        """The batch, on `source`."""
-        return self.batch.build(self.source)
 
 
 @st.composite

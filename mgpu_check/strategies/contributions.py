@@ -1,55 +1,16 @@
-"""What ranks put into a reduction, as specs."""
+"""Strategies of what ranks put into a reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
-from mgpu_check.strategies.tensors import LAYOUTS, TensorSpec, shapes, tensors
-
-if TYPE_CHECKING:
-    import torch
+from mgpu_check.specs.contributions import DENSE, GAPPED, REDUCIBLE, Contributions
+from mgpu_check.specs.tensors import LAYOUTS
+from mgpu_check.strategies.tensors import shapes, tensors
 
 __all__ = ["DENSE", "GAPPED", "REDUCIBLE", "Contributions", "contributions"]
-
-REDUCIBLE = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
-"""The dtypes that both gloo and NCCL reduce."""
-
-DENSE = ("contiguous", "channels_last")
-"""Layouts without gaps that NCCL takes."""
-
-GAPPED = ("sliced", "strided")
-"""Layouts with gaps: views into a larger storage."""
-
-
-@dataclass(frozen=True)
-class Contributions:
-    """One tensor per rank, all of one shape, dtype and layout, different on each.
-
-    Values "exact" have one result in every order of the operation; "random" have all bits in use.
-    """
-
-    tensor: TensorSpec
-    operation: str = "sum"
-
-    def parts(self, count: int) -> list[torch.Tensor]:
-        """What each of `count` ranks contributes, contiguous, on the CPU."""
-        import torch
-
-        from mgpu_check.numerics import exact
-
-        make = exact.random_parts
-        if self.tensor.values == "exact":
-            make = exact.exact_factors if self.operation == "product" else exact.exact_parts
-        dtype: torch.dtype = getattr(torch, self.tensor.dtype)
-        return make(self.tensor.shape, dtype, count=count, seed=self.tensor.seed)
-
-    def placed(self, part: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-        """A copy of `part` on `device`, laid out as the spec says."""
-        return self.tensor.build(device).copy_(part)
 
 
 @st.composite

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mgpu_check import settings
 
-__all__ = ["all_devices", "device_counts", "device_pairs", "places", "world_sizes"]
+__all__ = ["all_devices", "all_pairs", "device_counts", "device_pairs", "places", "world_sizes"]
 
 T = TypeVar("T")
 
@@ -66,14 +66,15 @@ def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
     Raises:
         ValueError: when drawn, if there are no two: one device, and `cpu` is false.
     """
-    return _when_drawn(lambda: st.sampled_from(_pairs(cpu)))
+    return _when_drawn(lambda: st.sampled_from(all_pairs(cpu=cpu)))
 
 
 def _places(cpu: bool) -> list[str]:
     return ["cpu"] * cpu + [f"cuda:{index}" for index in range(_devices())]
 
 
-def _pairs(cpu: bool) -> list[tuple[str, str]]:
+def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
+    """All that `device_pairs` can draw in this run."""
     found = [(first, second) for first in _places(cpu) for second in _places(cpu) if first != second]
     if not found:
         raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 (--gpus=1); give it more")

@@ -8,16 +8,18 @@ from hypothesis import HealthCheck, Phase, settings
 
 __all__ = ["examples", "limit"]
 
-_most: int | None = None
+_FEWEST = 8
+
+_share: float | None = None
 
 
-def limit(most: int | None) -> None:
-    """Let no property of the suite draw more than `most` examples, and none shrink; `None` lifts the limit.
+def limit(share: float | None) -> None:
+    """Let every property of the suite draw that share of its examples, and none shrink; `None` lifts the limit.
 
     For runs that ask only whether a property fails at all. Properties that are imported already keep their number.
     """
-    global _most
-    _most = most
+    global _share
+    _share = share
 
 
 def examples(count: int) -> Any:
@@ -27,8 +29,8 @@ def examples(count: int) -> Any:
     an acceptance run leaves no files where it was started.
     """
     phases = (Phase.explicit, Phase.generate, Phase.shrink)
-    if _most is not None:
-        count, phases = min(count, _most), (Phase.explicit, Phase.generate)
+    if _share is not None:
+        count, phases = min(count, max(_FEWEST, round(count * _share))), (Phase.explicit, Phase.generate)
     return settings(
         max_examples=count,
         phases=phases,

@@ -5,6 +5,8 @@ Bit for bit where every order of summation gives the same bits, else within gamm
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -14,12 +16,17 @@ from mgpu_check.ranks import Rank
 from mgpu_check.strategies.contributions import DENSE, GAPPED, Contributions, contributions
 from mgpu_check.suite.budget import examples
 
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.session import Ranks
+
 PLACES = st.sampled_from(("device", "cpu"))
 
 
 @examples(100)
 @given(devices=strategies.device_counts(), data=contributions())
-def test_hand_written_allreduce(gpus, devices: int, data: Contributions) -> None:
+def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
     """Summing everything into device 0 and copying it back leaves the sum on every device, in any layout."""
     from mgpu_check.checks.allreduce import assert_allreduce_matches
     from mgpu_check.recipes import allreduce
@@ -33,7 +40,7 @@ def test_hand_written_allreduce(gpus, devices: int, data: Contributions) -> None
 
 @examples(60)
 @given(devices=strategies.device_counts(), data=contributions())
-def test_reduce_add_and_broadcast(gpus, devices: int, data: Contributions) -> None:
+def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
     """What DataParallel adds gradients up with, and then broadcasts, is the sum on every device."""
     from torch.nn.parallel import comm
 
@@ -47,7 +54,7 @@ def test_reduce_add_and_broadcast(gpus, devices: int, data: Contributions) -> No
 
 @examples(120)
 @given(size=strategies.world_sizes(), data=contributions(layouts=DENSE), place=PLACES)
-def test_all_reduce(ranks, size: int, data: Contributions, place: str) -> None:
+def test_all_reduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the sum on every rank, for device and CPU tensors."""
     ranks.run(_all_reduce, data, place, size=size)
 
@@ -58,14 +65,14 @@ def test_all_reduce(ranks, size: int, data: Contributions, place: str) -> None:
     data=contributions(layouts=DENSE, operations=("min", "max", "product")),
     place=PLACES,
 )
-def test_all_reduce_of_other_operations(ranks, size: int, data: Contributions, place: str) -> None:
+def test_all_reduce_of_other_operations(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """`dist.all_reduce` leaves the minimum, maximum or product on every rank."""
     ranks.run(_all_reduce, data, place, size=size)
 
 
 @examples(40)
 @given(size=strategies.world_sizes(), data=contributions(layouts=("transposed", *GAPPED), min_dims=2, min_size=2))
-def test_all_reduce_of_views_on_devices(ranks, size: int, data: Contributions) -> None:
+def test_all_reduce_of_views_on_devices(ranks: Ranks, size: int, data: Contributions) -> None:
     """`dist.all_reduce` of a view on a device gives the sum, or refuses it: "Tensors must be contiguous"."""
     ranks.run(_all_reduce_or_refuse, data, size=size)
 
@@ -76,35 +83,35 @@ def test_all_reduce_of_views_on_devices(ranks, size: int, data: Contributions) -
 )
 @settings(examples(5), phases=(Phase.generate,))
 @given(size=strategies.world_sizes(least=2), data=contributions(layouts=GAPPED, min_dims=1, min_size=2))
-def test_all_reduce_of_views_on_the_cpu(ranks, size: int, data: Contributions) -> None:
+def test_all_reduce_of_views_on_the_cpu(ranks: Ranks, size: int, data: Contributions) -> None:
     """`dist.all_reduce` of a CPU view with gaps leaves the sum on every rank."""
     ranks.run(_all_reduce, data, "cpu", size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
-def test_ring_allreduce(ranks, size: int, data: Contributions, place: str) -> None:
+def test_ring_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """A ring of point-to-point messages leaves the sum on every rank, whatever the sizes of its chunks."""
     ranks.run(_by_recipe, "ring_allreduce", data, place, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), data=contributions(), place=PLACES)
-def test_tree_allreduce(ranks, size: int, data: Contributions, place: str) -> None:
+def test_tree_allreduce(ranks: Ranks, size: int, data: Contributions, place: str) -> None:
     """A binomial tree of point-to-point messages leaves the sum on every rank, for any number of ranks."""
     ranks.run(_by_recipe, "tree_allreduce", data, place, size=size)
 
 
 @examples(80)
 @given(size=strategies.world_sizes(), root=st.integers(0, 63), data=contributions(layouts=DENSE), place=PLACES)
-def test_reduce_then_broadcast(ranks, size: int, root: int, data: Contributions, place: str) -> None:
+def test_reduce_then_broadcast(ranks: Ranks, size: int, root: int, data: Contributions, place: str) -> None:
     """`dist.reduce` to any rank, and `dist.broadcast` from there, leave the sum on every rank."""
     ranks.run(_by_recipe, "reduce_broadcast", data, place, root % size, size=size)
 
 
 @examples(12)
 @given(size=strategies.world_sizes(), chosen=st.sets(st.integers(0, 63), min_size=1), data=contributions(layouts=DENSE))
-def test_all_reduce_in_a_group(ranks, size: int, chosen: set[int], data: Contributions) -> None:
+def test_all_reduce_in_a_group(ranks: Ranks, size: int, chosen: set[int], data: Contributions) -> None:
     """`dist.all_reduce` in a group sums over its members, and leaves all other ranks alone."""
     ranks.run(_in_group, sorted({member % size for member in chosen}), data, size=size)
 

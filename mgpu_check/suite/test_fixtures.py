@@ -56,7 +56,7 @@ def test_memory_is_counted_where_it_is(gpus: tuple[torch.device, ...], place: st
 
 
 @examples(30)
-@given(index=st.integers(0, 40))
+@given(index=st.one_of(strategies.device_counts().map(lambda count: count - 1), st.integers(0, 40)))
 def test_try_gpu(gpus: tuple[torch.device, ...], index: int) -> None:
     """`try_gpu(i)` is device i while there is one, and the CPU past the last."""
     import torch

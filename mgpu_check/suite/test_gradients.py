@@ -6,6 +6,8 @@ each example: the reference is float64 on one device, see `mgpu_check.numerics.s
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,11 @@ from mgpu_check.ranks import Rank
 from mgpu_check.strategies.models import TrainingSpec, trainings
 from mgpu_check.suite.budget import examples
 
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.session import Ranks
+
 # LeNet costs ten times as much as the MLP.
 PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
@@ -21,7 +28,7 @@ NORMED_STEPS = st.integers(1, 2)
 
 @examples(60)
 @given(devices=strategies.device_counts(), training=trainings(PLAIN))
-def test_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
+def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """`nn.DataParallel` and one device agree in gradients and parameters, for even and uneven batches."""
     from mgpu_check.checks.training import assert_data_parallel_agrees
 
@@ -30,7 +37,7 @@ def test_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
 
 @examples(30)
 @given(devices=strategies.device_counts(), training=trainings(("mlp", "lenet")))
-def test_step_by_hand(gpus, devices: int, training: TrainingSpec) -> None:
+def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """Bare parameters, the loss summed per shard, gradients added up by hand, SGD by hand: as on one device."""
     from mgpu_check.checks.training import assert_step_by_hand_agrees
 
@@ -39,7 +46,7 @@ def test_step_by_hand(gpus, devices: int, training: TrainingSpec) -> None:
 
 @examples(60)
 @given(size=strategies.world_sizes(), training=trainings(PLAIN), view=st.booleans(), small=st.booleans())
-def test_distributed_data_parallel(ranks, size: int, training: TrainingSpec, view: bool, small: bool) -> None:
+def test_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec, view: bool, small: bool) -> None:
     """`DistributedDataParallel` and one device agree, for even and uneven batches and empty shards."""
     ranks.run(_distributed, training, view, small, size=size)
 
@@ -49,14 +56,14 @@ def test_distributed_data_parallel(ranks, size: int, training: TrainingSpec, vie
     size=strategies.world_sizes(),
     training=trainings(("mlp",), batch=st.integers(2, 24), windows=st.integers(2, 4)),
 )
-def test_gradient_accumulation(ranks, size: int, training: TrainingSpec) -> None:
+def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """Gradients accumulated over micro-batches, with `no_sync` for all but the last, are those of the whole batch."""
     ranks.run(_accumulated, training, size=size)
 
 
 @examples(40)
 @given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
-def test_replicas_stay_equal(ranks, size: int, training: TrainingSpec) -> None:
+def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """DDP gives all ranks rank 0's parameters, and keeps them equal, to the bit, through every step."""
     ranks.run(_replicas, training, size=size)
 
@@ -65,7 +72,7 @@ def test_replicas_stay_equal(ranks, size: int, training: TrainingSpec) -> None:
 @given(
     devices=strategies.device_counts(), training=trainings(("convnet",), batch=st.integers(2, 16), steps=NORMED_STEPS)
 )
-def test_batchnorm_in_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
+def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """BatchNorm in DataParallel normalises shard by shard, and keeps the statistics of the first device only."""
     from mgpu_check.checks.training import assert_data_parallel_agrees
 
@@ -77,14 +84,14 @@ def test_batchnorm_in_data_parallel(gpus, devices: int, training: TrainingSpec) 
     size=strategies.world_sizes(),
     training=trainings(("convnet",), batch=st.integers(4, 16), steps=st.integers(1, 3)),
 )
-def test_batchnorm_in_distributed_data_parallel(ranks, size: int, training: TrainingSpec) -> None:
+def test_batchnorm_in_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """BatchNorm in DDP normalises shard by shard; each rank starts a step from rank 0's statistics and adds its own."""
     ranks.run(_distributed, training, False, False, size=min(size, training.batch))
 
 
 @examples(20)
 @given(size=strategies.world_sizes(), training=trainings(("convnet",), steps=NORMED_STEPS))
-def test_batchnorm_in_evaluation(ranks, size: int, training: TrainingSpec) -> None:
+def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """BatchNorm in evaluation: DDP agrees with one device on the whole batch, and statistics stay as they are."""
     ranks.run(_evaluation, training, size=size)
 
@@ -94,7 +101,7 @@ def test_batchnorm_in_evaluation(ranks, size: int, training: TrainingSpec) -> No
     devices=strategies.device_counts(least=2),
     training=trainings(("resnet18",), batch=st.sampled_from((4, 8, 6)), steps=st.just(1)),
 )
-def test_resnet18_in_data_parallel(gpus, devices: int, training: TrainingSpec) -> None:
+def test_resnet18_in_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """A ResNet-18 with BatchNorm in DataParallel agrees with one device that goes through the batch shard by shard."""
     from mgpu_check.checks.training import assert_data_parallel_agrees
 
@@ -107,7 +114,7 @@ def test_resnet18_in_data_parallel(gpus, devices: int, training: TrainingSpec) -
 @given(
     size=strategies.world_sizes(least=2), training=trainings(("resnet18",), batch=st.integers(4, 9), steps=NORMED_STEPS)
 )
-def test_resnet18_in_distributed_data_parallel(ranks, size: int, training: TrainingSpec) -> None:
+def test_resnet18_in_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """A ResNet-18 with BatchNorm in DDP agrees with one device that goes through the batch shard by shard."""
     ranks.run(_distributed, training, False, False, size=min(size, training.batch // 2))
 

@@ -30,7 +30,7 @@ FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 @examples(120)
-@given(split=strategies.splits(values=("distinct", "special"), leaves=True))
+@given(split=strategies.splits(values=("distinct", "random", "special"), leaves=True))
 def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Shards of `nn.parallel.scatter` are the batch, in order, disjoint, each on its device."""
     from torch import nn
@@ -87,7 +87,7 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 
 
 @examples(90)
-@given(split=strategies.splits(values=("distinct", "special")))
+@given(split=strategies.splits(values=("distinct", "random", "special")))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Gathering the shards of a batch gives the batch, bit for bit, on the device that was asked for."""
     from torch import nn

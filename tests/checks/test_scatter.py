@@ -75,6 +75,7 @@ def changed(index: int, part: torch.Tensor) -> list[torch.Tensor]:
             r"row 0 along dim 0 \(row 0 of the batch\), element \[0, 0\]: expected 0.0, got 6.0",
         ),
         ([X[3:6], X[0:3], X[6:7]], (0,), "shard 1 on cpu holds rows 0-2"),
+        ([X[3:6], X[0:3], X[6:7]], (0,), "looks like shards were swapped"),
         (changed(1, X[3:6] + 0.5), (1,), "3 that the batch does not hold"),
         (
             changed(1, X[3:6].double()),

@@ -44,8 +44,11 @@ def test_right_sums_are_within_the_bound(dtype, count, seed, random) -> None:
     assert ((total.double() - should.value).abs() <= should.tolerance).all()
 
 
-@given(st.sampled_from(((torch.float64, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.bfloat16))),
-       st.integers(2, 8), st.integers(0, 10**6))
+@given(
+    st.sampled_from(((torch.float64, torch.float32), (torch.float32, torch.float16), (torch.float32, torch.bfloat16))),
+    st.integers(2, 8),
+    st.integers(0, 10**6),
+)
 def test_sums_in_less_precision_are_not(pair, count, seed) -> None:
     dtype, narrow = pair
     parts = random_parts((60,), dtype, count=count, seed=seed)
@@ -71,7 +74,9 @@ def test_the_reference_of_float64_sums_is_more_exact_than_float64(count, seed) -
     for index in range(5):
         exact = sum(Fraction(part[index].item()) for part in parts)
         size = sum(abs(Fraction(part[index].item())) for part in parts)
-        assert abs(Fraction(got[index].item()) - exact) <= abs(exact) * Fraction(2, 2**53) + size * Fraction(count**2, 2**100)
+        assert abs(Fraction(got[index].item()) - exact) <= abs(exact) * Fraction(2, 2**53) + size * Fraction(
+            count**2, 2**100
+        )
 
 
 def test_compensated_sum_keeps_infinities_and_nan() -> None:

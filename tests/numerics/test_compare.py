@@ -59,7 +59,9 @@ def test_shapes_must_be_equal() -> None:
         difference(torch.zeros(2), torch.zeros(2, 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64]
+)
 def test_flipped_bits(dtype) -> None:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     expected = torch.arange(1, 13).reshape(3, 4).to(dtype)

@@ -289,7 +289,7 @@ def test_much_output_is_cut_and_blocks_nobody(pool):
 
 
 def test_idle_worlds_beyond_the_limit_are_let_go():
-    pool = RankPool(LocalLauncher(), devices=12, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), devices=12, simulate="cpu", timeout=30.0)
     try:
         for size in range(1, 13):
             pool.begin_test()
@@ -305,7 +305,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pool = RankPool(LocalLauncher(), devices=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess
@@ -321,7 +321,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
 
 
 def test_the_end_of_the_fork_server_ends_the_ranks(tmp_path):
-    pool = RankPool(LocalLauncher(), devices=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
     try:
         ranks = pids(pool)
         parent = pool.run(os.getppid)[0]

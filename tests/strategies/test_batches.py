@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mgpu_check.specs.batches import KINDS
 from mgpu_check.strategies import BatchSpec, Leaf, Nested, Sample, Split, TensorSpec, batch_sizes, batches
-from mgpu_check.strategies.batches import KINDS
 
 X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
 
@@ -18,7 +20,7 @@ X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
     [("tuple", tuple), ("list", list), ("dict", dict), ("namedtuple", Sample)],
 )
 def test_containers(kind: str, expected: type) -> None:
-    built = Nested(kind, (X, Y)).build()
+    built: Any = Nested(kind, (X, Y)).build()
     assert type(built) is expected
     first, second = built.values() if isinstance(built, dict) else built
     assert torch.equal(first, X.build())

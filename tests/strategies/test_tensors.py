@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.specs.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, layouts_for
 from mgpu_check.strategies import TensorSpec, tensors
-from mgpu_check.strategies.tensors import COMPLEX_DTYPES, DTYPES, LAYOUTS, VALUES, layouts_for
 
 
 @settings(max_examples=200, deadline=None, database=None)
@@ -109,5 +109,14 @@ def test_drawing_needs_no_torch() -> None:
         "import sys, mgpu_check.strategies\n"
         "mgpu_check.strategies.tensors().map(repr)\n"
         "assert 'torch' not in sys.modules, 'strategies import torch'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_using_needs_no_hypothesis() -> None:
+    program = (
+        "import sys, torch, mgpu_check.checks.mismatch, mgpu_check.checks.scatter_gradients\n"
+        "from mgpu_check.specs import batches, operators, tensors\n"
+        "assert 'hypothesis' not in sys.modules, 'specs or checks import Hypothesis'"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

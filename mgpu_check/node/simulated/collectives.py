@@ -96,6 +96,7 @@ class _Staging:
     deliveries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     device: torch.device | None = None
     results: list[torch.Tensor] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, value: object, *, read: bool, written: bool, flat: bool) -> object:
         if isinstance(value, (list, tuple)):
@@ -123,10 +124,10 @@ class _Staging:
         return host.view(-1) if flat else host
 
     def deliver(self) -> None:
-        with torch.no_grad():
-            for target, host in self.deliveries:
+        with self.lock, torch.no_grad():
+            deliveries, self.deliveries = self.deliveries, []
+            for target, host in deliveries:
                 target.copy_(host.view(target.shape))
-        self.deliveries = []
 
 
 class _LateWork(dist.Work):
@@ -180,7 +181,7 @@ class _LateWork(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         def finish(_: object) -> list[torch.Tensor]:
-            self._late.deliver()
+            self._staging.deliver()  # called as the work ends, by the thread that ends it: it cannot wait for itself
             return self._staging.results
 
         return self._work.get_future().then(finish)

@@ -18,6 +18,7 @@ _plain: type = torch.Tensor
 _SYNCING = frozenset(
     {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 )
+_ON_HOST = {"aten::_pack_padded_sequence": 1}
 _sync: Callable[[torch.device], object] | None = None
 
 
@@ -37,6 +38,7 @@ class _Operator:
     random: bool
     takes_generator: bool
     syncs: bool
+    on_host: int  # the position of the one result that lives on the CPU, or -1
 
 
 _operators: dict[object, _Operator] = {}
@@ -55,6 +57,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         random=torch.Tag.nondeterministic_seeded in func.tags,
         takes_generator=any(a.name == "generator" for a in schema.arguments),
         syncs=name in _SYNCING,
+        on_host=_ON_HOST.get(name, -1),
     )
     _operators[func] = found
     return found
@@ -103,6 +106,8 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     if type(out) is _plain:
         return tag(out, device) if operator.fresh else out  # type: ignore[arg-type]
     if operator.fresh and (type(out) is tuple or type(out) is list):
+        if operator.on_host >= 0:
+            return type(out)(o if i == operator.on_host else _tagged(o, device) for i, o in enumerate(out))  # type: ignore[call-arg]
         return type(out)(_tagged(o, device) for o in out)  # type: ignore[attr-defined]
     return out
 

@@ -55,6 +55,8 @@ def _helper(original: Callable[..., tuple[object, object]]) -> Callable[..., tup
     ) -> tuple[object, object]:
         given = (group_size, group_rank, global_ranks_in_group)
         backends = _backends(backend) if active_node() is not None else {}
+        if backend == c10d.Backend.UNDEFINED and active_node() is not None:
+            backends = {"cpu": "gloo", "cuda": "nccl"}
         if not any(name in _NCCL_NAMES for name in backends.values()):
             return original(*given, backend, store, group_name, *args, **kwargs)
         if len(args) > 0:  # options of NCCL mean nothing to gloo

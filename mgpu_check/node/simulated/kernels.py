@@ -118,6 +118,15 @@ def batch_norm_backward_elemt(
     return out.to(grad_out.dtype)
 
 
+def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    if lengths.is_cuda:
+        raise RuntimeError(
+            f"'lengths' argument should be a 1D CPU int64 tensor, but got {lengths.dim()}D {lengths.device} Long tensor"
+        )
+    packed: tuple[Tensor, Tensor] = torch.ops.aten._pack_padded_sequence(x, lengths, batch_first)
+    return packed
+
+
 KERNELS: dict[str, Callable[..., object]] = {
     f"aten::{kernel.__name__}": kernel
     for kernel in (
@@ -127,5 +136,6 @@ KERNELS: dict[str, Callable[..., object]] = {
         batch_norm_elemt,
         batch_norm_backward_reduce,
         batch_norm_backward_elemt,
+        _pack_padded_sequence,
     )
 }

@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.node.simulated.lazy import install_lazy, uninitialized_on
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device, untraced_device
+from mgpu_check.node.simulated.streams import late_host_copy
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.node.simulated.transfer import move
 
-__all__ = ["PINNED", "install_methods"]
+__all__ = ["PINNED", "become", "install_methods"]
 
 PINNED = "_mgpu_check_pinned"
 _base = torch._C.TensorBase
@@ -61,17 +63,10 @@ def _to(original: Method) -> Method:
         if target == self.device:
             return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
         if isinstance(self, torch.nn.parameter.UninitializedTensorMixin):
-            return _uninitialized(self, target, dtype)
+            return uninitialized_on(self, target, dtype)
         return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
 
     return to
-
-
-def _uninitialized(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
-    """A lazy parameter has no values yet: another that will be made on ``target``."""
-    made = type(t)(requires_grad=t.requires_grad, dtype=dtype or t.dtype)  # type: ignore[call-arg]
-    made.__dict__["_mgpu_check_target"] = target
-    return made
 
 
 def _without(kwargs: dict[str, object], *names: str) -> dict[str, object]:
@@ -138,8 +133,10 @@ def _copy_(original: Method) -> Method:
         if type(self) is not type(src) or isinstance(self, SimulatedTensor):
             here, there = self.device, src.device
             if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
-                late = non_blocking and here.type == "cpu" and self.is_pinned()
-                return original(self, move(src, here, non_blocking=late))
+                copied = original(self, move(src, here))
+                if non_blocking and here.type == "cpu" and self.is_pinned():
+                    late_host_copy(self, there, non_blocking=True)
+                return copied
         return original(self, src, non_blocking)
 
     return copy_
@@ -189,12 +186,12 @@ def _data(original: object) -> property:
                 original.__set__(self, value)  # type: ignore[attr-defined]
             self._dev = value._dev  # type: ignore[attr-defined]
         else:
-            _become(self, value)
+            become(self, value)
 
     return property(get, put)
 
 
-def _become(t: torch.Tensor, value: torch.Tensor) -> None:
+def become(t: torch.Tensor, value: torch.Tensor) -> None:
     new = value.detach()
     if new is value or new.untyped_storage()._cdata != value.untyped_storage()._cdata:
         new = value.view_as(value)
@@ -262,3 +259,4 @@ def install_methods(patches: Patches) -> None:
         patches.set(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
     patches.set(torch.Tensor, "data", _data(_base.data))
     patches.set(torch.Tensor, "grad", _grad(_base.grad))
+    install_lazy(patches, become)

@@ -184,9 +184,13 @@ def _of_sparse(real: torch.Tensor, device: str, requires_grad: bool) -> torch.Te
 
 def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
     """``bare``, a plain tensor on the backing device, as a tensor on the simulated ``device``; shares its memory."""
+    if bare.layout is not _strided:
+        out = torch.Tensor._make_subclass(SimulatedTensor, bare)  # a sparse tensor has no alias
+        out._dev = device
+        return out
     out = bare.as_subclass(SimulatedTensor)
     out._dev = device
-    if bare.layout is _strided:
+    if not bare.is_mkldnn:
         storage = bare.untyped_storage()
         attributes = storage.__dict__
         if BLOCK not in attributes:
@@ -201,6 +205,8 @@ def raw(t: torch.Tensor) -> torch.Tensor:
     if not isinstance(t, SimulatedTensor):
         return t
     with _no_dispatch(), torch.no_grad():
+        if t.layout is not _strided:
+            return torch.Tensor._make_subclass(_plain, t)
         bare = t.as_subclass(_plain)
         return bare.detach() if bare.requires_grad else bare
 
@@ -220,7 +226,7 @@ def to_real(t: torch.Tensor) -> torch.Tensor:
         bare = torch._C.TensorBase.detach(t)
         bare = torch._C.TensorBase.to(bare, "cpu", copy=True)
         if type(bare) is not _plain:
-            bare = bare.as_subclass(_plain)
+            bare = torch.Tensor._make_subclass(_plain, bare)
     if isinstance(t, torch.nn.Parameter):
         return torch.nn.Parameter(bare, requires_grad=t.requires_grad)
     return bare.requires_grad_(t.requires_grad)

@@ -1,0 +1,101 @@
+"""``mgpu-check simulate --gpus=4 -- script.py --args``: run a program as if this machine had four GPUs.
+
+The program runs in a Python of its own, in which ``sitecustomize`` (see :mod:`mgpu_check.command.bootstrap`) enters the
+simulated node when torch is first imported; the processes that it starts inherit that by the environment. Whatever is
+printed or computed inside says nothing about hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["main"]
+
+_USAGE = "mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] script.py [args...]\n       mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] -m module [args...]"
+
+
+def _gpus(text: str) -> int:
+    try:
+        n = int(text)
+    except ValueError:
+        n = 0
+    if n < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; give an integer of at least 1")
+    return n
+
+
+def _backing(text: str) -> str:
+    kind, _, index = text.partition(":")
+    if text == "cpu" or (kind == "cuda" and index.isdecimal()):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no backing device; give cpu, or cuda:I of a real GPU")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mgpu-check simulate",
+        usage=_USAGE,
+        description="Run a Python program, and the processes that it starts, on a SIMULATED node with N GPUs.",
+        epilog="The exit code is the program's own. A simulated run proves code, never hardware.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--gpus", type=_gpus, default=2, metavar="N", help="number of simulated GPUs (default: 2)")
+    parser.add_argument(
+        "--backing", type=_backing, default="cpu", metavar="DEVICE", help="real device that computes (default: cpu)"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py or -m module, and its arguments")
+    return parser
+
+
+def _command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if not program:
+        parser.error("no program given; name a script, or a module with -m")
+    if program[0] == "-m":
+        if len(program) < 2:
+            parser.error("-m needs the name of a module")
+    elif program[0].startswith("-"):
+        parser.error(f"unknown option {program[0]!r}; options of the program come after its name")
+    elif not Path(program[0]).exists():
+        parser.error(f"no such script: {program[0]}")
+    return [sys.executable, *program]
+
+
+def environment(gpus: int, backing: str) -> dict[str, str]:
+    """This process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
+    import mgpu_check
+
+    bootstrap = Path(__file__).parent / "bootstrap"
+    package = Path(mgpu_check.__file__).parent.parent
+    made = dict(os.environ)
+    inherited = [p for p in made.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(bootstrap)]
+    made["PYTHONPATH"] = os.pathsep.join([str(bootstrap), *inherited])
+    made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
+    made["_MGPU_CHECK_HOME"] = str(package)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the program named by ``argv``; returns its exit code (128 + N where signal N ended it), 2 on wrong usage."""
+    parser = _parser()
+    try:
+        given = parser.parse_args(argv)
+        command = _command(given.program, parser)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    print(f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.backing}; this says nothing about hardware", file=sys.stderr)
+    with subprocess.Popen(command, env=environment(given.gpus, given.backing)) as child:
+        # Ctrl-C reaches the whole foreground group: the program decides what it means, we wait for its end.
+        kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            code = child.wait()
+        finally:
+            signal.signal(signal.SIGINT, kept)
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,169 @@
+"""Tensors as a line of plain values that rebuilds the same data anywhere."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "COMPLEX_DTYPES",
+    "DTYPES",
+    "FLOAT_DTYPES",
+    "INTEGER_DTYPES",
+    "LAYOUTS",
+    "VALUES",
+    "TensorSpec",
+    "layouts_for",
+]
+
+FLOAT_DTYPES = ("float32", "float64", "float16", "bfloat16")
+INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8")
+COMPLEX_DTYPES = ("complex64", "complex128")
+DTYPES = (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool")
+
+LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "channels_last")
+"""How a tensor lies in memory.
+
+contiguous: row by row. transposed: the last two dimensions swapped. sliced: a window into a larger storage, with an
+offset and gaps between rows. strided: every second element of the last dimension. channels_last: four dimensions, the
+second one innermost. None of them overlaps itself, so each can be written to.
+"""
+
+VALUES = ("exact", "distinct", "random", "special")
+"""What a tensor holds.
+
+exact: whole numbers in [-15, 15] (unsigned: [0, 15]), so that a sum of 16 such tensors is exact in every dtype here, in
+any order. distinct: a permutation of consecutive whole numbers, every one of them exact; where there are more elements
+than the dtype can tell apart, numbers repeat as far apart as possible before they are permuted. random: standard
+normal (integers: the dtype's whole range). special: distinct with NaN, infinities and -0.0 strewn in (floats only).
+"""
+
+_FOR_TRANSPOSING, _FOR_CHANNELS_LAST = 2, 4
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor, described.
+
+    Raises:
+        ValueError: dtype, layout or values are unknown, or the layout does not exist for that number of dimensions.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    layout: str = "contiguous"
+    seed: int = 0
+    values: str = "distinct"
+
+    def __post_init__(self) -> None:
+        known = {
+            "dtype": (self.dtype, (*DTYPES, *COMPLEX_DTYPES)),
+            "layout": (self.layout, layouts_for(len(self.shape))),
+            "values": (self.values, VALUES),
+        }
+        for argument, (value, valid) in known.items():
+            if value not in valid:
+                raise ValueError(
+                    f"TensorSpec: {argument}={value!r} is not valid for shape {self.shape}; "
+                    f"choose one of {', '.join(valid)}"
+                )
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"TensorSpec: shape={self.shape} has a negative size; sizes are 0 or more")
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def like(self, layout: str, *, seed: int = 0) -> TensorSpec:
+        """Another tensor of this shape and dtype, with another layout (contiguous where it cannot have that one)."""
+        possible = layout if layout in layouts_for(len(self.shape)) else "contiguous"
+        return TensorSpec(self.shape, self.dtype, possible, seed, "exact")
+
+    def build(self, device: str | torch.device = "cpu") -> torch.Tensor:
+        """The tensor, laid out as described, on `device`; the same bits wherever and whenever it is built."""
+        import torch
+
+        base, window = self._storage()
+        # Moved whole and viewed there: a copy of a view would arrive contiguous.
+        storage = torch.zeros(base, dtype=getattr(torch, self.dtype), device=device)
+        laid_out = window(storage)
+        laid_out.copy_(self._data())
+        return laid_out
+
+    def _data(self) -> torch.Tensor:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        if dtype.is_complex:
+            parts = TensorSpec((*self.shape, 2), "float32", seed=self.seed, values=self.values)._data()
+            return torch.view_as_complex(parts).to(dtype)
+        if self.values == "random":
+            return _random(self.shape, dtype, generator)
+        if self.values == "exact":
+            low = 0 if self.dtype in ("uint8", "bool") else -15
+            high = 2 if self.dtype == "bool" else 16
+            return torch.randint(low, high, self.shape, generator=generator, device="cpu").to(dtype)
+        order = torch.randperm(self.numel, generator=generator, device="cpu")
+        data = (order % _countable(dtype)).reshape(self.shape).to(dtype)
+        if self.values == "special" and dtype.is_floating_point:
+            chosen = torch.randint(0, 8, self.shape, generator=generator, device="cpu")
+            for code, value in enumerate((math.nan, math.inf, -math.inf, -0.0)):
+                data[chosen == code] = value
+        return data
+
+    def _storage(self) -> tuple[tuple[int, ...], _Window]:
+        """The shape of the storage, and how the tensor is seen in it."""
+        shape = self.shape
+        if self.layout == "transposed":
+            return (*shape[:-2], shape[-1], shape[-2]), lambda storage: storage.transpose(-1, -2)
+        if self.layout == "sliced":
+            inner = tuple(slice(1, 1 + size) for size in shape)
+            return tuple(size + 2 for size in shape), lambda storage: storage[inner]
+        if self.layout == "strided":
+            return (*shape[:-1], 2 * shape[-1]), lambda storage: storage[..., ::2]
+        if self.layout == "channels_last":
+            batch, channels, height, width = shape
+            return (batch, height, width, channels), lambda storage: storage.permute(0, 3, 1, 2)
+        return shape, lambda storage: storage
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    _Window = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _countable(dtype: torch.dtype) -> int:
+    """How many consecutive whole numbers from 0 on the dtype tells apart."""
+    import torch
+
+    if dtype == torch.bool:
+        return 2
+    if dtype.is_floating_point:
+        return int(2 / torch.finfo(dtype).eps)
+    return int(torch.iinfo(dtype).max) + 1
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator, device="cpu").bool()
+    if dtype.is_floating_point:
+        # Drawn in float64 for every dtype, so that one seed means the same numbers in each.
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype, device="cpu")
+
+
+def layouts_for(dims: int) -> tuple[str, ...]:
+    """The layouts that a tensor of `dims` dimensions can have."""
+    least = {"transposed": _FOR_TRANSPOSING, "sliced": 1, "strided": 1, "contiguous": 0}
+    named = tuple(name for name in LAYOUTS if name in least and dims >= least[name])
+    return (*named, "channels_last") if dims == _FOR_CHANNELS_LAST else named

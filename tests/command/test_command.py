@@ -1,0 +1,102 @@
+"""The `mgpu-check` command, as a user calls it, from a directory that is not the checkout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("MGPU_CHECK_", "PYTEST_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def command(*arguments: str, code: int = 0) -> str:
+        ran = subprocess.run(
+            [sys.executable, "-m", "mgpu_check", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        output = ran.stdout + ran.stderr
+        assert ran.returncode == code, output
+        return output
+
+    return command
+
+
+def test_help_names_the_commands(command):
+    text = command("--help")
+    for word in ("devices", "selftest", "simulate", "--gpus=4 --simulate", "-k NAME"):
+        assert word in text
+
+
+def test_version(command):
+    assert command("--version").startswith("mgpu-check 0.")
+
+
+def test_an_unknown_command_is_refused(command):
+    text = command("device", code=4)
+    assert "'device' is no command; choose one of devices, selftest, simulate" in text
+
+
+def test_one_property_from_anywhere(command, tmp_path):
+    text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial")
+    assert "SIMULATED node of 3 GPUs on cpu" in text
+    assert "passed       scatter: " in text
+    assert "1 checks of 1 properties, " in text
+    assert "1 passed" in text.splitlines()[-1]
+    assert "3 SIMULATED GPUs" in text.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []  # an acceptance run leaves nothing where it was started
+
+
+def test_arguments_go_to_pytest(command, tmp_path):
+    command("--gpus=2", "--simulate", "-k", "tutorial", f"--junitxml={tmp_path / 'out.xml'}", "-n", "2")
+    text = Path(tmp_path, "out.xml").read_text()
+    assert 'name="mgpu_check.property" value="scatter"' in text
+
+
+def test_a_pytest_ini_of_the_current_directory_changes_nothing(command, tmp_path):
+    tmp_path.joinpath("pytest.ini").write_text("[pytest]\ngpus = nonsense\naddopts = --no-such-option\n")
+    command("--gpus=2", "--simulate", "-k", "tutorial")
+
+
+def test_the_packaged_suite_under_plain_pytest(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "--pyargs", "mgpu_check.suite", "--gpus=2", "--simulate", "-k", "tutorial"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "1 checks of 1 properties" in ran.stdout
+
+
+def test_without_gpus_all_that_are_visible_are_meant(command, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text = command("-k", "tutorial", code=pytest.ExitCode.USAGE_ERROR)
+    assert "--gpus=all (--gpus), but this process sees 0 GPUs: none" in text
+
+
+def test_devices_says_what_there_is(command, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text = command("devices")
+    assert text.startswith("torch 2.")
+    assert "CUDA_VISIBLE_DEVICES=''" in text
+    assert "no GPU is visible" in text
+
+
+def test_selftest_of_one_property_proves_each_check(command):
+    text = command("selftest", "-k", "test_mismatch")
+    assert "selftest: " in text
+    assert "every fault is caught, every check catches one" in text
+
+
+def test_selftest_fails_where_a_check_catches_nothing(command):
+    """Of a property's checks only one is left, so faults that the others would catch go through."""
+    text = command("selftest", "-k", "test_tutorial_shapes", code=1)
+    assert "NOT PROVEN: no check of scatter catches the fault" in text

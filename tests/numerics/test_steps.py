@@ -1,0 +1,147 @@
+"""The measured tolerance: right steps are within it, defects far below the size of a gradient are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.numerics.steps import deviations, full_precision, measure_step
+from mgpu_check.recipes import models, reference
+from mgpu_check.specs.models import TrainingSpec
+
+
+def _steps(training: TrainingSpec, shards: int):
+    return reference.on_one_device(
+        training.build, training.steps, rate=training.rate, momentum=training.momentum, shards=shards
+    )
+
+
+def _inputs(training: TrainingSpec) -> dict[str, torch.Tensor]:
+    return reference.as_inputs(training.initial(), training.batches())
+
+
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(("batch", "shards", "steps"), [(8, 4, 1), (7, 3, 2), (2, 4, 3)])
+def test_right_steps_are_within_the_tolerance(seed, batch, shards, steps) -> None:
+    training = TrainingSpec("mlp", batch, steps, momentum=0.9, seed=seed)
+    inputs = _inputs(training)
+    measured = measure_step(_steps(training, 1), inputs)
+    assert_gradients_agree(_steps(training, shards)(inputs), measured)
+
+
+@pytest.mark.parametrize("training", [TrainingSpec("lenet", 6, seed=1), TrainingSpec("lenet", 5, steps=2, seed=2)])
+def test_right_steps_of_lenet_are_within_the_tolerance(training) -> None:
+    inputs = _inputs(training)
+    singles = [_steps(training, shards)(inputs) for shards in (1, 3)]
+    measured = measure_step(_steps(training, 1), inputs, singles=singles)
+    backwards = {name: value.flip(0) if name[:6] in ("inputs", "labels") else value for name, value in inputs.items()}
+    assert_gradients_agree(_steps(training, 2)(backwards), measured)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_flipped_bit_in_one_of_four_ranks_is_caught(seed) -> None:
+    training = TrainingSpec("mlp", 8, seed=seed)
+    inputs = _inputs(training)
+    measured = measure_step(_steps(training, 1), inputs)
+    results = dict(_steps(training, 1)(inputs))
+    for name, value in list(results.items()):
+        if not name.startswith("gradient"):
+            continue
+        element = int(value.abs().argmax())
+        bits = value.clone().view(-1)
+        bits.view(torch.int32)[element] ^= 1 << 12
+        # What such a flip in one rank's part does to the mean over four ranks.
+        off = value + (bits.view_as(value) - value) / 4
+        with pytest.raises(GradientMismatch, match=r"looks like a flipped bit|arithmetic in"):
+            assert_gradients_agree(results | {name: off}, measured)
+
+
+def test_the_tolerance_is_small() -> None:
+    training = TrainingSpec("mlp", 8, seed=3)
+    measured = measure_step(_steps(training, 1), _inputs(training))
+    for name, value in measured.reference.items():
+        assert measured.tolerance[name].max() < 2e-5 * value.abs().max()
+
+
+def test_a_decision_that_rounding_makes_is_left_open() -> None:
+    """At x = 1 + 1e-9, float32 cannot tell on which side of the kink the sum is: both gradients must pass."""
+
+    def step(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        x = inputs["x"].clone().requires_grad_()
+        torch.relu(x * 3 - 3).sum().backward()
+        assert x.grad is not None
+        return {"gradient": x.grad}
+
+    inputs = {"x": torch.tensor([1.0, 2.0, 0.5], dtype=torch.float32)}
+    measured = measure_step(step, inputs)
+    assert measured.tolerance["gradient"][0] >= 3
+    far = measure_step(step, {"x": torch.tensor([1.1, 2.0, 0.5])})
+    assert far.tolerance["gradient"].max() < 1e-4
+
+
+def test_what_cancels_exactly_is_measured_too() -> None:
+    """The gradient of a bias before BatchNorm is zero; float32 gives noise there, which is no finding."""
+    training = TrainingSpec("convnet", 8, seed=0)
+    inputs = _inputs(training)
+    measured = measure_step(_steps(training, 1), inputs)
+    name = "gradient of 0.bias"
+    assert measured.reference[name].abs().max() < 1e-12
+    assert_gradients_agree(_steps(training, 1)(inputs), measured)
+    with pytest.raises(GradientMismatch, match=name):
+        assert_gradients_agree(_steps(training, 1)(inputs) | {name: torch.full((4,), 1e-4)}, measured)
+
+
+def test_measuring_leaves_inputs_and_random_state_alone() -> None:
+    training = TrainingSpec("mlp", 4, seed=0)
+    inputs = _inputs(training)
+    before = {name: value.clone() for name, value in inputs.items()}
+    torch.manual_seed(5)
+    first = torch.rand(2)
+    torch.manual_seed(5)
+    measure_step(_steps(training, 2), inputs)
+    assert torch.equal(torch.rand(2), first)
+    assert all(torch.equal(inputs[name], value) for name, value in before.items())
+
+
+def test_measurements_repeat() -> None:
+    training = TrainingSpec("mlp", 4, seed=0)
+    first, second = (measure_step(_steps(training, 1), _inputs(training)) for _ in range(2))
+    assert all(torch.equal(value, second.tolerance[name]) for name, value in first.tolerance.items())
+
+
+def test_without() -> None:
+    training = TrainingSpec("mlp", 4, seed=0)
+    measured = measure_step(_steps(training, 1), _inputs(training))
+    less = measured.without(["gradient of 0.weight"])
+    assert measured.reference.keys() - less.reference.keys() == {"gradient of 0.weight"}
+    assert less.reference.keys() == less.tolerance.keys()
+
+
+def test_misuse() -> None:
+    with pytest.raises(ValueError, match="no floating-point tensor"):
+        measure_step(lambda inputs: inputs, {"labels": torch.tensor([1])})
+    with pytest.raises(ValueError, match="singles have"):
+        measure_step(lambda inputs: inputs, {"x": torch.ones(2)}, singles=[{"y": torch.ones(2)}])
+
+
+def test_deviations_grow_with_the_number_of_comparisons() -> None:
+    assert 6 < deviations(1) < deviations(10**6) < 9
+
+
+def test_full_precision_is_put_back() -> None:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    with pytest.raises(KeyError), full_precision():
+        assert not torch.backends.cuda.matmul.allow_tf32
+        assert not torch.backends.cudnn.allow_tf32
+        raise KeyError
+    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
+
+
+def test_resnet18_is_within_the_tolerance() -> None:
+    training = TrainingSpec("resnet18", 6, width=4, seed=0)
+    inputs = _inputs(training)
+    assert sum(p.numel() for p in models.resnet18().parameters()) > 11_000_000
+    measured = measure_step(_steps(training, 3), inputs, pairs=2)
+    assert_gradients_agree(_steps(training, 3)(inputs), measured)

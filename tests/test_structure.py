@@ -1,0 +1,124 @@
+"""The shape of the package: which room may import which, and what importing costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mgpu_check
+
+PACKAGE = Path(mgpu_check.__file__).parent
+
+# Each room may import those that stand before it, and itself; "|" parts rooms of one level, which may import each other
+# only as said below.
+LEVELS = [
+    {"errors", "settings", "version"},
+    {"node", "ranks"},
+    {"numerics"},
+    {"recipes"},
+    {"strategies"},
+    {"checks"},
+    {"faults"},
+    {"suite", "in_rank", "shipping", "session", "report"},
+    {"items"},
+    {"plugin"},
+    {"command"},
+    {"__main__"},
+]
+WITHIN_A_LEVEL = {("ranks", "node"), ("shipping", "in_rank"), ("session", "shipping"), ("report", "session")}
+# In the rank, a function that was sent with a planted fault plants it; in the report, a plugin of the command is told of
+# the session by the key under which the plugin keeps it.
+EXCEPTIONS = {("report", "plugin")}
+
+
+def rooms_and_imports() -> list[tuple[str, str, str]]:
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+                if node.module == "mgpu_check":
+                    names = [f"mgpu_check.{alias.name}" for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for name in names:
+                found.append((parts[0], "/".join(parts), name))
+    return found
+
+
+def level(room: str) -> int:
+    return next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+
+
+def test_imports_point_one_way():
+    wrong = []
+    for room, path, name in rooms_and_imports():
+        if not name.startswith("mgpu_check."):
+            continue
+        other = name.split(".")[1]
+        if other == room or (room, other) in WITHIN_A_LEVEL | EXCEPTIONS:
+            continue
+        if level(other) >= level(room):
+            wrong.append(f"{path} imports {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("room", ["errors", "settings", "node", "ranks", "numerics", "recipes", "strategies", "checks", "faults"])
+def test_the_lower_rooms_know_nothing_of_pytest(room):
+    wrong = [path for r, path, name in rooms_and_imports() if r == room and name.split(".")[0] in ("pytest", "_pytest")]
+    assert wrong == []
+
+
+def test_ranks_know_nothing_of_hypothesis():
+    wrong = [path for r, path, name in rooms_and_imports() if r in ("ranks", "node", "checks") and name.split(".")[0] == "hypothesis"]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "mgpu_check",
+        "mgpu_check.plugin",
+        "mgpu_check.items",
+        "mgpu_check.session",
+        "mgpu_check.ranks.pool",
+        "mgpu_check.strategies",
+        "mgpu_check.suite.test_allreduce",
+        "mgpu_check.suite.test_fixtures",
+        "mgpu_check.suite.test_gradients",
+        "mgpu_check.suite.test_mismatch",
+        "mgpu_check.suite.test_scatter",
+    ],
+)
+def test_the_pytest_process_does_without_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", ["mgpu_check", "mgpu_check.plugin"])
+def test_the_plugin_does_without_hypothesis(module):
+    code = f"import sys, {module}; sys.exit('hypothesis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_public_name_exists_and_has_a_docstring():
+    for name in mgpu_check.__all__:
+        assert getattr(mgpu_check, name).__doc__, name
+
+
+def test_an_unknown_public_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        mgpu_check.no_such_name  # noqa: B018  # the access is what is tested
+
+
+def test_files_can_be_read_in_one_sitting():
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {name: length for name, length in lengths.items() if length > 400} == {}
