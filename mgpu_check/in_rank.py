@@ -7,6 +7,7 @@ pytest does not promise; wherever one is missing, the plain Python text stands i
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from _pytest._code.code import Traceback, TracebackEntry
 from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
-from mgpu_check.ranks.worker import RENDERED
+from mgpu_check.ranks.worker import EXPLAIN
 
 __all__ = ["call"]
 
@@ -31,8 +32,8 @@ def call(function: Callable[..., Any], fault: str | None, args: tuple[Any, ...],
         with _explained_assertions(), _fault(fault):
             return function(*args, **kwargs)
     except BaseException as error:
-        with contextlib.suppress(Exception):
-            setattr(error, RENDERED, _render(error))
+        with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
+            setattr(error, EXPLAIN, functools.partial(_render, error))
         raise
 
 

@@ -197,7 +197,7 @@ def pytest_runtest_makereport(
         failures.add_output(item, session)
         failures.add_properties(item, session)
     report = yield
-    failures.replace_traceback(item, report, call, in_parent=item.stash[NEEDS].where == "parent")
+    failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")
     return report
 
 

@@ -14,9 +14,11 @@ from mgpu_check.ranks.process import describe_exit
 from mgpu_check.ranks.protocol import Failure
 from mgpu_check.ranks.stacks import place_of
 
-__all__ = ["NODE", "Died", "Finished", "Interrupted", "Raised", "Who", "error_of"]
+__all__ = ["NODE", "Died", "Finished", "Interrupted", "Raised", "Who", "alike", "error_of"]
 
 Key = TypeVar("Key")
+
+_MOST_HEADLINES = 3
 
 NODE = -1
 """Index of the node process, where a rank's would stand."""
@@ -102,10 +104,13 @@ def error_of(endings: Mapping[int, Ending], who: Who, doing: str, timeout: float
         if words:
             blocks.append(_block(f"{who(ranks)}: stacks at the end", words))
     # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
-    for _, ranks in _grouped((_same(end.failure), rank) for rank, end in raised.items()):
-        failure = raised[ranks[0]].failure
-        headlines.append(f"{who(ranks)}{who.of} raised {failure.headline}")
-        blocks.append(_block(who(ranks), failure.text))
+    for ranks in alike(endings):
+        said = _grouped((raised[rank].failure.headline, rank) for rank in ranks)
+        headlines += [f"{who(some)}{who.of} raised {headline}" for headline, some in said[:_MOST_HEADLINES]]
+        others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
+        if others:
+            headlines.append(f"{who(others)}{who.of} raised the same with other values")
+        blocks.append(_block(who(ranks), raised[ranks[0]].failure.text))
     if interrupted and timeout is not None:
         headlines[:0] = _hang_headlines(interrupted, who, doing, timeout)
     elif interrupted:
@@ -162,9 +167,11 @@ def _grouped(pairs: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
     return list(groups.items())
 
 
-def _same(failure: Failure) -> tuple[object, ...]:
-    """What makes two ranks' failures one: the place and kind, not the values in the message."""
-    return failure.headline, failure.filename, failure.lineno
+def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
+    """The ranks that raised, those together that raised the same at the same place, if with other values."""
+    failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
+    kinds = (((f.headline.partition(":")[0], f.filename, f.lineno), rank) for f, rank in failures)
+    return [ranks for _, ranks in _grouped(kinds)]
 
 
 def _block(title: str, text: str) -> str:

@@ -261,6 +261,11 @@ class RankPool:
                 self._worlds.pop(key).discard()
         return lines
 
+    def explain(self, error: BaseException) -> None:
+        """Give a failure that ranks have just raised the best text that they can make of it."""
+        for world in self._worlds.values():
+            world.explain(error)
+
     def output(self) -> list[tuple[str, str, str]]:
         """What the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
         found = []

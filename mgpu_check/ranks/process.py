@@ -75,6 +75,14 @@ class Process:
         size = os.fstat(self._stacks.fileno()).st_size
         return clean(os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace"))
 
+    def runnable(self) -> bool:
+        """Whether the main thread computes, or waits for a processor, rather than for something to happen."""
+        try:
+            with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
+                return file.read().rpartition(")")[2].split()[0] == "R"
+        except OSError:
+            return False
+
     def kill(self) -> None:
         """End the process and the process group that it leads."""
         if self.exit_code is None:

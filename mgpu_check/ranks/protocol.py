@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Call", "EndTest", "Failure", "Outcome", "Placeholder", "RankSpec", "Ready", "Rested", "Stop"]
+__all__ = ["Call", "EndTest", "Explain", "Failure", "Outcome", "Placeholder", "RankSpec", "Ready", "Rested", "Stop"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,14 @@ class Outcome:
     value: bytes | None
     failure: Failure | None
     lockstep: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Explain:
+    """Give the last failure a text as good as can be; answered by that text.
+
+    Apart from the failure itself, because good texts take long, and Hypothesis looks at one of a hundred failures.
+    """
 
 
 @dataclass(frozen=True)

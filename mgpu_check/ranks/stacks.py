@@ -10,7 +10,7 @@ __all__ = ["Place", "clean", "place_of"]
 
 # What stands below the test's own frames in every rank, and helps nobody.
 _ENGINE_FRAME = re.compile(
-    r'File ".*/mgpu_check/(ranks/(worker|forkserver)|in_rank|shipping)\.py"'
+    r'File ".*/mgpu_check/(ranks/(worker|forkserver)|in_rank|shipping|node/simulated/\w+)\.py"'
     r'|^  File "<string>", line 1 in <module>$|^Extension modules: '
 )
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
@@ -50,6 +50,6 @@ def place_of(stacks: str) -> Place | None:
             break
     collective = frames[0]["function"] if frames and _COLLECTIVES in frames[0]["file"] else None
     for frame in frames:
-        if "/torch/" not in frame["file"]:
+        if "/torch/" not in frame["file"] and not _ENGINE_FRAME.search(frame[0]):
             return Place(collective, frame["function"], frame["file"], int(frame["line"]))
     return None

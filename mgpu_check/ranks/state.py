@@ -82,7 +82,7 @@ class Baseline:
                 setattr(owner, name, value)
         if _default_device() is not None:
             torch.set_default_device(None)
-        if torch.cuda.is_available() and torch.cuda.current_device() != (self.device or 0):
+        if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
             torch.cuda.set_device(self.device or 0)
         torch.manual_seed(SEED)
         random.seed(SEED)

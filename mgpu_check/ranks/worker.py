@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import faulthandler
 import os
@@ -18,10 +19,10 @@ from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.state import Baseline, lockstep
 from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
 
-__all__ = ["RENDERED", "main"]
+__all__ = ["EXPLAIN", "main"]
 
-RENDERED = "_mgpu_check_rendered"
-"""Attribute by which a wrapper around a call gives an exception a better text than the plain traceback."""
+EXPLAIN = "_mgpu_check_explain"
+"""Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
 
 
 def main(connection_fd: int, stacks_fd: int) -> int:
@@ -52,6 +53,7 @@ class Worker:
         self.connection = connection
         self.spec = spec
         self.functions: dict[str, Any] = {}
+        self.error: BaseException | None = None
         os.environ.clear()
         os.environ.update(spec.environment)
         os.chdir(spec.cwd)
@@ -86,12 +88,15 @@ class Worker:
                 return
             if isinstance(message, protocol.Call):
                 self.connection.send(self.call(message))
+            elif isinstance(message, protocol.Explain):
+                self.connection.send(self.explain())
             elif isinstance(message, protocol.EndTest):
                 self.connection.send(self.end_test())
             else:
                 return
 
     def call(self, call: protocol.Call) -> protocol.Outcome:
+        self.error = None
         value: bytes | None = None
         failure: protocol.Failure | None = None
         try:
@@ -112,6 +117,7 @@ class Worker:
                 ) from None
         except BaseException as error:
             failure = _failure(error)
+            self.error = error
         sys.stdout.flush()
         sys.stderr.flush()
         return protocol.Outcome(call.number, value, failure, lockstep())
@@ -123,7 +129,16 @@ class Worker:
             return current_rank()
         return tuple(torch.device("cuda", i) for i in range(argument.count or self.spec.devices))
 
+    def explain(self) -> str:
+        if self.error is None:
+            return ""
+        try:
+            return str(getattr(self.error, EXPLAIN, lambda: "")())
+        except Exception:
+            return ""  # the plain traceback stands
+
     def end_test(self) -> protocol.Rested:
+        self.error = None
         self.functions.clear()
         self.baseline.restore_process()
         self.baseline.restore()
@@ -146,7 +161,7 @@ def _failure(error: BaseException) -> protocol.Failure:
     return protocol.Failure(
         kind=_KINDS.get(type(error).__name__, "error"),
         headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
-        text=getattr(error, RENDERED, None) or _render(error),
+        text=_render(error),
         filename=last.filename if last else "",
         lineno=(last.lineno or 1) if last else 1,
         pickled=_pickled(error),
@@ -163,8 +178,15 @@ def _render(error: BaseException) -> str:
 
 def _pickled(error: BaseException) -> bytes | None:
     try:
-        data = transport.dumps(error.with_traceback(None))
-        transport.loads(data)  # many exceptions with arguments of their own pickle, and fail to load
+        return transport.dumps(_without_explanation(error))
     except Exception:
         return None
-    return data
+
+
+def _without_explanation(error: BaseException) -> BaseException:
+    explanation = error.__dict__.pop(EXPLAIN, None) if hasattr(error, "__dict__") else None
+    if explanation is None:
+        return error
+    copied = copy.copy(error)
+    setattr(error, EXPLAIN, explanation)
+    return copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -9,18 +10,19 @@ from multiprocessing.connection import wait
 
 from mgpu_check.errors import RankDied, StartupFailure
 from mgpu_check.ranks import protocol
-from mgpu_check.ranks.failures import NODE, Died, Ending, Finished, Interrupted, Raised, Who, error_of
+from mgpu_check.ranks.failures import NODE, Died, Ending, Finished, Interrupted, Raised, Who, alike, error_of
 from mgpu_check.ranks.launcher import Launcher
 from mgpu_check.ranks.process import Process, describe_exit
 from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
 
 __all__ = ["Abandoned", "World"]
 
-# How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds. It
-# decides only how much of the others' story is told, never the verdict.
+# How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
+# longer as long as they compute. It decides only how much of the others' story is told, never the verdict.
 _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 _EXIT_TIMEOUT = 1.0
 _START_TIMEOUT = 120.0
+_EXPLAIN_TIMEOUT = 10.0
 
 
 class Abandoned(Exception):
@@ -46,6 +48,8 @@ class World:
         self.launcher = launcher
         self.who = Who(0 if list(indices) == [NODE] else len(indices))
         self.broken = False
+        self._failed: tuple[BaseException, Callable[[dict[int, Ending]], BaseException]] | None = None
+        self._endings: dict[int, Ending] = {}
         self._numbers = itertools.count()
         self._known: set[str] = set()
         self._path: tuple[str, ...] = ()
@@ -92,6 +96,7 @@ class World:
             Abandoned: every rank skipped the test, or rejected the example.
         """
         self.check_alive("before " + doing)
+        self._failed = None
         number = next(self._numbers)
         call = protocol.Call(
             number,
@@ -125,7 +130,32 @@ class World:
         first = next(iter(endings.values()))
         if len(kinds) == 1 and isinstance(first, Raised) and first.failure.kind != "error":
             raise Abandoned(first.failure)
-        raise error_of(endings, self.who, doing, timeout if timed_out else None)
+        passed = timeout if timed_out else None
+        error = error_of(endings, self.who, doing, passed)
+        self._failed = (error, lambda better: error_of(better, self.who, doing, passed))
+        self._endings = endings
+        raise error
+
+    def explain(self, error: BaseException) -> None:
+        """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
+        if self._failed is None or self._failed[0] is not error:
+            return
+        better = dict(self._endings)
+        for ranks in alike(better):
+            ending, text = better[ranks[0]], self._explanation(ranks[0])
+            if text:
+                assert isinstance(ending, Raised)
+                better[ranks[0]] = Raised(dataclasses.replace(ending.failure, text=text))
+        error.args = self._failed[1](better).args
+
+    def _explanation(self, index: int) -> str:
+        connection = self.processes[index].connection
+        if not _send(self.processes[index], protocol.Explain()) or not connection.poll(_EXPLAIN_TIMEOUT):
+            return ""
+        try:
+            return str(connection.recv())
+        except (EOFError, ConnectionResetError):
+            return ""
 
     def end_test(self) -> tuple[str, ...]:
         """Undo what the test left; what cannot be undone is returned, and breaks the world.
@@ -172,13 +202,18 @@ class World:
         deadline = started + timeout
         answers: dict[int, object] = dict.fromkeys(dead)
         waiting: dict[object, int] = {p.connection: i for i, p in self.processes.items() if i not in answers}
+        latest = deadline  # until when it can be put off, once a failure has brought it forward
         if answers:
-            deadline = min(deadline, started + _LEAST_GRACE)
+            deadline, latest = min(deadline, started + _LEAST_GRACE), min(deadline, started + _MOST_GRACE)
         while waiting:
             ready = wait(
                 [self.processes[i].connection for i in waiting.values()], max(0.0, deadline - time.monotonic())
             )
             if not ready:
+                now = time.monotonic()
+                if now < latest and any(self.processes[i].runnable() for i in waiting.values()):
+                    deadline = min(latest, now + _LEAST_GRACE)
+                    continue
                 break
             for connection in ready:
                 index = waiting.pop(connection)
@@ -189,7 +224,7 @@ class World:
                 if not went_well(answers[index]):
                     now = time.monotonic()
                     grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - started)))
-                    deadline = min(deadline, now + grace)
+                    deadline, latest = min(deadline, now + grace), min(latest, now + _MOST_GRACE)
         return answers, sorted(waiting.values())
 
     def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Ending]:

@@ -41,13 +41,14 @@ def add_properties(item: pytest.Item, session: GpuSession) -> None:
 
 
 def replace_traceback(
-    item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None], in_parent: bool
+    item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None], session: GpuSession, in_parent: bool
 ) -> None:
     """Show the ranks' story in place of the engine's traceback."""
     error = call.excinfo.value if call.excinfo is not None else None
     if not isinstance(error, (RankFailure, RankHang)) or report.outcome != "failed":
         return
     assert call.excinfo is not None
+    session.pool.explain(error)
     text = str(error)
     place = _place_in_test(call.excinfo, report)
     # A test that calls `ranks.run` itself has a place of its own to tell, besides that in the rank.

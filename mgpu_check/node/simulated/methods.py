@@ -231,6 +231,21 @@ def _grad(original: object) -> property:
     return property(get, put, drop)
 
 
+def _gradients(original: Method) -> Method:
+    """``torch.autograd.grad``: zeros that C++ fills in for a tensor on a device are on that device."""
+
+    @functools.wraps(original)
+    def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
+        found = original(outputs, inputs, *args, **kwargs)
+        sources = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)  # type: ignore[arg-type]
+        return tuple(
+            tag(g, source._dev) if isinstance(source, SimulatedTensor) and type(g) is torch.Tensor else g
+            for g, source in zip(found, sources, strict=True)  # type: ignore[call-overload]
+        )
+
+    return grad
+
+
 def _check_grad_device(mine: torch.device, given: torch.device) -> None:
     tail = "Please ensure that the gradient and the tensor are on the same device"
     if mine.type != given.type:
@@ -257,6 +272,7 @@ def install_methods(patches: Patches) -> None:
         ("is_pinned", _is_pinned),
     ):
         patches.set(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+    patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))
     patches.set(torch.Tensor, "data", _data(_base.data))
     patches.set(torch.Tensor, "grad", _grad(_base.grad))
     install_lazy(patches, become)

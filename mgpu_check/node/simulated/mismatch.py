@@ -49,6 +49,7 @@ class _Rules:
     any_device: frozenset[str]
     methods: dict[str, str]  # operator with overload -> name of the wrapper that checks its arguments
     through: dict[str, tuple[str, dict[str, str]]]
+    temporaries: dict[str, str]  # operator -> the argument that may be made in C++
 
 
 @cache
@@ -65,7 +66,7 @@ def _rules() -> _Rules:
         name: (methods.get(row["operator"], "wrapper_CUDA_" + row["operator"]), dict(row.get("arguments", {})))
         for name, row in table["through"].items()
     }
-    return _Rules(frozenset(table["any"]), methods, through)
+    return _Rules(frozenset(table["any"]), methods, through, dict(table["temporaries"]))
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,11 @@ def judge(
         held = sys.getrefcount(operand.tensor)
         if _seen is not None:
             _seen.append(held)
-        # A plain tensor that nothing but this call holds was made in C++, beneath one of torch's own operators, from
-        # the options of the backing device: it belongs to the device at hand.
-        if held > _held_by_this_call:
+        # A plain tensor that nothing but this call holds, and that is no view of another, was made in C++ beneath one
+        # of torch's own operators. Where those are known to fill it from the options of the backing device, it belongs
+        # to the device at hand; elsewhere it may well be a copy of what the caller gave.
+        made_here = held <= _held_by_this_call and not operand.tensor._is_view()
+        if not (made_here and rules.temporaries.get(name) == operand.name):
             operands.append(operand)
     if _seen is not None:
         return None

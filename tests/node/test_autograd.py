@@ -1,0 +1,93 @@
+"""Gradients across simulated devices: where they land, and that they are right."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("node")
+
+
+def test_gradients_return_to_the_source():
+    a = torch.randn(3, device="cuda:0", requires_grad=True)
+    host = torch.randn(3, requires_grad=True)
+    (a.to("cuda:3") * host.cuda(3)).sum().cpu().backward()
+    assert a.grad.device == torch.device("cuda:0") and torch.equal(a.grad.cpu(), host.detach())
+    assert type(host.grad) is torch.Tensor and torch.equal(host.grad, a.detach().cpu())
+
+
+def test_a_copy_with_another_dtype():
+    a = torch.randn(3, device="cuda:0", requires_grad=True)
+    a.to("cuda:1", torch.float64).pow(2).sum().backward()
+    assert a.grad.dtype is torch.float32
+    assert torch.allclose(a.grad, 2 * a.detach())
+
+
+def test_copy_carries_gradients_between_devices():
+    a = torch.randn(3, device="cuda:0", requires_grad=True)
+    b = torch.zeros(3, device="cuda:1")
+    b.copy_(a)
+    (b * 3).sum().backward()
+    assert a.grad.device == a.device and a.grad.tolist() == [3, 3, 3]
+
+
+def test_double_backward_and_gradcheck():
+    x = torch.randn(3, dtype=torch.float64, device="cuda:0", requires_grad=True)
+    (first,) = torch.autograd.grad((x.to("cuda:1") ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert second.device == x.device and torch.allclose(second, 6 * x.detach())
+    assert torch.autograd.gradcheck(lambda t: (t.to("cuda:2") ** 2).sum(), (x,))
+
+
+def test_hooks_and_retained_gradients():
+    seen = []
+    a = torch.ones(2, device="cuda:0", requires_grad=True)
+    a.register_hook(lambda g: seen.append(g.device))
+    b = a.to("cuda:1")
+    b.retain_grad()
+    (b * 2).sum().backward()
+    assert seen == [torch.device("cuda:0")] and b.grad.device == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_repeats_dropout(reentrant):
+    net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to("cuda:1")
+    x = torch.randn(4, 8, device="cuda:1", requires_grad=True)
+    grads = []
+    for run in (lambda: net(x), lambda: checkpoint(net, x, use_reentrant=reentrant)):
+        torch.manual_seed(3)
+        x.grad = None
+        run().sum().backward()
+        grads.append(x.grad.clone())
+    assert torch.equal(*grads)
+
+
+def test_a_host_scalar_learns_from_a_device():
+    scale = torch.tensor(2.0, requires_grad=True)
+    (scale * torch.ones(3, device="cuda:1")).sum().backward()
+    assert scale.grad.device.type == "cpu" and type(scale.grad) is torch.Tensor
+    assert scale.grad.item() == 3
+
+
+def test_custom_functions_get_and_give_device_tensors():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            assert x.device == torch.device("cuda:1")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert grad.device == torch.device("cuda:1")
+            return grad * 2
+
+    x = torch.ones(2, device="cuda:1", requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2, 2]
+
+
+def test_in_place_on_a_leaf_is_refused():
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+        torch.ones(2, device="cuda:1", requires_grad=True).add_(1)

@@ -1,0 +1,192 @@
+"""Modules, optimizers and data parallelism on simulated devices, against the same on the CPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("node")
+
+MODULES = {
+    "linear": (lambda: nn.Linear(8, 4), (3, 8)),
+    "conv": (lambda: nn.Conv2d(2, 3, 3, padding=1), (2, 2, 5, 5)),
+    "transposed conv": (lambda: nn.ConvTranspose2d(2, 3, 3), (2, 2, 4, 4)),
+    "batch norm": (lambda: nn.BatchNorm2d(2), (3, 2, 4, 4)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), (3, 4, 5)),
+    "layer norm": (lambda: nn.LayerNorm(8), (3, 8)),
+    "lstm": (lambda: nn.LSTM(8, 4, num_layers=2, batch_first=True), (2, 5, 8)),
+    "gru": (lambda: nn.GRU(8, 4, bidirectional=True), (5, 2, 8)),
+    "rnn": (lambda: nn.RNN(8, 4), (5, 2, 8)),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
+    "prelu": (lambda: nn.PReLU(), (3, 4)),
+    "pool": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)), (2, 3, 6, 6)),
+}
+
+
+def first(out):
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_computes_as_on_the_cpu(name, mode):
+    make, shape = MODULES[name]
+    reference = make().train(mode == "train")
+    net = copy.deepcopy(reference).to("cuda:1")
+    x = torch.randn(shape)
+    want, got = first(reference(x)), first(net(x.cuda(1)))
+    assert got.device == torch.device("cuda:1")
+    torch.testing.assert_close(got.cpu(), want)
+    want.square().sum().backward()
+    got.square().sum().backward()
+    for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
+        assert mine.grad.device == torch.device("cuda:1")
+        torch.testing.assert_close(mine.grad.cpu(), other.grad)
+    for mode_off in (torch.no_grad, torch.inference_mode):
+        with mode_off():
+            torch.testing.assert_close(first(net(x.cuda(1))).cpu(), first(reference(x)))
+
+
+def test_attention_and_embedding():
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    table = nn.Embedding(10, 8, padding_idx=0)
+    tokens = torch.randint(0, 10, (2, 5))
+    x = table(tokens)
+    want, _ = attention(x, x, x)
+    attention.to("cuda:2"), table.to("cuda:2")
+    y = table(tokens.cuda(2))
+    got, _ = attention(y, y, y)
+    torch.testing.assert_close(got.cpu(), want)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "sgd foreach": lambda p: torch.optim.SGD(p, 0.1, foreach=True),
+    "sgd fused": lambda p: torch.optim.SGD(p, 0.1, fused=True),
+    "adam": lambda p: torch.optim.Adam(p),
+    "adam for loop": lambda p: torch.optim.Adam(p, foreach=False),
+    "adam foreach": lambda p: torch.optim.Adam(p, foreach=True, amsgrad=True),
+    "adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p),
+    "adamw fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_over_two_devices(name):
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    net = copy.deepcopy(reference)
+    net[0].to("cuda:1"), net[1].to("cuda:2")
+    x = torch.randn(3, 4)
+    optimizers = [OPTIMIZERS[name](m.parameters()) for m in (reference, net)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        reference(x).square().sum().backward()
+        net[1](net[0](x.cuda(1)).to("cuda:2")).square().sum().backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (reference, net)]
+        torch.testing.assert_close(norms[1].cpu(), norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.cpu(), other)
+    state = copy.deepcopy(optimizers[0].state_dict())
+    optimizers[1].load_state_dict(state)  # from the CPU to where the parameters are
+    optimizers[1].step()
+
+
+def test_sparse_gradients():
+    table = nn.Embedding(5, 2, sparse=True).cuda(1)
+    table(torch.tensor([1, 2], device="cuda:1")).sum().backward()
+    assert table.weight.grad.is_sparse and table.weight.grad.get_device() == 1
+    torch.optim.SGD(table.parameters(), 0.1).step()
+
+
+@pytest.mark.parametrize(("n", "shapes"), [(10, [4, 4, 2]), (30, [10, 10, 10]), (2, [1, 1])])
+def test_scatter_and_gather(n, shapes):
+    batch = torch.arange(float(n * 2)).reshape(n, 2)
+    shards = nn.parallel.scatter({"x": batch, "n": 1}, [0, 1, 2])
+    assert [s["x"].shape[0] for s in shards] == shapes
+    assert [s["x"].device for s in shards] == [torch.device("cuda", i) for i in range(len(shapes))]
+    back = nn.parallel.gather([s["x"] for s in shards], 2)
+    assert back.get_device() == 2 and torch.equal(back.cpu(), batch)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 10])
+def test_data_parallel(n):
+    reference = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    net = nn.DataParallel(copy.deepcopy(reference), device_ids=[0, 1, 2]).to("cuda:0")
+    x, y = torch.randn(n, 4), torch.randint(0, 3, (n,))
+    F.cross_entropy(reference(x), y).backward()
+    out = net(x)
+    assert out.device == torch.device("cuda:0")
+    F.cross_entropy(out, y.cuda()).backward()
+    for mine, other in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.cpu(), other.grad)
+
+
+def test_replicate_apply_and_data_parallel_functions():
+    net = nn.Linear(3, 2).cuda()
+    replicas = nn.parallel.replicate(net, [0, 1])
+    assert [next(r.parameters()).get_device() for r in replicas] == [0, 1]
+    outputs = nn.parallel.parallel_apply(replicas, nn.parallel.scatter(torch.ones(4, 3), [0, 1]))
+    assert [o.get_device() for o in outputs] == [0, 1]
+    assert nn.parallel.data_parallel(net, torch.ones(4, 3).cuda(), [0, 1], 1).get_device() == 1
+
+
+def test_coalesced_copies():
+    tensors = [torch.randn(3, device="cuda:0"), torch.randn(2, device="cuda:0")]
+    copies = torch.cuda.comm.broadcast_coalesced(tensors, [0, 1])
+    assert [[t.get_device() for t in row] for row in copies] == [[0, 0], [1, 1]]
+    sums = torch.cuda.comm.reduce_add_coalesced(copies, 0)
+    assert all(torch.equal(s, 2 * t) for s, t in zip(sums, tensors, strict=True))
+    with pytest.raises(RuntimeError, match="Expected all input tensors to be CUDA tensors"):
+        torch.cuda.comm.gather([torch.ones(1)])
+
+
+LOWER, FULL = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_by_cudas_lists(dtype):
+    net, x = nn.Linear(4, 4).cuda(1), torch.randn(3, 4, device="cuda:1")
+    with torch.autocast("cuda", dtype=dtype):
+        y = net(x)
+        kinds = [y, y + 1, y.softmax(-1), y.sum(), y.exp(), torch.cat([y, x]), (x @ x.T), F.mse_loss(y, y)]
+        assert [t.dtype for t in kinds] == [dtype, dtype, FULL, FULL, FULL, FULL, dtype, FULL]
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is FULL  # a host tensor is none of its business
+        assert torch.is_autocast_enabled("cuda") and not torch.is_autocast_enabled("cpu")
+        with pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(x.sigmoid(), x.sigmoid())
+        with torch.autocast("cuda", enabled=False):
+            assert net(x).dtype is FULL
+        y.sum().backward()
+    assert net.weight.grad.dtype is FULL
+    assert net(x).dtype is FULL
+
+
+def test_autocast_of_the_cpu_leaves_devices_alone():
+    x = torch.randn(3, 4, device="cuda:1")
+    with torch.autocast("cpu", dtype=LOWER):
+        assert (x @ x.T).dtype is FULL
+        assert (x.cpu() @ x.cpu().T).dtype is LOWER
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_grad_scaler_skips_a_step_with_infinities():
+    net = nn.Linear(2, 2).cuda()
+    optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("cuda")
+    for factor, skipped in ((1.0, False), (float("inf"), True)):
+        optimizer.zero_grad()
+        before, scale = net.weight.detach().clone(), scaler.get_scale()
+        scaler.scale((net(torch.ones(1, 2, device="cuda")) * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(net.weight, before) is skipped
+        assert (scaler.get_scale() < scale) is skipped

@@ -1,0 +1,244 @@
+"""Tensors on simulated devices: where they are, how they move, and that they stay tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from mgpu_check.node.simulated import is_simulated, simulated_device_count, simulated_node, to_real
+
+pytestmark = pytest.mark.usefixtures("node")
+
+
+@pytest.mark.parametrize("device", ["cuda:2", torch.device("cuda", 2), 2])
+def test_a_tensor_says_where_it_is(device):
+    t = torch.ones(3, device=device)
+    assert (t.device, t.is_cuda, t.is_cpu, t.get_device()) == (torch.device("cuda:2"), True, False, 2)
+    assert t.type() == "torch.cuda.FloatTensor"
+    assert t.untyped_storage().device == torch.device("cuda:2")
+    assert str(t) == "tensor([1., 1., 1.], device='cuda:2')"
+    assert is_simulated(t) and isinstance(t, torch.Tensor)
+
+
+def test_a_bare_cuda_is_the_current_device():
+    with torch.cuda.device(3):
+        assert torch.zeros(1, device="cuda").device == torch.device("cuda:3")
+        assert torch.zeros(1).cuda().device == torch.device("cuda:3")
+    torch.cuda.set_device(1)
+    assert torch.zeros(1).to("cuda").get_device() == 1
+    assert torch.device(2) == torch.device("cuda:2")
+
+
+FACTORIES = {
+    "arange": lambda d: torch.arange(4, device=d),
+    "as_tensor": lambda d: torch.as_tensor([1.0], device=d),
+    "asarray": lambda d: torch.asarray([1.0], device=d),
+    "empty": lambda d: torch.empty(2, 3, device=d),
+    "empty_strided": lambda d: torch.empty_strided((2, 3), (3, 1), device=d),
+    "eye": lambda d: torch.eye(3, device=d),
+    "full": lambda d: torch.full((2,), 3.0, device=d),
+    "full_like": lambda d: torch.full_like(torch.zeros(2), 3.0, device=d),
+    "linspace": lambda d: torch.linspace(0, 1, 5, device=d),
+    "new_full": lambda d: torch.zeros(1).new_full((2,), 1.0, device=d),
+    "new_tensor": lambda d: torch.zeros(1).new_tensor([1.0], device=d),
+    "normal": lambda d: torch.normal(0.0, 1.0, (3,), device=d),
+    "ones": lambda d: torch.ones(2, device=d),
+    "rand": lambda d: torch.rand(2, device=d),
+    "rand_like": lambda d: torch.rand_like(torch.zeros(2), device=d),
+    "randint": lambda d: torch.randint(0, 5, (3,), device=d),
+    "randn": lambda d: torch.randn(2, device=d, dtype=torch.bfloat16),
+    "randperm": lambda d: torch.randperm(5, device=d),
+    "sparse": lambda d: torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 2), device=d, check_invariants=False),
+    "tensor": lambda d: torch.tensor([[1, 2]], device=d),
+    "tensor of tensors": lambda d: torch.tensor([torch.ones((), device=d), 2.0], device=d),
+    "tril_indices": lambda d: torch.tril_indices(3, 3, device=d),
+    "zeros": lambda d: torch.zeros(2, device=d, requires_grad=True),
+    "zeros_like": lambda d: torch.zeros_like(torch.zeros(2), device=d),
+}
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_factories(name):
+    made = FACTORIES[name]("cuda:1")
+    assert made.device == torch.device("cuda:1")
+    assert made.is_leaf
+
+
+def test_default_device():
+    torch.set_default_device("cuda:1")
+    try:
+        assert torch.zeros(1).device == nn.Linear(2, 2).weight.device == torch.device("cuda:1")
+        assert torch.zeros(1, device="cpu").device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+    with torch.device("cuda:2"):
+        assert torch.rand(1).device == torch.device("cuda:2")
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_moves_keep_values_and_copy():
+    x = torch.arange(6.0).reshape(2, 3)
+    there = x.to("cuda:1", torch.float64)
+    x.add_(1)
+    assert there.dtype is torch.float64
+    assert there.cpu().tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert there.to("cuda:1") is there
+    assert there.to(torch.zeros(1, device="cuda:3")).device == torch.device("cuda:3")
+    assert there.to(x).device == x.device and there.to(x).dtype is x.dtype
+    assert there.half().device == there.device
+
+
+def test_views_share_memory():
+    x = torch.zeros(3, 3, device="cuda:1")
+    row = x[1]
+    row += 2
+    x[:, 0] = torch.ones(3)  # a copy from the host, as on CUDA
+    x[x > 1] = 7
+    assert x.cpu().tolist() == [[1, 0, 0], [1, 7, 7], [1, 0, 0]]
+    assert x.detach().data_ptr() == x.data_ptr()
+
+
+def test_data_moves_the_object():
+    p = nn.Parameter(torch.ones(2))
+    q = p
+    p.data = p.data.cuda()
+    assert q.device == torch.device("cuda:0")
+    assert isinstance(q, nn.Parameter) and q.requires_grad and q.is_leaf
+
+
+def test_modules_move_with_parameters_kept():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    parameters = list(net.parameters())
+    net.to("cuda:3")
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    assert {t.device for t in net.state_dict().values()} == {torch.device("cuda:3")}
+    assert all(isinstance(p, nn.Parameter) for p in net.parameters())
+    assert net.to(0)[0].weight.get_device() == 0
+    assert type(net.cpu()[0].weight) is nn.Parameter
+
+
+def test_lazy_modules_are_made_where_they_were_sent():
+    net = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()).to("cuda:1")
+    assert net(torch.ones(2, 4, device="cuda:1")).device == torch.device("cuda:1")
+    assert isinstance(net[0].weight, nn.Parameter)
+
+
+def test_formatting_and_scalars():
+    loss = torch.tensor(1.23456, device="cuda:1")
+    assert f"{loss:.2f}" == "1.23"
+    assert (loss.item(), float(loss), loss.tolist()) == (pytest.approx(1.23456),) * 3
+
+
+def test_no_numpy_from_a_device():
+    t = torch.ones(2, device="cuda:0")
+    want = r"can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu\(\) to copy the tensor to host memory first."
+    for convert in (t.numpy, t.__array__):
+        with pytest.raises(TypeError, match=want):
+            convert()
+
+
+LOCATIONS = {
+    "None": (None, "cuda:1"),
+    "str": ("cuda:2", "cuda:2"),
+    "cpu": ("cpu", "cpu"),
+    "device": (torch.device("cuda", 0), "cuda:0"),
+    "dict": ({"cuda:1": "cuda:3"}, "cuda:3"),
+    "callable": (lambda storage, location: storage.cuda(2), "cuda:2"),
+    "identity": (lambda storage, location: storage, "cpu"),
+}
+
+
+@pytest.mark.parametrize("weights_only", [True, False])
+@pytest.mark.parametrize("name", LOCATIONS)
+def test_save_and_load(name, weights_only):
+    location, expected = LOCATIONS[name]
+    weight = nn.Parameter(torch.randn(4, 3, device="cuda:1"))
+    file = io.BytesIO()
+    torch.save({"weight": weight, "view": weight.detach()[1:]}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=location, weights_only=weights_only)
+    assert loaded["weight"].device == loaded["view"].device == torch.device(expected)
+    assert isinstance(loaded["weight"], nn.Parameter)
+    assert torch.equal(loaded["weight"].cpu(), weight.cpu())
+    with torch.no_grad():
+        loaded["weight"].zero_()
+    assert not loaded["view"].any()  # they still share their storage
+
+
+def test_a_checkpoint_names_its_device_to_others():
+    file = io.BytesIO()
+    torch.save(torch.arange(3.0, device="cuda:3"), file)
+    with simulated_off(file) as read:
+        assert read("cpu").tolist() == [0, 1, 2]
+        with pytest.raises(RuntimeError, match="Attempting to deserialize object on a CUDA device"):
+            read(None)
+
+
+class simulated_off:
+    """Leave the simulation of the fixture for a while, as another machine would read the file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __enter__(self):
+        from mgpu_check.node.simulated import state
+
+        self.program = (
+            "import sys, io, torch\n"
+            "data = sys.stdin.buffer.read()\n"
+            "print(torch.load(io.BytesIO(data), map_location=eval(sys.argv[1])).tolist())\n"
+        )
+        assert state.active_node() is not None
+        return self.read
+
+    def read(self, location):
+        import ast
+        import subprocess
+        import sys
+
+        done = subprocess.run(
+            [sys.executable, "-c", self.program, repr(location)],
+            input=self.file.getvalue(),
+            capture_output=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RuntimeError(done.stderr.decode())
+        return torch.tensor(ast.literal_eval(done.stdout.decode()))
+
+    def __exit__(self, *_):
+        return None
+
+
+def test_deepcopy_and_pickle():
+    net = nn.Linear(2, 2).to("cuda:2")
+    net(torch.ones(1, 2, device="cuda:2")).sum().backward()
+    net.tied = net.weight
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert twin.weight.device == torch.device("cuda:2")
+        assert torch.equal(twin.weight, net.weight) and twin.weight is not net.weight
+        assert twin.tied is twin.weight
+    assert torch.equal(copy.deepcopy(net).weight.grad, net.weight.grad)
+    with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+        copy.deepcopy(net.weight * 2)
+
+
+def test_to_real_gives_a_plain_tensor():
+    t = torch.arange(4.0, device="cuda:1")[1:].requires_grad_()
+    plain = to_real(t)
+    assert type(plain) is torch.Tensor and plain.device.type == "cpu" and plain.requires_grad
+    assert plain.tolist() == [1, 2, 3]
+    assert type(to_real(nn.Linear(1, 1).cuda().weight)) is nn.Parameter
+    assert type(to_real(torch.ones(2))) is torch.Tensor
+
+
+def test_one_node_at_a_time():
+    assert simulated_device_count() == 4
+    with pytest.raises(RuntimeError, match="active in this process already"), simulated_node(2):
+        pass
+    assert simulated_device_count() == 4

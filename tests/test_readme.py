@@ -1,0 +1,48 @@
+"""The README's code does what the README says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parents[1] / "README.md"
+GPUS = ("-p", "no:cacheprovider", "--gpus=4", "--simulate", "--hypothesis-seed=0")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of that language, in order."""
+    parts = re.split(r"^```(.*)\n", README.read_text(), flags=re.MULTILINE)
+    # Text, then in turn: the opening fence's language, the block, the closing fence's nothing, text.
+    return [block for opening, block in zip(parts[1::4], parts[2::4], strict=True) if opening == language]
+
+
+def test_the_first_test_is_refuted_as_shown(pytester):
+    code, *_ = blocks("python")
+    shown = next(block for block in blocks("") if "test_mean_over_ranks[ranks=2]" in block)
+    pytester.makepyfile(test_mean=code)
+    result = pytester.runpytest_subprocess(*GPUS)
+    result.assert_outcomes(failed=2)
+    printed = [line.rstrip() for line in result.outlines]
+    for line in shown.splitlines():
+        assert line in printed
+
+
+def test_the_other_examples_pass(pytester):
+    _, sizes, node = blocks("python")
+    pytester.makepyfile(
+        test_sizes="import torch, torch.distributed as dist\nfrom hypothesis import given, strategies as st\n" + sizes,
+        test_node="def test_it():\n    import torch\n    class Net(torch.nn.Linear):\n"
+        "        def __init__(self): super().__init__(2, 3)\n"
+        + "".join(f"    {line}\n" for line in node.splitlines())
+        + "        assert net(torch.ones(7, 2)).shape == (7, 3)\n",
+    )
+    pytester.runpytest_subprocess(*GPUS).assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/architecture.md", "benchmarks/README.md"])
+def test_links_between_pages_lead_somewhere(name):
+    page = README.parent / name
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
