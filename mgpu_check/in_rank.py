@@ -19,7 +19,7 @@ from _pytest._code.code import Traceback, TracebackEntry
 from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
-from mgpu_check.ranks.worker import EXPLAIN
+from mgpu_check.ranks.worker import EXPLAIN, without_engine
 
 __all__ = ["call"]
 
@@ -92,9 +92,8 @@ def _fault(name: str | None) -> Iterator[None]:
 def _render(error: BaseException) -> str:
     """The traceback as pytest shows it, from the user's function on."""
     whole = error.__traceback__
-    assert whole is not None
     try:
-        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(whole.tb_next or whole))
+        info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(without_engine(whole)))
         buffer = io.StringIO()
         info.getrepr(style="long", tbfilter=_users_frames_in_full).toterminal(TerminalWriter(buffer))
         return buffer.getvalue().strip("\n")

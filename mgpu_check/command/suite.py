@@ -33,5 +33,6 @@ def asks_for_gpus(arguments: Sequence[str]) -> bool:
 def run(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
     """Run pytest on the packaged suite, quietly, with nothing taken from or left in the current directory."""
     ini = Path(mgpu_check.suite.__file__).with_name("pytest.ini")
-    ours = ["-q", "-c", str(ini), "-p", "no:cacheprovider", "--pyargs", "mgpu_check.suite"]
+    # Named, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set here as everywhere.
+    ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider", "--pyargs", "mgpu_check.suite"]
     return int(pytest.main([*ours, *arguments], plugins=list(plugins)))

@@ -170,14 +170,14 @@ def copies_refused() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "copies from a GPU go through float16")
+@fault("mismatch", "copies from a GPU go through bfloat16")
 def copies_rounded() -> Iterator[None]:
     """Numbers wider than that lose bits on the way."""
 
     def wrap(function: Function) -> Function:
         def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if source.device != self.device and source.device.type == "cuda":
-                source = source.half().to(source.dtype)
+                source = source.bfloat16().to(source.dtype)
             return function(self, source, *args, **kwargs)
 
         return call

@@ -104,12 +104,12 @@ def stale_copy() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards come back from float16")
+@fault("scatter", "shards come back from bfloat16")
 def shards_rounded() -> Iterator[None]:
     """As where the batch is sent in half precision to save time."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        return scatter(x if x.is_complex() else x.half().to(x.dtype), devices)
+        return scatter(x if x.is_complex() else x.bfloat16().to(x.dtype), devices)
 
     with _scatter_changed(change):
         yield

@@ -171,7 +171,7 @@ def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
     """The ranks that raised, those together that raised the same at the same place, if with other values."""
     failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
     kinds = (((f.headline.partition(":")[0], f.filename, f.lineno), rank) for f, rank in failures)
-    return [ranks for _, ranks in _grouped(kinds)]
+    return [sorted(ranks) for _, ranks in _grouped(kinds)]
 
 
 def _block(title: str, text: str) -> str:

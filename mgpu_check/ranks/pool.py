@@ -216,7 +216,8 @@ class RankPool:
                 backend=backend,
                 store=store,
                 group_timeout=max(1800.0, 10 * self.timeout),
-                threads=max(1, (os.cpu_count() or 1) // max(size, 1)),
+                # In the node process DataParallel has a thread for each device, as ranks are a process each.
+                threads=max(1, (os.cpu_count() or 1) // (size or self.devices)),
                 cwd=os.getcwd(),
                 path=tuple(sys.path),
                 environment=environment | {"RANK": str(rank or 0), "LOCAL_RANK": str(rank or 0)},

@@ -8,6 +8,7 @@ import faulthandler
 import os
 import sys
 import traceback
+import types
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,7 +20,10 @@ from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.state import Baseline, lockstep
 from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
 
-__all__ = ["EXPLAIN", "main"]
+__all__ = ["EXPLAIN", "main", "without_engine"]
+
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_ENGINE = {__file__, os.path.join(_PACKAGE, "in_rank.py"), os.path.join(_PACKAGE, "shipping.py")}
 
 EXPLAIN = "_mgpu_check_explain"
 """Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
@@ -170,10 +174,15 @@ def _failure(error: BaseException) -> protocol.Failure:
 
 def _render(error: BaseException) -> str:
     """The traceback from the first frame that is not the engine's."""
-    tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
-        tb = tb.tb_next
+    tb = without_engine(error.__traceback__)
     return "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+
+
+def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """`tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in _ENGINE:
+        tb = tb.tb_next
+    return tb
 
 
 def _pickled(error: BaseException) -> bytes | None:

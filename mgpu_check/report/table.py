@@ -31,6 +31,7 @@ class Row:
     sizes: str
     result: str
     seconds: float
+    line: int
     reason: str = ""
 
 
@@ -55,6 +56,7 @@ def row_of(report: pytest.TestReport) -> Row | None:
         sizes=str(properties.get("mgpu_check.world_sizes", "")) or "-",
         result=_RESULTS[outcome] if report.when == "call" or outcome == "skipped" else f"ERROR in {report.when}",
         seconds=report.duration,
+        line=report.location[1] or 0,
         reason=reason,
     )
 
@@ -69,7 +71,7 @@ def print_to(terminal: pytest.TerminalReporter) -> None:
     ]
     if not rows:
         return
-    rows.sort(key=lambda row: row.property)
+    rows.sort(key=lambda row: (row.property, row.line))
     names = max(len("property"), *(len(row.property) for row in rows))
     sizes = max(len("world sizes"), *(len(row.sizes) for row in rows))
     results = max(len("result"), *(len(row.result) for row in rows))

@@ -39,7 +39,7 @@ VALUES = ("exact", "distinct", "random", "special")
 exact: whole numbers in [-15, 15] (unsigned: [0, 15]), so that a sum of 16 such tensors is exact in every dtype here, in
 any order. distinct: a permutation of consecutive whole numbers, every one of them exact; where there are more elements
 than the dtype can tell apart, numbers repeat as far apart as possible before they are permuted. random: standard
-normal (integers: the dtype's whole range). special: distinct with NaN, infinities and -0.0 strewn in (floats only).
+normal (integers: the dtype's whole range). special: random with NaN, infinities and -0.0 strewn in (floats only).
 """
 
 _FOR_TRANSPOSING, _FOR_CHANNELS_LAST = 2, 4
@@ -103,19 +103,19 @@ class TensorSpec:
         if dtype.is_complex:
             parts = TensorSpec((*self.shape, 2), "float32", seed=self.seed, values=self.values)._data()
             return torch.view_as_complex(parts).to(dtype)
-        if self.values == "random":
-            return _random(self.shape, dtype, generator)
+        if self.values in ("random", "special"):
+            data = _random(self.shape, dtype, generator)
+            if self.values == "special" and dtype.is_floating_point:
+                chosen = torch.randint(0, 8, self.shape, generator=generator, device="cpu")
+                for code, value in enumerate((math.nan, math.inf, -math.inf, -0.0)):
+                    data[chosen == code] = value
+            return data
         if self.values == "exact":
             low = 0 if self.dtype in ("uint8", "bool") else -15
             high = 2 if self.dtype == "bool" else 16
             return torch.randint(low, high, self.shape, generator=generator, device="cpu").to(dtype)
         order = torch.randperm(self.numel, generator=generator, device="cpu")
-        data = (order % _countable(dtype)).reshape(self.shape).to(dtype)
-        if self.values == "special" and dtype.is_floating_point:
-            chosen = torch.randint(0, 8, self.shape, generator=generator, device="cpu")
-            for code, value in enumerate((math.nan, math.inf, -math.inf, -0.0)):
-                data[chosen == code] = value
-        return data
+        return (order % _countable(dtype)).reshape(self.shape).to(dtype)
 
     def _storage(self) -> tuple[tuple[int, ...], _Window]:
         """The shape of the storage, and how the tensor is seen in it."""

@@ -76,7 +76,8 @@ def test_leaving_after_an_error_puts_everything_back():
     before = namespaces()
     with pytest.raises(ZeroDivisionError), simulated_node(2):
         _ = 1 / 0
-    assert all(namespaces()[key] is value for key, value in before.items())
+    after = namespaces()
+    assert all(after[key] is value for key, value in before.items())
 
 
 def test_names_bound_before_and_inside_follow():

@@ -115,6 +115,7 @@ def test_a_users_repository_with_every_kind_of_failure(run, pytester):
             "*At index 2 diff: 0 != 2*",
         ]
     )
+    result.stdout.no_fnmatch_line("*/mgpu_check/*")  # the engine keeps out of the picture
     result.stdout.fnmatch_lines(["FAILED test_it.py::test_rank_3_exits - RankDied: rank 3 of 4*"])
 
 

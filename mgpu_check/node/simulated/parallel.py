@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.parallel._functions
 import torch.nn.parallel.comm as comm
 from torch._utils import _get_device_index
 
@@ -169,5 +170,5 @@ def install_parallel(patches: Patches) -> None:
     ):
         function.__name__ = original.__name__
         patches.replace(original, function)
-
-
+    # The copy streams that Scatter keeps, one per device that there was when it was first called.
+    patches.set(torch.nn.parallel._functions, "_streams", None)

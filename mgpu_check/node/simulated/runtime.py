@@ -209,6 +209,7 @@ def _cuda_functions() -> dict[str, object]:
         "device_count": lambda: _node().n,
         "_lazy_init": _initialize,
         "init": _initialize,
+        "_initialized": True,  # checkpoint() looks here before it keeps the random states of the devices
         "is_initialized": lambda: _node().initialized,
         "_is_in_bad_fork": _is_in_bad_fork,
         "current_device": current_index,

@@ -1,0 +1,248 @@
+"""torch.distributed between simulated devices of several processes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def filled(rank, *shape):
+    return torch.full(shape or (2,), float(rank + 1), device="cuda")
+
+
+def refusal(call):
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def collectives(rank, size):
+    seen = {"backend": dist.get_backend()}
+    x = filled(rank)
+    dist.all_reduce(x)
+    seen["all_reduce"] = x.tolist()
+    x = filled(rank).bfloat16()
+    dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    seen["average"] = x.tolist()
+    x = filled(rank)
+    dist.broadcast(x, 1)
+    seen["broadcast"] = x.tolist()
+    x = filled(rank)
+    dist.reduce(x, 1)
+    seen["reduce"] = x.tolist()
+    rows = [torch.zeros(2, device="cuda") for _ in range(size)]
+    dist.all_gather(rows, filled(rank))
+    seen["all_gather"] = [r.tolist() for r in rows]
+    whole = torch.zeros(size, 2, device="cuda")
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(whole, filled(rank))
+    seen["all_gather_into_tensor"] = whole.tolist()
+    part = torch.zeros(2, device="cuda")
+    dist.reduce_scatter(part, [filled(rank) + 10 * i for i in range(size)])
+    seen["reduce_scatter"] = part.tolist()
+    getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)(part, filled(rank, size, 2))
+    seen["reduce_scatter_tensor"] = part.tolist()
+    rows = [torch.zeros(1, device="cuda") for _ in range(size)]
+    dist.all_to_all(rows, [filled(rank, 1) + 10 * i for i in range(size)])
+    seen["all_to_all"] = [r.item() for r in rows]
+    flat = torch.zeros(size, device="cuda")
+    dist.all_to_all_single(flat, filled(rank, size))
+    seen["all_to_all_single"] = flat.tolist()
+    rows = [torch.zeros(2, device="cuda") for _ in range(size)] if rank == 0 else None
+    dist.gather(filled(rank), rows)
+    seen["gather"] = None if rows is None else [r.tolist() for r in rows]
+    one = torch.zeros(1, device="cuda")
+    dist.scatter(one, [filled(rank, 1) * i for i in range(size)] if rank == 0 else None, src=0)
+    seen["scatter"] = one.item()
+    operations = [
+        dist.P2POp(dist.isend, filled(rank), (rank + 1) % size),
+        dist.P2POp(dist.irecv, part, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    seen["neighbour"] = part.tolist()
+    if rank == 0:
+        dist.send(filled(rank) * 7, 1)
+    else:
+        dist.recv(part, 0)
+        seen["recv"] = part.tolist()
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    seen["objects"] = [o["rank"] for o in objects]
+    dist.barrier(device_ids=[rank])
+    group = dist.new_group([0, 1], backend="gloo")
+    host = torch.ones(1)
+    dist.all_reduce(host, group=group)
+    seen["gloo group"] = (dist.get_backend(group), host.item())
+    return seen
+
+
+def test_every_collective(on_ranks):
+    for rank, seen in enumerate(on_ranks(collectives)):
+        assert seen == {
+            "backend": "nccl",
+            "all_reduce": [3, 3],
+            "average": [1.5, 1.5],
+            "broadcast": [2, 2],
+            "reduce": [3, 3] if rank == 1 else [1, 1],
+            "all_gather": [[1, 1], [2, 2]],
+            "all_gather_into_tensor": [[1, 1], [2, 2]],
+            "reduce_scatter": [3 + 20 * rank] * 2,
+            "reduce_scatter_tensor": [3, 3],
+            "all_to_all": [1 + 10 * rank, 2 + 10 * rank],
+            "all_to_all_single": [1, 2],
+            "gather": [[1, 1], [2, 2]] if rank == 0 else None,
+            "scatter": rank,
+            "neighbour": [2 - rank] * 2,
+            "objects": [0, 1],
+            "gloo group": ("gloo", 2),
+            **({"recv": [7, 7]} if rank == 1 else {}),
+        }
+
+
+def refusals(rank, size):
+    return {
+        "host": refusal(lambda: dist.all_reduce(torch.ones(1))),
+        "gaps": refusal(lambda: dist.all_reduce(torch.ones(4, 4, device="cuda")[:, :2])),
+        "transposed": refusal(lambda: dist.broadcast(torch.ones(4, 2, device="cuda").t(), 0)),
+        "band": refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int32), op=dist.ReduceOp.BAND)),
+        "short": refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int16))),
+    }
+
+
+def test_what_nccl_refuses(on_ranks):
+    for seen in on_ranks(refusals):
+        assert seen == {
+            "host": ("RuntimeError", "No backend type associated with device type cpu"),
+            "gaps": ("ValueError", "Tensors must be contiguous"),
+            "transposed": ("ValueError", "Tensors must be contiguous"),
+            "band": ("ValueError", "Cannot use ReduceOp.BAND with NCCL"),
+            "short": ("RuntimeError", "Input tensor data type is not supported for NCCL process group: Short"),
+        }
+
+
+def one_device(rank, size):
+    torch.cuda.set_device(0)
+    return refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda")))
+
+
+def test_two_ranks_on_one_device_are_refused(on_ranks):
+    for kind, words in on_ranks(one_device):
+        assert kind == "DistBackendError"
+        assert "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0" in words
+
+
+def late(rank, size):
+    x, host = filled(rank), torch.ones(1)
+    work = dist.all_reduce(x, async_op=True)
+    unwaited = x.isnan().all().item()
+    work.wait()
+    y = filled(rank)
+    dist.all_reduce(y, async_op=True)
+    torch.cuda.synchronize()
+    received = filled(rank)
+    sent = dist.isend(filled(rank), (rank + 1) % size)
+    receiving = dist.irecv(received, (rank - 1) % size)
+    early = received.isnan().all().item()
+    receiving.wait(), sent.wait()
+    on_host = dist.all_reduce(host, async_op=True)
+    host_early = host.isnan().all().item()
+    on_host.wait()
+    z = filled(rank)
+    value = dist.all_reduce(z, async_op=True).get_future().then(lambda f: f.value()[0] * 2).wait()
+    return unwaited, x.tolist(), y.tolist(), early, received.tolist(), host_early, host.item(), value.tolist()
+
+
+def test_results_are_poison_until_waited_for(on_ranks):
+    for rank, seen in enumerate(on_ranks(late, backend=None)):
+        assert seen == (True, [3, 3], [3, 3], True, [2 - rank] * 2, True, 2, [6, 6])
+
+
+def average_hook(state, bucket):
+    buffer = bucket.buffer()
+    assert buffer.is_cuda
+    buffer.div_(dist.get_world_size())
+    return dist.all_reduce(buffer, async_op=True).get_future().then(lambda f: f.value()[0])
+
+
+WAYS = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "hook": {"hook": average_hook},
+    "sync batch norm": {"sync": True},
+    "accumulation": {"accumulate": True},
+}
+
+
+def trained(rank, size):
+    errors = {}
+    for name, way in WAYS.items():
+        way = dict(way)
+        hook, sync, accumulate = way.pop("hook", None), way.pop("sync", False), way.pop("accumulate", False)
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(6) if sync else nn.Identity()
+        reference = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Linear(6, 3))
+        net = copy.deepcopy(reference).to(rank)
+        if sync:
+            net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        ddp = DistributedDataParallel(net, device_ids=[rank], **way)
+        if hook:
+            ddp.register_comm_hook(None, hook)
+        x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+        mine = slice(rank * 8 // size, (rank + 1) * 8 // size)
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (reference, ddp)]
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            F.cross_entropy(reference(x), y).backward()
+            if accumulate:
+                with ddp.no_sync():
+                    (F.cross_entropy(ddp(x[mine].cuda()), y[mine].cuda()) / 2).backward()
+            (F.cross_entropy(ddp(x[mine].cuda()), y[mine].cuda()) / (2 if accumulate else 1)).backward()
+            for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+                assert p.grad.get_device() == rank
+                torch.testing.assert_close(p.grad.cpu(), q.grad, msg=lambda m, name=name: f"{name}: {m}")
+            for optimizer in optimizers:
+                optimizer.step()
+        errors[name] = True
+    return sorted(errors)
+
+
+def test_distributed_data_parallel(on_ranks):
+    assert on_ranks(trained) == [sorted(WAYS)] * 2
+
+
+def meshes(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cuda", (size,))
+    sharded = distribute_tensor(torch.arange(8.0, device="cuda").reshape(4, 2), mesh, [Shard(0)])
+    doubled = (sharded * 2).full_tensor()
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    net = copy.deepcopy(reference).to(rank)
+    fully_shard(net, mesh=mesh)
+    x = torch.randn(4, 4)
+    net(x[rank * 2 : rank * 2 + 2].cuda()).square().mean().backward()
+    reference(x).square().mean().backward()
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor().cpu(), q.grad)
+    return sharded.to_local().tolist(), doubled.get_device(), doubled.cpu().sum().item()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_device_mesh_tensor_parallel_and_fully_shard(on_ranks):
+    first, second = on_ranks(meshes)
+    assert first == ([[0, 1], [2, 3]], 0, 56)
+    assert second == ([[4, 5], [6, 7]], 1, 56)

@@ -1,0 +1,130 @@
+"""``mgpu-check simulate``: unmodified scripts, and the processes that they start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import mgpu_check
+from mgpu_check.command.simulate import main
+
+HOME = Path(mgpu_check.__file__).parent.parent
+LAUNCH = f"import sys; sys.path.append({str(HOME)!r}); from mgpu_check.command.simulate import main; sys.exit(main(sys.argv[1:]))"
+
+
+def simulate(cwd, *args):
+    return subprocess.run(
+        [sys.executable, "-c", LAUNCH, *args], cwd=cwd, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+def script(folder, name, text):
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no program given"),
+        (["--gpus=0", "a.py"], "'0' is no number of GPUs"),
+        (["--gpus=four", "a.py"], "'four' is no number of GPUs"),
+        (["--backing=tpu", "a.py"], "'tpu' is no backing device"),
+        (["--", "-m"], "-m needs the name of a module"),
+        (["nowhere.py"], "no such script: nowhere.py"),
+        (["--", "--verbose"], "unknown option '--verbose'"),
+    ],
+)
+def test_wrong_usage(argv, words, capsys):
+    assert main(argv) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_script_runs_as_python_runs_it(tmp_path):
+    script(tmp_path, "neighbour.py", "value = 7")
+    script(
+        tmp_path,
+        "job.py",
+        """
+        import sys
+        assert "torch" not in sys.modules
+        import neighbour, torch
+        print(__name__, sys.argv[1:], neighbour.value, torch.cuda.device_count(), torch.ones(1).to("cuda:2").device)
+        sys.exit(5)
+        """,
+    )
+    done = simulate(tmp_path, "--gpus=3", "--", "job.py", "--lr=1", "x")
+    assert done.stdout == "__main__ ['--lr=1', 'x'] 7 3 cuda:2\n", done.stderr
+    assert done.returncode == 5
+    assert "SIMULATED" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_module_and_an_error(tmp_path):
+    script(tmp_path, "job.py", "import torch\ntorch.ones(1, device='cuda:9')")
+    done = simulate(tmp_path, "--gpus=2", "-m", "job")
+    assert done.returncode == 1 and "invalid device ordinal" in done.stderr
+
+
+def test_a_sitecustomize_of_ones_own_still_runs(tmp_path):
+    script(tmp_path, "sitecustomize.py", "import builtins; builtins.mine = 11")
+    script(tmp_path, "job.py", "import sys; print(mine, 'torch' in sys.modules)")
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, "job.py"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "11 False\n", done.stderr
+
+
+def test_processes_that_it_starts(tmp_path):
+    script(
+        tmp_path,
+        "job.py",
+        """
+        import torch, torch.multiprocessing
+
+        def body(i):
+            assert torch.ones(1).cuda(i).get_device() == i and torch.cuda.device_count() == 2
+            open(f"rank{i}", "w").close()
+
+        class Numbers(torch.utils.data.Dataset):
+            def __len__(self): return 2
+            def __getitem__(self, i): return torch.cuda.device_count()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(body, nprocs=2)
+            print(next(iter(torch.utils.data.DataLoader(Numbers(), 2, num_workers=1))).cuda().tolist())
+        """,
+    )
+    done = simulate(tmp_path, "--gpus=2", "job.py")
+    assert (done.returncode, done.stdout) == (0, "[2, 2]\n"), done.stderr
+    assert (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists()
+
+
+def test_torchrun(tmp_path):
+    script(
+        tmp_path,
+        "train.py",
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("nccl")
+        rank = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(rank)
+        x = torch.full((1,), rank + 1.0, device="cuda")
+        dist.all_reduce(x)
+        open(f"rank{rank}", "w").write(str(x.item()))
+        dist.destroy_process_group()
+        """,
+    )
+    run = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = simulate(tmp_path, "--gpus=2", "--", "-m", *run, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank{i}").read_text() for i in range(2)] == ["3.0", "3.0"]
