@@ -23,6 +23,8 @@ from mgpu_check.ranks.worker import EXPLAIN, without_engine
 
 __all__ = ["call"]
 
+_SIMULATION = Path(__file__).parent / "node" / "simulated"
+
 _LINES, _CHARACTERS = 12, 1200
 
 
@@ -104,6 +106,7 @@ def _render(error: BaseException) -> str:
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
     """The test, and the deepest function that is no installed package's, in full; one line for all others."""
     entries = list(info.traceback.filter(info)) or list(info.traceback)
+    entries = [entry for entry in entries if _SIMULATION not in Path(entry.path).parents] or entries
     deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)
     return Traceback([e if i in (0, deepest) else e.with_repr_style("short") for i, e in enumerate(entries)])
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.cuda.comm
 import torch.nn.functional as F
 from torch import nn
 
@@ -23,7 +24,7 @@ MODULES = {
     "rnn": (lambda: nn.RNN(8, 4), (5, 2, 8)),
     "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 5, 8)),
     "prelu": (lambda: nn.PReLU(), (3, 4)),
-    "pool": (lambda: nn.Sequential(nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)), (2, 3, 6, 6)),
+    "pool": (lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1)), (2, 3, 6, 6)),
 }
 
 
@@ -57,7 +58,7 @@ def test_attention_and_embedding():
     tokens = torch.randint(0, 10, (2, 5))
     x = table(tokens)
     want, _ = attention(x, x, x)
-    attention.to("cuda:2"), table.to("cuda:2")
+    attention.to("cuda:2"), table.to("cuda:2")  # while the graph of `want` holds their parameters
     y = table(tokens.cuda(2))
     got, _ = attention(y, y, y)
     torch.testing.assert_close(got.cpu(), want)
@@ -134,7 +135,7 @@ def test_data_parallel(n):
 def test_replicate_apply_and_data_parallel_functions():
     net = nn.Linear(3, 2).cuda()
     replicas = nn.parallel.replicate(net, [0, 1])
-    assert [next(r.parameters()).get_device() for r in replicas] == [0, 1]
+    assert [r.weight.get_device() for r in replicas] == [0, 1]
     outputs = nn.parallel.parallel_apply(replicas, nn.parallel.scatter(torch.ones(4, 3), [0, 1]))
     assert [o.get_device() for o in outputs] == [0, 1]
     assert nn.parallel.data_parallel(net, torch.ones(4, 3).cuda(), [0, 1], 1).get_device() == 1

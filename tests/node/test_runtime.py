@@ -79,8 +79,8 @@ def test_a_non_blocking_copy_to_the_host_is_late():
 
 def test_a_copy_into_pinned_memory_is_late_and_into_other_memory_is_not():
     there, pinned, other = torch.ones(2, device="cuda"), torch.zeros(2).pin_memory(), torch.zeros(2)
-    pinned.copy_(there, non_blocking=True)
     other.copy_(there, non_blocking=True)
+    pinned.copy_(there, non_blocking=True)
     assert other.tolist() == [1, 1] and pinned.isnan().all()
     event = torch.cuda.Event()
     event.record()

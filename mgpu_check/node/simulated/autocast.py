@@ -147,8 +147,8 @@ class _Autocast:
             self.wanted.cpu = bool(on)
         else:
             self.set_enabled("cuda", bool(on))
-            if on:
-                self._register()
+        if on:
+            self._register()
         self.set_enabled("cpu", self.wanted.cpu or self.is_enabled("cuda"))
 
     def enabled(self, device_type: str | None = None) -> bool:

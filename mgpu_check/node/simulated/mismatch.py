@@ -23,13 +23,6 @@ _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overridea
 _INDEXING = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
 )
-_ATTENTION = frozenset(
-    {
-        "scaled_dot_product_attention",
-        "_scaled_dot_product_attention_math",
-        "_scaled_dot_product_flash_attention_for_cpu",
-    }
-)
 _MASKED_FILL = frozenset({"masked_fill", "masked_fill_"})
 
 
@@ -89,7 +82,7 @@ def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
 def allows_scalars(func: torch._ops.OpOverload) -> bool:
     """Whether the tensor iterator checks this operator, so that a CPU tensor of 0 dims may stand among its inputs."""
     name, full = _names(func)
-    if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING or name in _ATTENTION:
+    if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING:
         return False
     return full not in _rules().methods and name not in _rules().through
 
@@ -135,8 +128,6 @@ def judge(
         _check_indexing(operands)
     elif name in _CONVOLUTIONS:
         _check_convolution(operands)
-    elif name in _ATTENTION:
-        _check_attention(operands)
     elif name in _MASKED_FILL:
         _check_masked_fill(operands)
     elif full in rules.methods:
@@ -256,17 +247,6 @@ def _check_convolution(operands: list[_Operand]) -> None:
         raise RuntimeError(
             f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(other.tensor)}) should be the same{tail}"
         )
-
-
-def _check_attention(operands: list[_Operand]) -> None:
-    given = {o.name: o.device for o in operands}
-    q, k, v = (given.get(name) for name in ("query", "key", "value"))
-    if not q == k == v:
-        raise RuntimeError(
-            "Expected query, key, and value to have the same device type, but got query.device: "
-            f"{q} key.device: {k} and value.device: {v} instead."
-        )
-    _check_iterator(operands)
 
 
 def _check_masked_fill(operands: list[_Operand]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 
@@ -51,6 +52,44 @@ def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
     return parse
 
 
+def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """``Module._apply``, also where a live graph holds a parameter, which torch then cannot swap: a new one takes its
+    place, where on a device the old one would keep its identity."""
+
+    @functools.wraps(original)
+    def apply(self: torch.nn.Module, fn: object, recurse: bool = True) -> torch.nn.Module:
+        try:
+            return original(self, fn, recurse)
+        except RuntimeError as error:
+            if "Couldn't swap" not in str(error):
+                raise
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(False)
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        try:
+            return original(self, fn, recurse)
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+            torch.__future__.set_swap_module_params_on_conversion(True)
+
+    return apply
+
+
+def _attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The check that ``scaled_dot_product_attention`` makes of its operands before anything else."""
+
+    @functools.wraps(original)
+    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if not query.device == key.device == value.device:
+            raise RuntimeError(
+                "Expected query, key, and value to have the same device type, but got query.device: "
+                f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+            )
+        return original(query, key, value, *args, **kwargs)
+
+    return attention
+
+
 def install_modules(patches: Patches) -> None:
     """Let ``Module.to`` keep simulated tensors, and ``foreach``/``fused`` optimizers take them."""
     was = torch.__future__.get_swap_module_params_on_conversion()
@@ -60,6 +99,11 @@ def install_modules(patches: Patches) -> None:
         torch._C,
         "_group_tensors_by_device_and_dtype",
         _group(torch._C._group_tensors_by_device_and_dtype),
+    )
+    patches.set(torch.nn.Module, "_apply", _apply(torch.nn.Module._apply))
+    patches.replace(
+        torch.nn.functional.scaled_dot_product_attention,
+        _attention(torch.nn.functional.scaled_dot_product_attention),
     )
     patches.set(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):

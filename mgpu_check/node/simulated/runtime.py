@@ -88,6 +88,7 @@ def _set_device(device: object) -> None:
     index = -1 if isinstance(device, int) and device < 0 else device_index(device)
     if index >= 0:
         set_current_index(index)
+        _initialize()
 
 
 def _properties(device: object = None) -> SimpleNamespace:
