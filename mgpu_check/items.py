@@ -123,7 +123,7 @@ def needs_of(item: pytest.Item) -> Needs | None:
         )
     if ranks_mark is not None:
         sizes = sizes_of(ranks_mark)
-        size = item.callspec.params.get(SIZE_PARAMETER, 0) if hasattr(item, "callspec") else 0
+        size: Any = item.callspec.params.get(SIZE_PARAMETER, 0) if hasattr(item, "callspec") else 0
         return Needs(
             "ranks", size or (sizes[0] if sizes else 0), ranks_mark.kwargs.get("backend"), _timeout(ranks_mark)
         )
@@ -258,8 +258,8 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
     if deadline == settings.get_profile("default").deadline:
         deadline = None
     phases = tuple(phase for phase in current.phases if phase is not Phase.explain)
-    function._hypothesis_internal_use_settings = settings(current, deadline=deadline, phases=phases)  # type: ignore[attr-defined]
+    function._hypothesis_internal_use_settings = settings(current, deadline=deadline, phases=phases)
     try:
         yield
     finally:
-        function._hypothesis_internal_use_settings = current  # type: ignore[attr-defined]
+        function._hypothesis_internal_use_settings = current

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hypothesis import HealthCheck, Phase, settings
 
 __all__ = ["examples", "limit"]
@@ -22,13 +20,13 @@ def limit(share: float | None) -> None:
     _share = share
 
 
-def examples(count: int) -> Any:
+def examples(count: int) -> settings:
     """Hypothesis settings for a packaged property of `count` examples.
 
     There is no deadline, because the first example of a world size starts its ranks; and no example database, because
     an acceptance run leaves no files where it was started.
     """
-    phases = (Phase.explicit, Phase.generate, Phase.shrink)
+    phases: tuple[Phase, ...] = (Phase.explicit, Phase.generate, Phase.shrink)
     if _share is not None:
         count, phases = min(count, max(_FEWEST, round(count * _share))), (Phase.explicit, Phase.generate)
     return settings(
