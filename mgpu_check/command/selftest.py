@@ -9,14 +9,15 @@ from collections.abc import Generator, Sequence
 import pytest
 
 from mgpu_check.command.suite import asks_for_gpus, run
+from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
 
 __all__ = ["Selftest", "main"]
 
 _SHARE = 0.25  # of the examples that a check draws: enough to catch every fault, as the matrix shows
 _PARAMETER = "planted_fault"
-_CAUGHT_PROPERTY = "mgpu_check.caught"
-CAUGHT, PASSED, SKIPPED = "x", ".", "s"
+_CELL = "mgpu_check.cell"
+CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -89,21 +90,20 @@ class Selftest:
         key = fault, self._check_of(item)[1]
         if report.skipped:
             self.cells[key] = SKIPPED
-        elif report.failed and report.when != "setup":
-            self.cells[key] = CAUGHT
+        elif report.failed and report.when != "setup" and call.excinfo is not None:
+            self.cells[key] = CAUGHT if _is_finding(call.excinfo.value) else ERROR
             report.outcome = "passed"  # of the check, which did what it is there for
             report.longrepr = None
             report.sections.clear()
-            report.user_properties.append((_CAUGHT_PROPERTY, fault))
+            report.user_properties.append((_CELL, self.cells[key]))
         elif report.when == "call":
             self.cells[key] = PASSED
         return report
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        if any(name == _CAUGHT_PROPERTY for name, _ in report.user_properties) and report.when == "call":
-            return "caught", CAUGHT, "CAUGHT"
-        return None
+        cell = str(dict(report.user_properties).get(_CELL, ""))
+        return ("caught" if cell == CAUGHT else "no finding", cell, cell) if cell and report.when == "call" else None
 
     def _check_of(self, item: pytest.Item) -> tuple[str, str]:
         assert isinstance(item, pytest.Function)
@@ -131,13 +131,22 @@ class Selftest:
                 if check not in self.exempt and not any(self.cells.get((f.name, check)) == CAUGHT for f in faults):
                     wrong.append(f"{check} catches no fault of {name}")
         caught = sum(cell == CAUGHT for cell in self.cells.values())
-        print(f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped; {caught} of {len(self.cells)} pairs are caught")
+        print(f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; {caught} of {len(self.cells)} pairs are caught")
         for line in wrong:
             print(f"NOT PROVEN: {line}")
         counts = f"{len(self.faults)} faults, {sum(map(len, self.checks.values()))} checks"
         print(f"selftest: {counts}: " + ("every fault is caught, every check catches one" if not wrong else "FAILED"))
         sys.stdout.flush()
         return not wrong
+
+
+def _is_finding(error: BaseException) -> bool:
+    """Whether a check has said that something is wrong, rather than broken down over the fault's own code."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(_is_finding(part) for part in error.exceptions)
+    if isinstance(error, RankFailure) and error.__cause__ is not None:
+        return isinstance(error.__cause__, AssertionError)
+    return isinstance(error, (RankDied, RankHang))
 
 
 def _fault_of(item: pytest.Item) -> str | None:

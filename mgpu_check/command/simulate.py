@@ -17,7 +17,10 @@ from pathlib import Path
 
 __all__ = ["main"]
 
-_USAGE = "mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] script.py [args...]\n       mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] -m module [args...]"
+_USAGE = (
+    "mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] script.py [args...]\n"
+    "       mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] -m module [args...]"
+)
 
 
 def _gpus(text: str) -> int:
@@ -49,13 +52,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--backing", type=_backing, default="cpu", metavar="DEVICE", help="real device that computes (default: cpu)"
     )
-    parser.add_argument("program", nargs=argparse.REMAINDER, help="script.py or -m module, and its arguments")
     return parser
 
 
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and the program with its arguments: it starts after ``--``, or at ``-m`` or the first name."""
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--":
+            return list(argv[:position]), list(argv[position + 1 :])
+        if word == "-m" or not word.startswith("-"):
+            break
+        position += 2 if word in ("--gpus", "--backing") else 1
+    return list(argv[:position]), list(argv[position:])
+
+
 def _command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    if program[:1] == ["--"]:
-        program = program[1:]
     if not program:
         parser.error("no program given; name a script, or a module with -m")
     if program[0] == "-m":
@@ -86,11 +99,13 @@ def main(argv: list[str]) -> int:
     """Run the program named by ``argv``; returns its exit code (128 + N where signal N ended it), 2 on wrong usage."""
     parser = _parser()
     try:
-        given = parser.parse_args(argv)
-        command = _command(given.program, parser)
+        own, program = _split(argv)
+        given = parser.parse_args(own)
+        command = _command(program, parser)
     except SystemExit as stop:
         return int(stop.code or 0)
-    print(f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.backing}; this says nothing about hardware", file=sys.stderr)
+    notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.backing}; this says nothing about hardware"
+    print(notice, file=sys.stderr)
     with subprocess.Popen(command, env=environment(given.gpus, given.backing)) as child:
         # Ctrl-C reaches the whole foreground group: the program decides what it means, we wait for its end.
         kept = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Call", "EndTest", "Explain", "Failure", "Outcome", "Placeholder", "RankSpec", "Ready", "Rested", "Stop"]
+__all__ = ["Call", "EndTest", "Explain", "Failure", "Meet", "Outcome", "Placeholder", "RankSpec", "Ready", "Rested", "Stop"]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class Outcome:
 
     Attributes:
         value: the pickled result.
-        lockstep: what must be equal on all ranks if they entered the same collectives: (sequence number, groups made).
+        lockstep: what the call added to the sequence number of the default group, and groups made. Equal on all ranks,
+            if they entered the same collectives and as many sends and receives.
     """
 
     number: int
@@ -102,13 +103,18 @@ class Explain:
 
 
 @dataclass(frozen=True)
+class Meet:
+    """Enter a barrier with all other ranks; answered by `Rested`."""
+
+
+@dataclass(frozen=True)
 class EndTest:
     """Forget the functions of the test and undo what it left behind."""
 
 
 @dataclass(frozen=True)
 class Rested:
-    """Answer to `EndTest`. `dirt` names what cannot be undone; a process that has any is to be replaced."""
+    """Answer to `EndTest` and `Meet`. `dirt` names what cannot be undone; who has any is to be replaced."""
 
     dirt: tuple[str, ...]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Baseline", "lockstep"]
+__all__ = ["Baseline", "groups_made", "sequence_number"]
 
 SEED = 0
 """Every call starts from this seed, on every rank: a failure repeats, and an example does not depend on those before."""
@@ -121,11 +121,14 @@ def _destroy_extra_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def lockstep() -> tuple[int, int]:
-    """What ranks have in common exactly when they entered the same collectives: (sequence number, groups made)."""
+def sequence_number() -> int:
+    """How many operations the default group has entered: collectives, and with gloo sends and receives too."""
     if not dist.is_initialized():
-        return (0, 0)
-    world = dist.group.WORLD
-    assert world is not None
-    sequence: int = world._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in torch's stubs
-    return sequence, dist.distributed_c10d._world.group_count
+        return 0
+    number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # not in torch's stubs
+    return number
+
+
+def groups_made() -> int:
+    """How many groups were made in this process, of which the name of the next depends."""
+    return dist.distributed_c10d._world.group_count if dist.is_initialized() else 0

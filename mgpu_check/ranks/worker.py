@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mgpu_check.ranks import protocol, transport
 from mgpu_check.ranks.rank import Rank, become, current_rank
-from mgpu_check.ranks.state import Baseline, lockstep
+from mgpu_check.ranks.state import Baseline, groups_made, sequence_number
 from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
 
 __all__ = ["EXPLAIN", "main", "without_engine"]
@@ -92,6 +92,8 @@ class Worker:
                 return
             if isinstance(message, protocol.Call):
                 self.connection.send(self.call(message))
+            elif isinstance(message, protocol.Meet):
+                self.connection.send(self.meet())
             elif isinstance(message, protocol.Explain):
                 self.connection.send(self.explain())
             elif isinstance(message, protocol.EndTest):
@@ -103,6 +105,7 @@ class Worker:
         self.error = None
         value: bytes | None = None
         failure: protocol.Failure | None = None
+        before = sequence_number()
         try:
             if call.path is not None:
                 sys.path[:] = call.path
@@ -124,7 +127,7 @@ class Worker:
             self.error = error
         sys.stdout.flush()
         sys.stderr.flush()
-        return protocol.Outcome(call.number, value, failure, lockstep())
+        return protocol.Outcome(call.number, value, failure, (sequence_number() - before, groups_made()))
 
     def resolve(self, argument: object) -> object:
         if not isinstance(argument, protocol.Placeholder):
@@ -132,6 +135,13 @@ class Worker:
         if argument.name == "rank":
             return current_rank()
         return tuple(torch.device("cuda", i) for i in range(argument.count or self.spec.devices))
+
+    def meet(self) -> protocol.Rested:
+        try:
+            dist.barrier()
+        except Exception as error:
+            return protocol.Rested((f"an error in a barrier: {error}",))
+        return protocol.Rested(())
 
     def explain(self) -> str:
         if self.error is None:

@@ -23,6 +23,7 @@ _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 _EXIT_TIMEOUT = 1.0
 _START_TIMEOUT = 120.0
 _EXPLAIN_TIMEOUT = 10.0
+_MEET_TIMEOUT = 2.0
 
 
 class Abandoned(Exception):
@@ -125,6 +126,8 @@ class World:
         in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
         self.broken = len(outcomes) < len(self.processes) or not in_lockstep
         if all(isinstance(end, Finished) for end in endings.values()):
+            # Unequal numbers are no error yet: sends and receives count too, and a rank may well have more of them.
+            self.broken = not in_lockstep and not self._can_meet()
             return [outcome.value for outcome in outcomes if outcome.value is not None]
         kinds = {end.failure.kind if isinstance(end, Raised) else "error" for end in endings.values()}
         first = next(iter(endings.values()))
@@ -135,6 +138,12 @@ class World:
         self._failed = (error, lambda better: error_of(better, self.who, doing, passed))
         self._endings = endings
         raise error
+
+    def _can_meet(self) -> bool:
+        """Whether all ranks enter and leave a barrier: none has an operation pending that the others do not know of."""
+        unsent = [index for index, process in self.processes.items() if not _send(process, protocol.Meet())]
+        answers, late = self._collect(_MEET_TIMEOUT, lambda answer: answer is not None, dead=unsent)
+        return not late and all(isinstance(answer, protocol.Rested) and not answer.dirt for answer in answers.values())
 
     def explain(self, error: BaseException) -> None:
         """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""

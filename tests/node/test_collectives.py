@@ -221,6 +221,20 @@ def test_distributed_data_parallel(on_ranks):
     assert on_ranks(trained) == [sorted(WAYS)] * 2
 
 
+def restored(rank, size):
+    ddp = DistributedDataParallel(nn.Linear(2, 2).to(rank), device_ids=[rank])
+    F.mse_loss(ddp(torch.ones(1, 2)), torch.ones(1, 2).cuda()).backward()
+    weight = ddp.module.weight
+    saved = {name: torch.full_like(value, 5.0, device="cpu") for name, value in ddp.state_dict().items()}
+    ddp.load_state_dict(saved)
+    return ddp.module.weight is weight, weight.device.index, weight.tolist()
+
+
+def test_a_wrapped_module_loads_a_checkpoint(on_ranks):
+    for rank, seen in enumerate(on_ranks(restored)):
+        assert seen == (True, rank, [[5, 5], [5, 5]])
+
+
 def meshes(rank, size):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -56,7 +56,7 @@ def test_memory_is_what_live_storages_take():
 
 def test_memory_can_run_out():
     torch.cuda.set_per_process_memory_fraction(0.0001, 1)
-    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory. Tried to allocate"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate"):
         torch.empty(1 << 20, device="cuda:1")
     torch.empty(1 << 20, device="cuda:2")
 

@@ -128,6 +128,43 @@ def test_ranks_out_of_lockstep_are_replaced(pool):
     assert not set(pids(pool, 2)) & set(before)
 
 
+def test_sends_and_receives_that_differ_between_ranks_are_no_reason_to_replace_them(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        x = torch.zeros(1)
+        if rank.index == 0:
+            for other in range(1, rank.size):
+                dist.recv(x, other)
+        else:
+            dist.send(x + 1, 0)
+
+    before = pids(pool)
+    pool.run(body)
+    assert pids(pool) == before
+
+
+def test_an_operation_that_only_one_rank_has_begun_is_not_left_to_the_next_call(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            dist.all_reduce(torch.ones(1), async_op=True)
+
+    def total():
+        import torch
+        import torch.distributed as dist
+
+        x = torch.full((1,), 5.0)
+        dist.all_reduce(x)
+        return x.item()
+
+    pool.run(body, size=2)
+    assert pool.run(total, size=2) == [10.0, 10.0]
+
+
 def test_one_raises_while_others_wait(pool):
     def body(rank):
         import torch.distributed as dist

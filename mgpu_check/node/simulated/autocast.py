@@ -18,29 +18,10 @@ from mgpu_check.node.simulated.tensor import SimulatedTensor
 
 __all__ = ["install_autocast"]
 
-_LOWER = (
-    "_convolution.deprecated _convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc "
-    "conv_transpose1d conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum "
-    "mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell "
-    "_thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention "
-    "scaled_dot_product_attention"
-).split()
-_FLOAT32 = (
-    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
-    "pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm frobenius_norm.dim nuclear_norm "
-    "nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d "
-    "hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss "
-    "multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits "
-    "dist pdist cdist renorm logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d "
-    "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim"
-).split()
-_FLOAT32_RESULT = (
-    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm "
-    "linalg_matrix_norm.str_ord sum sum.dim_IntList"
-).split()
-_WIDEST = (
-    "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat stack"
-).split()
+_LOWER = ["_convolution.deprecated", "_convolution", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d", "conv3d.padding", "conv_tbc", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "_scaled_dot_product_flash_attention", "scaled_dot_product_attention"]
+_FLOAT32 = ["acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm", "logsumexp", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "norm.Scalar", "norm.ScalarOpt_dim", "norm.names_ScalarOpt_dim"]
+_FLOAT32_RESULT = ["prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm", "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList"]
+_WIDEST = ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot", "scatter_add", "cat", "stack"]
 _UNSAFE = (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
     "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
@@ -52,13 +33,15 @@ _UNSAFE = (
 Policy = Callable[[torch._ops.OpOverload, tuple[object, ...], dict[str, object], torch.dtype, type], object]
 
 
+def _eligible(t: torch.Tensor, kind: type) -> bool:
+    mine = isinstance(t, SimulatedTensor) is (kind is SimulatedTensor)
+    return mine and t.is_floating_point() and t.dtype is not torch.float64
+
+
 def _cast(value: object, dtype: torch.dtype, kind: type) -> object:
     """``value`` with its eligible tensors (of ``kind``, floating, not float64) in ``dtype``."""
     if isinstance(value, torch.Tensor):
-        eligible = isinstance(value, SimulatedTensor) is (kind is SimulatedTensor)
-        if eligible and value.is_floating_point() and value.dtype is not torch.float64:
-            return value.to(dtype)
-        return value
+        return value.to(dtype) if _eligible(value, kind) else value
     if isinstance(value, (list, tuple)):
         return type(value)(_cast(item, dtype, kind) for item in value)
     return value
@@ -84,7 +67,7 @@ def _float32_result(
     first = args[0]
     position = [a.name for a in op._schema.arguments].index("dtype")
     given = args[position] if position < len(args) else kwargs.get("dtype")
-    if given is None and isinstance(first, torch.Tensor) and _cast(first[:0] if first.dim() else first, dtype, kind).dtype is dtype:  # type: ignore[union-attr, attr-defined]  # noqa: E501
+    if given is None and isinstance(first, torch.Tensor) and _eligible(first, kind):
         args = args[:position]
         return op(*args, **{**kwargs, "dtype": torch.float32})
     return op(*args, **kwargs)
@@ -141,7 +124,7 @@ class _Autocast:
     def enable(self, *args: object) -> None:
         device_type, on = args if len(args) == 2 else ("cuda", args[0])
         if device_type not in ("cuda", "cpu"):
-            self.set_enabled(device_type, on)  # type: ignore[arg-type]
+            self.set_enabled(str(device_type), bool(on))
             return
         if device_type == "cpu":
             self.wanted.cpu = bool(on)

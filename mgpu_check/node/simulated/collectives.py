@@ -65,10 +65,7 @@ _FORMS = {
     "recv": _Form(out="tensor", peer=True),
     "irecv": _Form(out="tensor", peer=True),
 }
-_OF_OBJECTS = (
-    "all_gather_object gather_object broadcast_object_list scatter_object_list send_object_list recv_object_list "
-    "monitored_barrier"
-).split()
+_OF_OBJECTS = ["all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list", "monitored_barrier"]
 
 
 class _Inside(threading.local):
@@ -123,6 +120,10 @@ class _Staging:
                 poison(bare)
         return host.view(-1) if flat else host
 
+    def finish(self, _: object) -> list[torch.Tensor]:
+        self.deliver()
+        return self.results
+
     def deliver(self) -> None:
         with self.lock, torch.no_grad():
             deliveries, self.deliveries = self.deliveries, []
@@ -145,7 +146,7 @@ class _LateWork(dist.Work):
         self._work.wait()
         self._staging.deliver()
 
-    def wait(self, timeout: object = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: object = None) -> bool:
         if timeout is not None:
             self._work.wait(timeout)  # type: ignore[arg-type]
         self._late.deliver()
@@ -195,7 +196,7 @@ def _leaves(value: object) -> Iterator[torch.Tensor]:
             yield from _leaves(item)
 
 
-def _refuse(form: _Form, arguments: dict[str, object], group: object) -> None:
+def _refuse(form: _Form, arguments: dict[str, object], group: dist.ProcessGroup | None) -> None:
     """What ProcessGroupNCCL checks (check_gpu_single_tensor and its kin), in its words."""
     first = True
     for name in (form.both, form.inp, form.out):
@@ -234,10 +235,10 @@ def _contiguous(t: torch.Tensor) -> bool:
     return t.dim() in formats and t.is_contiguous(memory_format=formats[t.dim()])
 
 
-def _at_root(form: _Form, arguments: dict[str, object], group: object) -> bool:
+def _at_root(form: _Form, arguments: dict[str, object], group: dist.ProcessGroup | None) -> bool:
     root = arguments.get(form.root)
     if root is None:
-        return arguments.get(f"group_{form.root}", 0) == dist.get_rank(group)  # type: ignore[arg-type]
+        return arguments.get(f"group_{form.root}", 0) == dist.get_rank(group)
     return root == dist.get_rank()
 
 
@@ -274,9 +275,8 @@ def _collective(original: Callable[..., object], form: _Form) -> Callable[..., o
         with _on_its_own():
             result = original(*bound.args, **bound.kwargs)
         if late and result is not None:
-            if hasattr(result, "then") and not hasattr(result, "wait_stream"):
-                if not isinstance(result, dist.Work):  # the coalesced ones answer with a future
-                    return result.then(lambda done: (staging.deliver(), staging.results)[1])
+            if isinstance(result, torch.futures.Future):  # the coalesced ones answer with one
+                return result.then(staging.finish)
             return _LateWork(result, staging)  # type: ignore[arg-type]
         staging.deliver()
         return result
@@ -301,7 +301,7 @@ def _of_objects(original: Callable[..., object]) -> Callable[..., object]:
     return collective
 
 
-def _bucket_buffer(original: Callable[[object], torch.Tensor]) -> Callable[[object], torch.Tensor]:
+def _bucket_buffer(original: Callable[..., torch.Tensor]) -> Callable[[object], torch.Tensor]:
     def buffer(self: object) -> torch.Tensor:
         made = original(self)
         home = self.parameters()[0]  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def _bucket_buffer(original: Callable[[object], torch.Tensor]) -> Callable[[obje
     return buffer
 
 
-def _bucket_gradients(original: Callable[[object], list[torch.Tensor]]) -> Callable[[object], list[torch.Tensor]]:
+def _bucket_gradients(original: Callable[..., list[torch.Tensor]]) -> Callable[[object], list[torch.Tensor]]:
     def gradients(self: object) -> list[torch.Tensor]:
         home = self.parameters()[0]  # type: ignore[attr-defined]
         made = original(self)
@@ -319,6 +319,19 @@ def _bucket_gradients(original: Callable[[object], list[torch.Tensor]]) -> Calla
         return [tag(g, home.device) if type(g) is torch.Tensor else g for g in made]
 
     return gradients
+
+
+def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
+    """One call per device: C++, which joins tensors of one device before it sends them, sees the backing device only."""
+
+    def broadcast(group: object, tensors: list[torch.Tensor], buffer_size: int, src: int = 0) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for together in by_device.values():
+            original(group, together, buffer_size, src)
+
+    return broadcast
 
 
 def install_collectives(patches: Patches) -> None:
@@ -331,6 +344,10 @@ def install_collectives(patches: Patches) -> None:
     for name in _OF_OBJECTS:
         patches.replace(getattr(c10d, name), _of_objects(getattr(c10d, name)))
     patches.replace(c10d.barrier, _barrier(c10d.barrier))
-    bucket = dist.GradBucket
+    patches.replace(
+        torch._C._distributed_c10d._broadcast_coalesced,
+        _broadcast_coalesced(torch._C._distributed_c10d._broadcast_coalesced),
+    )
+    bucket = torch._C._distributed_c10d.GradBucket
     patches.set(bucket, "buffer", _bucket_buffer(bucket.buffer))
     patches.set(bucket, "gradients", _bucket_gradients(bucket.gradients))

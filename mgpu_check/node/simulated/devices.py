@@ -21,8 +21,7 @@ class _DeviceMeta(type):
                 raise RuntimeError(f"Device index must not be negative, got {first}")
             made: torch.device = _real("cuda", first)
             return made
-        made = _real(*args, **kwargs)
-        return made
+        return _real(*args, **kwargs)  # type: ignore[no-any-return]
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _real)

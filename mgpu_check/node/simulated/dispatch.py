@@ -107,8 +107,8 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         return tag(out, device) if operator.fresh else out  # type: ignore[arg-type]
     if operator.fresh and (type(out) is tuple or type(out) is list):
         if operator.on_host >= 0:
-            return type(out)(o if i == operator.on_host else _tagged(o, device) for i, o in enumerate(out))  # type: ignore[call-arg]
-        return type(out)(_tagged(o, device) for o in out)  # type: ignore[attr-defined]
+            return type(out)(o if i == operator.on_host else _tagged(o, device) for i, o in enumerate(out))
+        return type(out)(_tagged(o, device) for o in out)
     return out
 
 
@@ -116,7 +116,7 @@ def _tagged(out: object, device: torch.device) -> object:
     if type(out) is _plain:
         return tag(out, device)  # type: ignore[arg-type]
     if type(out) is tuple or type(out) is list:
-        return type(out)(_tagged(o, device) for o in out)  # type: ignore[attr-defined]
+        return type(out)(_tagged(o, device) for o in out)
     return out
 
 

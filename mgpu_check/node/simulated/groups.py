@@ -23,25 +23,24 @@ _checked: set[str] = set()
 
 def _backends(backend: str) -> dict[str, str]:
     """Which backend serves which device type: {"cpu": "gloo", "cuda": "nccl"}."""
-    found: dict[str, str] = c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map()
-    return found
+    return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
 
 
-def backend_of(group: object) -> dict[str, str]:
+def backend_of(group: dist.ProcessGroup | None) -> dict[str, str]:
     """The backends that the user believes ``group`` (None: the default one) to have, by device type."""
     pg = group or c10d._get_default_group()
     config: str = c10d._world.pg_backend_config.get(pg, "")
     pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
-    return dict((device, name) for device, name in pairs)
+    return {name: backend for name, backend in pairs}  # noqa: C416
 
 
-def nccl_alone(group: object) -> bool:
+def nccl_alone(group: dist.ProcessGroup | None) -> bool:
     """Whether ``group`` has NCCL and nothing for tensors of the CPU."""
     backends = backend_of(group)
     return "cpu" not in backends and any(name in _NCCL_NAMES for name in backends.values())
 
 
-def _helper(original: Callable[..., tuple[object, object]]) -> Callable[..., tuple[object, object]]:
+def _helper(original: Callable[..., tuple[dist.ProcessGroup, c10d.Store]]) -> Callable[..., tuple[dist.ProcessGroup, c10d.Store]]:
     @functools.wraps(original)
     def new_group_helper(
         group_size: int,
@@ -52,7 +51,7 @@ def _helper(original: Callable[..., tuple[object, object]]) -> Callable[..., tup
         group_name: str,
         *args: object,
         **kwargs: object,
-    ) -> tuple[object, object]:
+    ) -> tuple[dist.ProcessGroup, c10d.Store]:
         given = (group_size, group_rank, global_ranks_in_group)
         backends = _backends(backend) if active_node() is not None else {}
         if backend == c10d.Backend.UNDEFINED and active_node() is not None:
@@ -64,7 +63,7 @@ def _helper(original: Callable[..., tuple[object, object]]) -> Callable[..., tup
         kwargs.pop("backend_options", None)
         kwargs.pop("device_id", None)
         pg, prefix_store = original(*given, "gloo", store, group_name, *args, **kwargs)
-        if pg is not c10d.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(pg, dist.ProcessGroup):
             world = c10d._world
             world.pg_map[pg] = (c10d.Backend(backend), prefix_store)
             known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
@@ -74,7 +73,7 @@ def _helper(original: Callable[..., tuple[object, object]]) -> Callable[..., tup
     return new_group_helper
 
 
-def check_distinct_devices(group: object, tensor: torch.Tensor) -> None:
+def check_distinct_devices(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
     """NCCL refuses two ranks of a group on one device; so does the first collective of a simulated one."""
     if not isinstance(tensor, SimulatedTensor):
         return
@@ -84,7 +83,7 @@ def check_distinct_devices(group: object, tensor: torch.Tensor) -> None:
         return
     _checked.add(name)
     store = c10d._world.pg_map[pg][1]
-    rank, size = dist.get_rank(group), dist.get_world_size(group)  # type: ignore[arg-type]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     mine = f"{socket.gethostname()}:{tensor.get_device()}"
     store.set(f"mgpu_check/device/{rank}", mine)
     seen: dict[str, int] = {}
@@ -105,7 +104,7 @@ def install_groups(patches: Patches) -> None:
     _checked.clear()
     patches.set(c10d, "_new_process_group_helper", _helper(c10d._new_process_group_helper))
     patches.replace(dist.is_nccl_available, _is_nccl_available)
-    if c10d.default_pg_nccl_timeout is None:
+    if vars(c10d)["default_pg_nccl_timeout"] is None:
         patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
     # Objects travel as bytes in CPU tensors, also in a group that has NCCL alone.
     patches.set(c10d, "_get_object_coll_device", lambda group=None: "cpu")

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device
 
-__all__ = ["install_lazy", "uninitialized_on"]
+__all__ = ["LAZY", "install_lazy", "uninitialized_on"]
 
 _TARGET = "_mgpu_check_target"
+LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which torch does not export by type
 
 
 def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
     """Another tensor without values like ``t``, that will be made on ``target``."""
-    made: torch.Tensor = type(t)(requires_grad=t.requires_grad, dtype=dtype or t.dtype)  # type: ignore[call-arg]
+    make: Callable[..., torch.Tensor] = type(t)
+    made = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
     made.__dict__[_TARGET] = target
     return made
 
@@ -63,5 +65,5 @@ def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
         patches.set(kind, "__new__", _new(kind.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))
     patches.set(
-        UninitializedTensorMixin, "materialize", _materialize(UninitializedTensorMixin.materialize, become)
+        LAZY, "materialize", _materialize(vars(LAZY)["materialize"], become)
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.node.simulated.lazy import install_lazy, uninitialized_on
+from mgpu_check.node.simulated.lazy import LAZY, install_lazy, uninitialized_on
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.node.simulated.streams import late_host_copy
@@ -62,7 +62,7 @@ def _to(original: Method) -> Method:
         memory_format = kwargs.get("memory_format") or torch.preserve_format
         if target == self.device:
             return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
-        if isinstance(self, torch.nn.parameter.UninitializedTensorMixin):
+        if isinstance(self, LAZY):
             return uninitialized_on(self, target, dtype)
         return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
 
@@ -85,7 +85,7 @@ def _cuda(original: Method) -> Method:
             return original(self, device, non_blocking, memory_format=memory_format)
         named = _target("cuda" if device is None else device)
         if named.type != "cuda":
-            raise RuntimeError(f"Invalid device, must be cuda device")
+            raise RuntimeError("Invalid device, must be cuda device")
         return self.to(named, non_blocking=non_blocking, memory_format=memory_format)
 
     return cuda

@@ -89,7 +89,7 @@ def allows_scalars(func: torch._ops.OpOverload) -> bool:
 
 def judge(
     func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Decompose | None | type[NotImplemented]:  # type: ignore[valid-type]
+) -> Decompose | None:
     """Raise CUDA's error for these operands; return None where they may meet after all.
 
     NotImplemented: a tensor type that has its own dispatch is among them, and it decides. :class:`Decompose`: see there.
@@ -103,7 +103,7 @@ def judge(
         kind = type(operand.tensor)
         own = kind is not SimulatedTensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
         if own:
-            return NotImplemented
+            return NotImplemented  # type: ignore[no-any-return]
         if kind is SimulatedTensor:
             operands.append(operand)
             continue
@@ -163,10 +163,12 @@ def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
     more references than that, the two cannot be told apart, and every mismatch is refused.
     """
     global _held_by_this_call, _seen
+    made: list[int] = []
+    given: list[int] = []
     try:
-        _seen = made = []
+        _seen = made
         torch.nn.functional.one_hot(tagged(torch.zeros(1, dtype=torch.int64)), 1)
-        _seen = given = []
+        _seen = given
         _ = tagged(torch.zeros(1)) + torch.ones(1)
     finally:
         _seen = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -53,26 +54,37 @@ def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """``Module._apply``, also where a live graph holds a parameter, which torch then cannot swap: a new one takes its
-    place, where on a device the old one would keep its identity."""
+    """``Module._apply`` by swapping, which keeps parameters simulated and the same objects.
+
+    Where a live graph holds a parameter torch cannot swap it: a new one takes its place, where on a device the old one
+    would keep its identity. ``load_state_dict`` is not to swap, so the flags of torch are set for the call alone.
+    """
 
     @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: object, recurse: bool = True) -> torch.nn.Module:
         try:
-            return original(self, fn, recurse)
+            with _conversion(swap=True, overwrite=False):
+                return original(self, fn, recurse)
         except RuntimeError as error:
             if "Couldn't swap" not in str(error):
                 raise
-        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(False)
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
-        try:
+        with _conversion(swap=False, overwrite=True):
             return original(self, fn, recurse)
-        finally:
-            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
-            torch.__future__.set_swap_module_params_on_conversion(True)
 
     return apply
+
+
+@contextmanager
+def _conversion(*, swap: bool, overwrite: bool) -> Iterator[None]:
+    future = torch.__future__
+    was = future.get_swap_module_params_on_conversion(), future.get_overwrite_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(swap)
+    future.set_overwrite_module_params_on_conversion(overwrite)
+    try:
+        yield
+    finally:
+        future.set_swap_module_params_on_conversion(was[0])
+        future.set_overwrite_module_params_on_conversion(was[1])
 
 
 def _attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -92,13 +104,10 @@ def _attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 
 def install_modules(patches: Patches) -> None:
     """Let ``Module.to`` keep simulated tensors, and ``foreach``/``fused`` optimizers take them."""
-    was = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    patches.at_exit(lambda: torch.__future__.set_swap_module_params_on_conversion(was))
     patches.set(
         torch._C,
         "_group_tensors_by_device_and_dtype",
-        _group(torch._C._group_tensors_by_device_and_dtype),
+        _group(torch._C._group_tensors_by_device_and_dtype),  # type: ignore[arg-type]
     )
     patches.set(torch.nn.Module, "_apply", _apply(torch.nn.Module._apply))
     patches.replace(

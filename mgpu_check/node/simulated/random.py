@@ -14,13 +14,13 @@ __all__ = ["device_generators", "install_random"]
 _base = torch._C.Generator
 
 
-class _DeviceGenerator(_base):  # type: ignore[misc, valid-type]
+class _DeviceGenerator(_base):
     """A generator that says that it belongs to a simulated device."""
 
     _dev: torch.device
 
     @property
-    def device(self) -> torch.device:
+    def device(self) -> torch.device:  # type: ignore[override]
         return self._dev
 
 
@@ -42,7 +42,11 @@ class _GeneratorMeta(type(_base)):  # type: ignore[misc]
 
 def _make(device: torch.device) -> _DeviceGenerator:
     node = active_node()
-    generator = _DeviceGenerator.__new__(_DeviceGenerator, device="cpu" if node is None else node.backing)
+    return _bare(device, torch.device("cpu") if node is None else node.backing)
+
+
+def _bare(device: torch.device, backing: torch.device) -> _DeviceGenerator:
+    generator: _DeviceGenerator = _DeviceGenerator.__new__(_DeviceGenerator, device=backing)  # type: ignore[call-arg]
     generator._dev = device
     return generator
 
@@ -51,8 +55,7 @@ def device_generators(devices: Iterable[torch.device], backing: torch.device) ->
     """One generator per device, all seeded as the default generator of the CPU was."""
     made = []
     for device in devices:
-        generator = _DeviceGenerator.__new__(_DeviceGenerator, device=backing)
-        generator._dev = device
+        generator = _bare(device, backing)
         generator.manual_seed(torch.initial_seed() & (2**63 - 1))
         made.append(generator)
     return tuple(made)

@@ -51,9 +51,8 @@ class _Device:
     def __enter__(self) -> None:
         self.prev_idx = _exchange(self.idx)
 
-    def __exit__(self, *_: object) -> bool:
+    def __exit__(self, *_: object) -> None:
         self.idx = _exchange(self.prev_idx)
-        return False
 
 
 class _DeviceOf(_Device):
@@ -131,7 +130,7 @@ def _empty_cache() -> None:
 
 def _memory_stats(device: object = None) -> dict[str, int]:
     memory = _memory(device)
-    stats = {
+    return {
         "allocation.all.allocated": memory.allocations,
         "allocated_bytes.all.current": memory.allocated,
         "allocated_bytes.all.peak": memory.peak,
@@ -142,7 +141,6 @@ def _memory_stats(device: object = None) -> dict[str, int]:
         "num_alloc_retries": 0,
         "num_ooms": 0,
     }
-    return stats
 
 
 def _memory_summary(device: object = None, abbreviated: bool = False) -> str:

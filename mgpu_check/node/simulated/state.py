@@ -115,8 +115,7 @@ def untraced_device(device: object) -> torch.device | None:
     if isinstance(device, int) and not isinstance(device, bool):
         if device < 0:
             raise RuntimeError(f"Device index must not be negative, got {device}")
-        made = _DEVICE_TYPE("cuda", device)
-        return made
+        return _DEVICE_TYPE("cuda", device)  # type: ignore[no-any-return]
     return None
 
 

@@ -47,7 +47,7 @@ def _cpu(self: torch.UntypedStorage) -> torch.UntypedStorage:
 def _to(self: torch.UntypedStorage, *, device: object, non_blocking: bool = False) -> torch.UntypedStorage:
     target = simulated_device(device)
     if target is None:
-        target = torch.device(device)  # type: ignore[arg-type]
+        target = torch.device(device)  # type: ignore[call-overload]
     return self if self.device == target else _copy_on(self, target)
 
 

@@ -164,7 +164,7 @@ class Event:
         external: bool = False,
     ) -> None:
         if isinstance(device, bool):  # torch.cuda.Event(enable_timing, ...) takes it first
-            device, enable_timing = None, device
+            enable_timing, device = device, None
         self.enable_timing = enable_timing
         self.blocking = blocking
         self.interprocess = interprocess

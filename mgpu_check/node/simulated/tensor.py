@@ -53,7 +53,7 @@ class SimulatedTensor(torch.Tensor):
     """A tensor on a simulated ``cuda:i``."""
 
     _dev: torch.device
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -76,12 +76,12 @@ class SimulatedTensor(torch.Tensor):
     def get_device(self) -> int:
         return int(self._dev.index)
 
-    def numpy(self, *, force: bool = False) -> object:
+    def numpy(self, *, force: bool = False) -> object:  # type: ignore[override]
         if force:
             return to_real(self).resolve_conj().resolve_neg().numpy()
         raise _no_numpy(self)
 
-    def tolist(self) -> object:
+    def tolist(self) -> object:  # type: ignore[override]
         return self.cpu().tolist()
 
     def __array__(self, dtype: object = None) -> NoReturn:
@@ -99,7 +99,7 @@ class SimulatedTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return True
 
-    def share_memory_(self) -> SimulatedTensor:  # type: ignore[override]
+    def share_memory_(self) -> SimulatedTensor:
         return self
 
     def __format__(self, spec: str) -> str:
@@ -107,7 +107,7 @@ class SimulatedTensor(torch.Tensor):
             return format(self.item(), spec)
         return object.__format__(self, spec)
 
-    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         name = type(self).__name__
         text = torch._tensor_str._str(self, tensor_contents=tensor_contents)
         text = text.replace(f"{name}(", "tensor(", 1).replace("\n" + " " * (len(name) + 1), "\n" + " " * 7)
@@ -207,8 +207,8 @@ def raw(t: torch.Tensor) -> torch.Tensor:
     with _no_dispatch(), torch.no_grad():
         if t.layout is not _strided:
             return torch.Tensor._make_subclass(_plain, t)
-        bare = t.as_subclass(_plain)
-        return bare.detach() if bare.requires_grad else bare
+        bare = t.as_subclass(_plain)  # type: ignore[var-annotated]
+        return bare.detach() if bare.requires_grad else bare  # type: ignore[no-any-return]
 
 
 def is_simulated(t: object) -> bool:

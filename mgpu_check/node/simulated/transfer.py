@@ -45,7 +45,7 @@ def _transfer(
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: object,
         t: torch.Tensor,
         device: torch.device,
@@ -57,7 +57,7 @@ class _Move(torch.autograd.Function):
         return _transfer(t, device, dtype, non_blocking, memory_format)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         back = move(grad, ctx.source, ctx.dtype)  # type: ignore[attr-defined]
         return back, None, None, None, None
 
@@ -77,6 +77,6 @@ def move(
     if t.device == device and (dtype is None or dtype == t.dtype):
         return t
     if torch.is_grad_enabled() and t.requires_grad:
-        out: torch.Tensor = _Move.apply(t, device, dtype, non_blocking, memory_format)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _Move.apply(t, device, dtype, non_blocking, memory_format)
         return out
     return _transfer(t, device, dtype, non_blocking, memory_format)

@@ -1,0 +1,65 @@
+"""The checks of whole training runs, on a simulated node in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import comm
+
+from mgpu_check.checks.training import assert_data_parallel_agrees, assert_step_by_hand_agrees
+from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.faults.registry import replaced
+from mgpu_check.node.simulated import simulated_node
+from mgpu_check.recipes import allreduce
+from mgpu_check.specs.models import TrainingSpec
+
+
+@pytest.fixture
+def node() -> Iterator[list[torch.device]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with simulated_node(3):
+        yield [torch.device("cuda", index) for index in range(3)]
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("training", [TrainingSpec("mlp", 7, 2, momentum=0.9), TrainingSpec("convnet", 7, 2)])
+def test_data_parallel_agrees(node, training) -> None:
+    assert_data_parallel_agrees(training, node)
+
+
+def test_resnet18_of_full_width_agrees(node) -> None:
+    assert_data_parallel_agrees(TrainingSpec("resnet18", 4, width=64), node[:2])
+
+
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+def test_step_by_hand_agrees(node, model) -> None:
+    assert_step_by_hand_agrees(TrainingSpec(model, 5, 2), node)
+
+
+def test_a_missing_device_is_told(node) -> None:
+    real = comm.reduce_add_coalesced
+
+    def without_last(inputs: Sequence[Sequence[torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        return real(inputs[:-1], *args, **kwargs)
+
+    with (
+        replaced(comm, "reduce_add_coalesced", without_last),
+        pytest.raises(GradientMismatch, match=r"DataParallel on 3 devices: [^:]*\n  gradient of 0\.weight: element"),
+    ):
+        assert_data_parallel_agrees(TrainingSpec("mlp", 6), node)
+
+
+def test_a_device_that_lags_behind_is_told(node) -> None:
+    def not_copied_back(data: Sequence[torch.Tensor]) -> None:
+        for other in data[1:]:
+            data[0].add_(other.to(data[0].device))
+
+    with (
+        replaced(allreduce, "allreduce", not_copied_back),
+        pytest.raises(ReplicaMismatch, match="step by hand on 3 devices: replica"),
+    ):
+        assert_step_by_hand_agrees(TrainingSpec("mlp", 6), node)
