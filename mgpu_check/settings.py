@@ -18,8 +18,6 @@ __all__ = ["OPTIONS", "Option", "Settings", "activate", "active", "resolve", "un
 T = TypeVar("T")
 
 PREFIX = "MGPU_CHECK_"
-INTERNAL_VARIABLES = frozenset({"MGPU_CHECK_SIMULATED_NODE"})
-"""Variables that the tool sets for the processes it starts; nobody else sets them, and they are no settings."""
 
 DEFAULT_RANK_TIMEOUT = 60.0
 
@@ -166,7 +164,7 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     known = {option.variable for option in OPTIONS.values()}
     lines = []
     for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known | INTERNAL_VARIABLES:
+        if name.startswith(PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
             lines.append(f"environment variable {name} is unknown and has no effect; {hint}")

@@ -18,6 +18,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 LEVELS = [
     {"errors", "settings", "version"},
     {"node", "ranks"},
+    {"specs"},
     {"numerics"},
     {"recipes"},
     {"strategies"},

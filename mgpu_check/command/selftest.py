@@ -84,6 +84,8 @@ class Selftest:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        # The matrix is the table of this run.
+        report.user_properties = [entry for entry in report.user_properties if entry[0] != "mgpu_check.property"]
         fault = _fault_of(item)
         if fault is None:
             return report

@@ -88,6 +88,9 @@ def environment(gpus: int, backing: str) -> dict[str, str]:
     bootstrap = Path(__file__).parent / "bootstrap"
     package = Path(mgpu_check.__file__).parent.parent
     made = dict(os.environ)
+    if backing == "cpu":
+        # It says which real devices may be used, often none. What the program itself sets for its children holds.
+        made.pop("CUDA_VISIBLE_DEVICES", None)
     inherited = [p for p in made.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(bootstrap)]
     made["PYTHONPATH"] = os.pathsep.join([str(bootstrap), *inherited])
     made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"

@@ -161,7 +161,7 @@ def main(argv: list[str]) -> None:
         for name in argv[1:]:
             module, _, function = name.partition(":")
             imported = importlib.import_module(module)
-            if function and hasattr(imported, function):  # TEMP
+            if function:
                 getattr(imported, function)()
     except BaseException as error:
         server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 __all__ = ["examples", "limit"]
 
-_FEWEST = 8
+_FEWEST = 25
 
 _share: float | None = None
 

@@ -169,6 +169,8 @@ ALLOWED = {
     "assign from host": lambda: t("cuda:1").index_fill_(0, t("cuda:1", 1, dtype=LONG), torch.tensor(3.0)),
     "where with scalar": lambda: torch.where(t("cuda:1") > 0, t("cuda:1"), 0.0),
     "one hot": lambda: F.one_hot(t("cuda:1", 2, dtype=LONG)),
+    "quantile": lambda: torch.quantile(t("cuda:1"), 0.5),
+    "combinations": lambda: torch.combinations(t("cuda:1")),
     "lerp": lambda: t("cuda:1").lerp(t("cuda:1"), 0.5),
     "clamp": lambda: t("cuda:1").clamp(min=torch.tensor(0.0)),
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_check.node.simulated.activation import simulated_device_count, simulated_node
+from mgpu_check.node.simulated.activation import prepare, simulated_device_count, simulated_node
 from mgpu_check.node.simulated.tensor import is_simulated, to_real
 
-__all__ = ["is_simulated", "simulated_device_count", "simulated_node", "to_real"]
+__all__ = ["is_simulated", "prepare", "simulated_device_count", "simulated_node", "to_real"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +28,7 @@ from mgpu_check.node.simulated.storage import install_storage
 from mgpu_check.node.simulated.tensor import tag
 from mgpu_check.node.simulated.transfer import on_host_copy
 
-__all__ = ["simulated_device_count", "simulated_node"]
+__all__ = ["prepare", "simulated_device_count", "simulated_node"]
 
 _entering = threading.Lock()
 
@@ -64,14 +66,37 @@ def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
         _leave(patches)
 
 
+def _visible(n: int) -> tuple[int, ...]:
+    """The devices, of n, that `CUDA_VISIBLE_DEVICES` lets this process see, by the driver's rules.
+
+    It stops at the first entry that is no device; a device listed twice leaves none.
+    """
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return tuple(range(n))
+    seen: list[int] = []
+    for entry in listed.split(","):
+        index = re.match(r"\s*\+?\d+", entry)
+        if index is None or int(index[0]) >= n:
+            break
+        if int(index[0]) in seen:
+            return ()
+        seen.append(int(index[0]))
+    return tuple(seen)
+
+
 def _enter(n: int, backing: torch.device) -> Patches:
     if backing.type == "cuda":
         torch.cuda.init()
     torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
     torch.overrides.get_default_nowrap_functions()
+    # A real backing device sees the variable itself.
+    physical = _visible(n) if backing.type == "cpu" else tuple(range(n))
+    n = len(physical)
     devices = tuple(torch.device("cuda", i) for i in range(n))
     node = Node(
         n=n,
+        physical=physical,
         backing=backing,
         devices=devices,
         memory=tuple(DeviceMemory(i) for i in range(n)),
@@ -80,7 +105,8 @@ def _enter(n: int, backing: torch.device) -> Patches:
     patches = Patches()
     enter_node(node)
     try:
-        mismatch.calibrate(lambda t: tag(t, devices[0]))
+        if devices:
+            mismatch.calibrate(lambda t: tag(t, devices[0]))
         on_host_copy(streams.late_host_copy)
         dispatch.on_sync(lambda device: streams.current_stream(device).synchronize())
         for install in (
@@ -111,6 +137,15 @@ def _leave(patches: Patches) -> None:
         dispatch.on_sync(None)
         streams.forget_streams()
         leave_node()
+
+
+def prepare() -> None:
+    """Do what entering a simulated node costs once, in a process from which others are forked that will enter one."""
+    with _entering:
+        if active_node() is None:
+            patches = _enter(1, torch.device("cpu"))
+            _leave(patches)
+            patches.remember()
 
 
 def simulated_device_count() -> int | None:

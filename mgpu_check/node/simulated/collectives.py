@@ -170,9 +170,6 @@ class _LateWork(dist.Work):
     def exception(self) -> object:
         return self._work.exception()
 
-    def source_rank(self) -> int:
-        return self._work._source_rank()
-
     def _source_rank(self) -> int:
         return self._work._source_rank()
 

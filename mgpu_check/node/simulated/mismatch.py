@@ -110,10 +110,10 @@ def judge(
         held = sys.getrefcount(operand.tensor)
         if _seen is not None:
             _seen.append(held)
-        # A plain tensor that nothing but this call holds, and that is no view of another, was made in C++ beneath one
-        # of torch's own operators. Where those are known to fill it from the options of the backing device, it belongs
-        # to the device at hand; elsewhere it may well be a copy of what the caller gave.
-        made_here = held <= _held_by_this_call and not operand.tensor._is_view()
+        # A plain tensor that nothing but this call holds was made in C++ beneath one of torch's own operators. Where
+        # those are known to fill it from the options of the backing device, it belongs to the device at hand; elsewhere
+        # it may well be a view or a copy of what the caller gave.
+        made_here = held <= _held_by_this_call and (name in _MASKED_FILL or not operand.tensor._is_view())
         if not (made_here and rules.temporaries.get(name) == operand.name):
             operands.append(operand)
     if _seen is not None:

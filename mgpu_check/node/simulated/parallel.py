@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.parallel._functions
 import torch.nn.parallel.comm as comm
-from torch._utils import _get_device_index
+from torch._utils import _get_device_index, _handle_complex
 
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import simulated_device
@@ -91,6 +91,7 @@ def _scatter(
     *,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, ...]:
+    tensor = _handle_complex(tensor)
     if out is not None:
         if devices is not None:
             raise RuntimeError(f"'devices' must not be specified when 'out' is specified, but got devices={devices}")
@@ -128,6 +129,7 @@ def _gather(
 ) -> torch.Tensor:
     if not tensors:
         raise RuntimeError("Expected at least one tensor to gather from")
+    tensors = [_handle_complex(t) for t in tensors]
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, SimulatedTensor):
             raise RuntimeError(

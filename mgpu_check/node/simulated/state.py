@@ -48,6 +48,7 @@ class Node:
     backing: torch.device
     devices: tuple[torch.device, ...]
     memory: tuple[DeviceMemory, ...]
+    physical: tuple[int, ...]  # device i of the n that there are, before CUDA_VISIBLE_DEVICES
     pid: int = field(default_factory=os.getpid)
     initialized: bool = False
     generators: tuple[torch.Generator, ...] = ()
