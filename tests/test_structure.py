@@ -18,13 +18,14 @@ PACKAGE = Path(mgpu_check.__file__).parent
 LEVELS = [
     {"errors", "settings", "version"},
     {"node", "ranks"},
-    {"specs"},
     {"numerics"},
     {"recipes"},
+    {"specs"},
     {"strategies"},
     {"checks"},
     {"faults"},
-    {"suite", "in_rank", "shipping", "session", "report"},
+    {"in_rank", "shipping", "session", "report"},
+    {"suite"},
     {"items"},
     {"plugin"},
     {"command"},
@@ -72,14 +73,20 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
-@pytest.mark.parametrize("room", ["errors", "settings", "node", "ranks", "numerics", "recipes", "strategies", "checks", "faults"])
+@pytest.mark.parametrize(
+    "room", ["errors", "settings", "node", "ranks", "numerics", "recipes", "strategies", "checks", "faults"]
+)
 def test_the_lower_rooms_know_nothing_of_pytest(room):
     wrong = [path for r, path, name in rooms_and_imports() if r == room and name.split(".")[0] in ("pytest", "_pytest")]
     assert wrong == []
 
 
 def test_ranks_know_nothing_of_hypothesis():
-    wrong = [path for r, path, name in rooms_and_imports() if r in ("ranks", "node", "checks") and name.split(".")[0] == "hypothesis"]
+    wrong = [
+        path
+        for r, path, name in rooms_and_imports()
+        if r in ("ranks", "node", "checks") and name.split(".")[0] == "hypothesis"
+    ]
     assert wrong == []
 
 

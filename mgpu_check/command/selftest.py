@@ -133,7 +133,9 @@ class Selftest:
                 if check not in self.exempt and not any(self.cells.get((f.name, check)) == CAUGHT for f in faults):
                     wrong.append(f"{check} catches no fault of {name}")
         caught = sum(cell == CAUGHT for cell in self.cells.values())
-        print(f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; {caught} of {len(self.cells)} pairs are caught")
+        print(
+            f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; {caught} of {len(self.cells)} pairs are caught"
+        )
         for line in wrong:
             print(f"NOT PROVEN: {line}")
         counts = f"{len(self.faults)} faults, {sum(map(len, self.checks.values()))} checks"

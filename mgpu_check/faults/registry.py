@@ -70,10 +70,19 @@ def planted(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set attribute `name` of `owner` to `value`, and back on exit."""
-    before = getattr(owner, name)
+    """Set attribute `name` of `owner` to `value`, and back on exit; one that was inherited is inherited again.
+
+    Raises:
+        AttributeError: `owner` has no such attribute.
+    """
+    getattr(owner, name)
+    own = name in vars(owner)
+    before = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

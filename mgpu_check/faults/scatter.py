@@ -84,7 +84,8 @@ def shard_on_the_wrong_device() -> Iterator[None]:
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         shards = scatter(x, devices)
-        wrong = torch.device("cuda", devices[0]) if len(shards) > 1 else torch.device("cpu")
+        other = devices[0] if len(shards) > 1 else (devices[0] + 1) % torch.cuda.device_count()
+        wrong = torch.device("cuda", other)
         return (*shards[:-1], shards[-1].to(wrong))
 
     with _scatter_changed(change):

@@ -10,7 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Call", "EndTest", "Explain", "Failure", "Meet", "Outcome", "Placeholder", "RankSpec", "Ready", "Rested", "Stop"]
+__all__ = [
+    "Call",
+    "EndTest",
+    "Explain",
+    "Failure",
+    "Meet",
+    "Outcome",
+    "Placeholder",
+    "RankSpec",
+    "Ready",
+    "Rested",
+    "Stop",
+]
 
 
 @dataclass(frozen=True)

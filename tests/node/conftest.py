@@ -22,7 +22,9 @@ def node() -> Iterator[int]:
         yield 4
 
 
-def _rank(index: int, size: int, store: str, backend: str | None, body: Callable[[int, int], object], results: object) -> None:
+def _rank(
+    index: int, size: int, store: str, backend: str | None, body: Callable[[int, int], object], results: object
+) -> None:
     torch.set_num_threads(1)
     try:
         with simulated_node(size):
@@ -44,9 +46,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., list[object]]:
         context = multiprocessing.get_context("fork")
         results = context.Queue()
         store = str(tmp_path / f"store-{len(list(tmp_path.iterdir()))}")
-        ranks = [
-            context.Process(target=_rank, args=(i, size, store, backend, body, results)) for i in range(size)
-        ]
+        ranks = [context.Process(target=_rank, args=(i, size, store, backend, body, results)) for i in range(size)]
         for rank in ranks:
             rank.start()
         try:

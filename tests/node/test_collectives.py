@@ -112,7 +112,9 @@ def refusals(rank, size):
         "host": refusal(lambda: dist.all_reduce(torch.ones(1))),
         "gaps": refusal(lambda: dist.all_reduce(torch.ones(4, 4, device="cuda")[:, :2])),
         "transposed": refusal(lambda: dist.broadcast(torch.ones(4, 2, device="cuda").t(), 0)),
-        "band": refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int32), op=dist.ReduceOp.BAND)),
+        "band": refusal(
+            lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int32), op=dist.ReduceOp.BAND)
+        ),
         "short": refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int16))),
     }
 

@@ -200,7 +200,9 @@ def test_copies_to_the_host_are_allowed():
     ],
 )
 def test_a_device_that_does_not_exist(call):
-    with pytest.raises(torch.AcceleratorError, match=r"^CUDA error: invalid device ordinal\nGPU device may be out of range"):
+    with pytest.raises(
+        torch.AcceleratorError, match=r"^CUDA error: invalid device ordinal\nGPU device may be out of range"
+    ):
         call()
     with pytest.raises(AssertionError, match="Invalid device id"):
         torch.cuda.get_device_properties(4)

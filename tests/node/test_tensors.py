@@ -136,7 +136,9 @@ def test_formatting_and_scalars():
 
 def test_no_numpy_from_a_device():
     t = torch.ones(2, device="cuda:0")
-    want = r"can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu\(\) to copy the tensor to host memory first."
+    want = (
+        r"can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu\(\) to copy the tensor to host memory first."
+    )
     for convert in (t.numpy, t.__array__):
         with pytest.raises(TypeError, match=want):
             convert()

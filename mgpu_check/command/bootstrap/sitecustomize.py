@@ -3,14 +3,21 @@
 It imports nothing of ours until then, and hands on to the ``sitecustomize`` that it stands before.
 """
 
+from __future__ import annotations
+
 import atexit
 import importlib.machinery
 import importlib.util
 import os
 import sys
 
+TYPE_CHECKING = False  # importing typing would slow down every Python that is started
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import ModuleType
 
-def _chain():
+
+def _chain() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     others = [path for path in sys.path if os.path.abspath(path or ".") != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -20,7 +27,7 @@ def _chain():
         spec.loader.exec_module(module)
 
 
-def _simulate():
+def _simulate() -> None:
     count, _, backing = os.environ["_MGPU_CHECK_SIMULATE"].partition(",")
     home = os.environ["_MGPU_CHECK_HOME"]
     added = home not in sys.path
@@ -39,7 +46,9 @@ def _simulate():
 class _AfterTorch:
     """Finds torch like the finders behind it, and has its loader call ``_simulate`` when the import is done."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
@@ -48,11 +57,11 @@ class _AfterTorch:
             return spec
         execute = spec.loader.exec_module
 
-        def exec_module(module):
+        def exec_module(module: ModuleType) -> None:
             execute(module)
             _simulate()
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
         return spec
 
 

@@ -36,9 +36,7 @@ _entering = threading.Lock()
 def _backing_device(backing: str) -> torch.device:
     valid = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if backing not in valid:
-        raise ValueError(
-            f"backing={backing!r} is no device of this machine; it must be one of: {', '.join(valid)}"
-        )
+        raise ValueError(f"backing={backing!r} is no device of this machine; it must be one of: {', '.join(valid)}")
     return torch.device(backing)
 
 

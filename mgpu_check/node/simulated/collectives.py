@@ -65,7 +65,15 @@ _FORMS = {
     "recv": _Form(out="tensor", peer=True),
     "irecv": _Form(out="tensor", peer=True),
 }
-_OF_OBJECTS = ["all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list", "monitored_barrier"]
+_OF_OBJECTS = [
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "monitored_barrier",
+]
 
 
 class _Inside(threading.local):
@@ -207,8 +215,7 @@ def _refuse(form: _Form, arguments: dict[str, object], group: dist.ProcessGroup 
                 raise ValueError("Tensors must be CUDA and dense")
             if tensor.dtype in _NO_NCCL_TYPE:
                 raise RuntimeError(
-                    "Input tensor data type is not supported for NCCL process group: "
-                    f"{_NO_NCCL_TYPE[tensor.dtype]}"
+                    f"Input tensor data type is not supported for NCCL process group: {_NO_NCCL_TYPE[tensor.dtype]}"
                 )
             if not form.peer:
                 listed = isinstance(value, (list, tuple))

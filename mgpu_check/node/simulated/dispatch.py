@@ -47,9 +47,7 @@ _operators: dict[object, _Operator] = {}
 def _inspect(func: torch._ops.OpOverload) -> _Operator:
     schema = func._schema
     name = schema.name
-    written = bool(schema.returns) and all(
-        r.alias_info is not None and r.alias_info.is_write for r in schema.returns
-    )
+    written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
     found = _Operator(
         call=kernels.KERNELS.get(name, func),
         fresh=not written and not name.startswith("c10d::"),

@@ -20,7 +20,39 @@ __all__ = ["install_factories"]
 Maker = Callable[..., torch.Tensor]
 
 # By name, as torch's versions differ in which they have.
-_FROM_SIZES = ["arange", "bartlett_window", "blackman_window", "empty", "empty_permuted", "empty_strided", "eye", "from_file", "full", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tril_indices", "triu_indices", "zeros", "normal"]
+_FROM_SIZES = [
+    "arange",
+    "bartlett_window",
+    "blackman_window",
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "from_file",
+    "full",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "sparse_bsc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_compressed_tensor",
+    "sparse_coo_tensor",
+    "sparse_csc_tensor",
+    "sparse_csr_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "normal",
+]
 _LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
 _FROM_DATA = ["tensor", "as_tensor", "asarray"]
 _RANDOM = frozenset(["rand", "randint", "randn", "randperm", "normal"])

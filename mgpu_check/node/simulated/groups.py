@@ -40,7 +40,9 @@ def nccl_alone(group: dist.ProcessGroup | None) -> bool:
     return "cpu" not in backends and any(name in _NCCL_NAMES for name in backends.values())
 
 
-def _helper(original: Callable[..., tuple[dist.ProcessGroup, c10d.Store]]) -> Callable[..., tuple[dist.ProcessGroup, c10d.Store]]:
+def _helper(
+    original: Callable[..., tuple[dist.ProcessGroup, c10d.Store]],
+) -> Callable[..., tuple[dist.ProcessGroup, c10d.Store]]:
     @functools.wraps(original)
     def new_group_helper(
         group_size: int,

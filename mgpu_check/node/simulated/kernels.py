@@ -63,9 +63,7 @@ def batch_norm_gather_stats(
     count: int,
 ) -> tuple[Tensor, Tensor]:
     counts = torch.full((mean.size(0),), float(count), dtype=mean.dtype, device=mean.device)
-    return batch_norm_gather_stats_with_counts(
-        x, mean, invstd, running_mean, running_var, momentum, eps, counts
-    )
+    return batch_norm_gather_stats_with_counts(x, mean, invstd, running_mean, running_var, momentum, eps, counts)
 
 
 def batch_norm_elemt(

@@ -64,6 +64,4 @@ def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
     for kind in (UninitializedParameter, UninitializedBuffer):
         patches.set(kind, "__new__", _new(kind.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))
-    patches.set(
-        LAZY, "materialize", _materialize(vars(LAZY)["materialize"], become)
-    )
+    patches.set(LAZY, "materialize", _materialize(vars(LAZY)["materialize"], become))

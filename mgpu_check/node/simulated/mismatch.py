@@ -20,9 +20,7 @@ from mgpu_check.node.simulated.tensor import SimulatedTensor, type_name
 __all__ = ["Decompose", "allows_scalars", "calibrate", "judge"]
 
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
-_INDEXING = frozenset(
-    {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"}
-)
+_INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
 _MASKED_FILL = frozenset({"masked_fill", "masked_fill_"})
 
 
@@ -87,9 +85,7 @@ def allows_scalars(func: torch._ops.OpOverload) -> bool:
     return full not in _rules().methods and name not in _rules().through
 
 
-def judge(
-    func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> Decompose | None:
+def judge(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Decompose | None:
     """Raise CUDA's error for these operands; return None where they may meet after all.
 
     NotImplemented: a tensor type that has its own dispatch is among them, and it decides. :class:`Decompose`: see there.
@@ -139,9 +135,7 @@ def judge(
     return None
 
 
-def _operands(
-    func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]
-) -> list[_Operand]:
+def _operands(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Operand]:
     found: list[_Operand] = []
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -199,8 +193,7 @@ def _check_iterator(operands: list[_Operand]) -> None:
                 raise RuntimeError("Trying to pass too many CPU scalars to non-CPU kernel!")
             continue
         raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{common} and {o.device}!"
+            f"Expected all tensors to be on the same device, but found at least two devices, {common} and {o.device}!"
         )
 
 
@@ -222,12 +215,8 @@ def _check_indexing(operands: list[_Operand]) -> None:
     home = next(o.device for o in operands if o.name == "self")
     for o in operands:
         if o.name == "indices" and o.device.type != "cpu" and o.device != home:
-            raise RuntimeError(
-                f"indices should be either on cpu or on the same device as the indexed tensor ({home})"
-            )
-    rest = [
-        o for o in operands if o.name != "indices" and not (o.name == "values" and o.tensor.dim() == 0)
-    ]
+            raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({home})")
+    rest = [o for o in operands if o.name != "indices" and not (o.name == "values" and o.tensor.dim() == 0)]
     if len({o.device for o in rest}) > 1:
         _check_iterator(rest)
 
@@ -241,11 +230,7 @@ def _check_convolution(operands: list[_Operand]) -> None:
             continue
         if other.device.type == image.device.type:
             _check_arguments(operands, "wrapper_CUDA__cudnn_convolution", {})
-        tail = (
-            f" or input should be a MKLDNN tensor and {name} is a dense tensor"
-            if image.device.type == "cpu"
-            else ""
-        )
+        tail = f" or input should be a MKLDNN tensor and {name} is a dense tensor" if image.device.type == "cpu" else ""
         raise RuntimeError(
             f"Input type ({type_name(image.tensor)}) and {name} type ({type_name(other.tensor)}) should be the same{tail}"
         )

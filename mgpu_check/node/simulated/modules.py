@@ -91,7 +91,9 @@ def _attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     """The check that ``scaled_dot_product_attention`` makes of its operands before anything else."""
 
     @functools.wraps(original)
-    def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def attention(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
+    ) -> torch.Tensor:
         if not query.device == key.device == value.device:
             raise RuntimeError(
                 "Expected query, key, and value to have the same device type, but got query.device: "
@@ -117,6 +119,4 @@ def install_modules(patches: Patches) -> None:
     patches.set(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         module = importlib.import_module(name)  # torch.optim hides the name of its submodule
-        patches.set(
-            module, "_foreach_supported_types", [*module._foreach_supported_types, SimulatedTensor]
-        )
+        patches.set(module, "_foreach_supported_types", [*module._foreach_supported_types, SimulatedTensor])

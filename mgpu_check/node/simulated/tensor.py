@@ -141,9 +141,7 @@ class SimulatedTensor(torch.Tensor):
         hooks: OrderedDict[int, RemovableHandle] = OrderedDict()
         if self.layout is not _strided:
             return _of_sparse, (to_real(self.detach()), str(self._dev), self.requires_grad)
-        storage = torch.storage.TypedStorage(
-            wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True
-        )
+        storage = torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
         shape = (storage, self.storage_offset(), tuple(self.size()), self.stride())
         if getattr(self, "_is_param", False):
             data = _on_storage(self, self.untyped_storage())

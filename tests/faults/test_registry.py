@@ -1,0 +1,61 @@
+"""The register of faults, and that planting one leaves nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_check.faults.registry import PROPERTIES, all_faults, fault, planted, replaced
+
+
+def test_every_property_has_at_least_four_faults():
+    counts = {name: sum(f.property == name for f in all_faults().values()) for name in PROPERTIES}
+    assert min(counts.values()) >= 4, counts
+
+
+def test_names_and_summaries_are_for_people():
+    for name, one in all_faults().items():
+        assert name == one.name == one.name.lower()
+        assert "_" not in name
+        assert one.summary
+        assert not one.summary.endswith(".")
+
+
+def test_an_unknown_fault_is_named_with_the_valid_ones():
+    with pytest.raises(ValueError, match="fault 'no-such' is unknown; choose one of .*shards-swapped"), planted("no-such"):
+        pass
+
+
+def test_an_unknown_property_is_refused():
+    with pytest.raises(ValueError, match="property='speed' is unknown; choose one of fixtures"):
+        fault("speed", "it is slow")
+
+
+def test_two_faults_of_one_name_are_refused():
+    def shards_swapped():
+        yield
+
+    with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
+        all_faults()
+        fault("scatter", "another")(shards_swapped)
+
+
+class Owner:
+    @staticmethod
+    def static() -> int:
+        return 1
+
+
+class Heir(Owner):
+    pass
+
+
+def test_replaced_puts_back_what_was_there():
+    before = vars(Owner)["static"]
+    with replaced(Owner, "static", staticmethod(lambda: 2)):
+        assert Owner.static() == 2
+    assert vars(Owner)["static"] is before
+    with replaced(Heir, "static", staticmethod(lambda: 3)):
+        assert Heir.static() == 3
+    assert "static" not in vars(Heir)
+    with pytest.raises(AttributeError), replaced(Owner, "absent", 1):
+        pass
