@@ -173,6 +173,7 @@ def main(argv: list[str]) -> None:
         server.serve()
     finally:
         server.end()
+        os._exit(0)  # pytest waits for the end of this process, and torch takes a while to take itself apart
 
 
 if __name__ == "__main__":
