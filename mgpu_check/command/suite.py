@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.report.progress import Progress
 from mgpu_check.settings import OPTIONS
+
+_HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
 __all__ = ["asks_for_gpus", "main", "run"]
 
@@ -35,4 +38,11 @@ def run(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
     ini = Path(mgpu_check.suite.__file__).with_name("pytest.ini")
     # Named, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set here as everywhere.
     ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider", "--pyargs", "mgpu_check.suite"]
-    return int(pytest.main([*ours, *arguments], plugins=list(plugins)))
+    with tempfile.TemporaryDirectory(prefix="mgpu-check-") as directory:
+        # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
+        kept = os.environ.setdefault(_HYPOTHESIS_HOME, directory)
+        try:
+            return int(pytest.main([*ours, *arguments], plugins=list(plugins)))
+        finally:
+            if kept == directory:
+                del os.environ[_HYPOTHESIS_HOME]

@@ -13,6 +13,9 @@ __all__ = ["Progress"]
 
 _INTERVAL = 0.1
 
+# pytest's own, so that its last line counts as ever.
+_CATEGORIES = {"passed": "passed", "FAILED": "failed", "skipped": "skipped", "known defect": "xfailed"}
+
 
 class Progress:
     """A pytest plugin that replaces pytest's dots."""
@@ -73,10 +76,11 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """No letter for a check that passed or failed: this plugin has said it."""
-        if report.when != "call" or hasattr(report, "wasxfail") or report.outcome == "skipped":
+        """No letter for a check: this plugin says in words how it went."""
+        row = row_of(report)
+        if row is None or row.result.startswith("ERROR"):
             return None
-        return report.outcome, "", report.outcome.upper()
+        return _CATEGORIES[row.result], "", row.result
 
     def _count(self) -> None:
         self._running = True
