@@ -21,7 +21,10 @@ def test_names_and_summaries_are_for_people():
 
 
 def test_an_unknown_fault_is_named_with_the_valid_ones():
-    with pytest.raises(ValueError, match=r"fault 'no-such' is unknown; choose one of .*shards-swapped"), planted("no-such"):
+    with (
+        pytest.raises(ValueError, match=r"fault 'no-such' is unknown; choose one of .*shards-swapped"),
+        planted("no-such"),
+    ):
         pass
 
 
