@@ -1,28 +1,24 @@
-"""Which tests run in another process, in which one, and how they get there."""
+"""How a test gets to the process where it runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
 from mgpu_check.errors import RankHang
+from mgpu_check.needs import Needs
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.pool import CannotTravel
 from mgpu_check.ranks.transport import ORIGINAL
 from mgpu_check.session import GpuSession, abandoning
 from mgpu_check.shipping import bare, by_value
 
-__all__ = ["SIZE_PARAMETER", "Absent", "Needs", "needs_of", "running", "sizes_of"]
-
-SIZE_PARAMETER = "world_size_of_ranks"
-"""The parameter by which a test with several sizes in its `ranks` mark becomes one test per size."""
+__all__ = ["Absent", "running"]
 
 BOUND_TO_PYTEST = frozenset(
     {"request", "monkeypatch", "capsys", "capfd", "capsysbinary", "capfdbinary", "caplog", "recwarn", "pytester"}
@@ -56,100 +52,6 @@ class Absent(protocol.Placeholder):
             f"fixture {self.name!r} has its value in the test's body only, which runs in another process; "
             "the pytest process touches no device, so other fixtures cannot use it"
         )
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a test asks for.
-
-    Attributes:
-        where: "ranks" and "node" say where its body runs; "parent" is a test that calls `ranks.run` itself.
-        count: devices it needs; 0 for all there are.
-    """
-
-    where: Literal["ranks", "node", "parent"]
-    count: int
-    backend: str | None = None
-    timeout: float | None = None
-
-
-def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
-    """The world sizes of a `ranks` mark, empty for all devices.
-
-    Raises:
-        pytest.UsageError: an argument is wrong.
-    """
-    unknown = mark.kwargs.keys() - {"backend", "timeout"}
-    if unknown:
-        raise pytest.UsageError(
-            f"mark ranks: unknown argument {unknown.pop()!r}; it takes sizes, backend= and timeout="
-        )
-    return tuple(_count("ranks", size) for size in mark.args)
-
-
-def _count(mark: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise pytest.UsageError(f"mark {mark}: {value!r} is not a number of devices; write whole numbers of at least 1")
-    return value
-
-
-def needs_of(item: pytest.Item) -> Needs | None:
-    """What `item` asks for, None where it is none of ours.
-
-    Raises:
-        pytest.UsageError: its marks and fixtures contradict each other.
-    """
-    if not isinstance(item, pytest.Function):
-        return None
-    arguments = set(item._fixtureinfo.argnames)
-    ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
-    if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
-        return None
-    if ranks_mark is None and "rank" in arguments:
-        raise pytest.UsageError("fixture 'rank' exists in tests that run on ranks; mark the test @pytest.mark.ranks(2)")
-    if ranks_mark is not None and (gpus_mark is not None or arguments & {"gpus", "ranks"}):
-        raise pytest.UsageError(
-            "a test marked 'ranks' runs on every rank and has only its own device; "
-            "it cannot use the fixtures 'gpus' or 'ranks', or the mark 'gpus'"
-        )
-    if "ranks" in arguments and "gpus" in arguments:
-        raise pytest.UsageError(
-            "a test runs either in the node process (fixture 'gpus') or starts ranks ('ranks'), not both"
-        )
-    if (ranks_mark or gpus_mark or "gpus" in arguments) and _no_plain_function(item):
-        raise pytest.UsageError(
-            "the marks 'ranks' and 'gpus' and the fixture 'gpus' are for plain test functions and methods of plain "
-            "classes, not for coroutines, generators or unittest.TestCase"
-        )
-    if ranks_mark is not None:
-        sizes = sizes_of(ranks_mark)
-        size: Any = item.callspec.params.get(SIZE_PARAMETER, 0) if hasattr(item, "callspec") else 0
-        return Needs(
-            "ranks", size or (sizes[0] if sizes else 0), ranks_mark.kwargs.get("backend"), _timeout(ranks_mark)
-        )
-    count = 0
-    if gpus_mark is not None:
-        if len(gpus_mark.args) != 1 or gpus_mark.kwargs:
-            raise pytest.UsageError("mark gpus: it takes one argument, the number of devices: @pytest.mark.gpus(2)")
-        count = _count("gpus", gpus_mark.args[0])
-    return Needs("parent" if "ranks" in arguments else "node", count)
-
-
-def _timeout(mark: pytest.Mark) -> float | None:
-    timeout = mark.kwargs.get("timeout")
-    if timeout is not None and (not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0):
-        raise pytest.UsageError(f"mark ranks: timeout={timeout!r} is not valid; write a number of seconds above 0")
-    return timeout
-
-
-def _no_plain_function(item: pytest.Function) -> bool:
-    function = item.function
-    return (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-        or type(item).__name__ == "TestCaseFunction"
-    )
 
 
 @contextlib.contextmanager

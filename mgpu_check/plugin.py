@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mgpu_check.needs import SIZE_PARAMETER, Needs, needs_of, sizes_of
 from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
 
 if TYPE_CHECKING:
-    from mgpu_check.items import Absent, Needs
+    from mgpu_check.items import Absent
     from mgpu_check.session import GpuSession, Ranks
 
 SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
@@ -114,16 +115,12 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(mark.args) > 1:
-        from mgpu_check.items import SIZE_PARAMETER, sizes_of
-
         sizes = sizes_of(mark)
         metafunc.fixturenames.append(SIZE_PARAMETER)
         metafunc.parametrize(SIZE_PARAMETER, sizes, ids=[f"ranks={size}" for size in sizes])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from mgpu_check.items import needs_of
-
     for item in items:
         try:
             needs = needs_of(item)

@@ -6,16 +6,15 @@ import contextlib
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from mgpu_check.node.inventory import Device
-from mgpu_check.ranks.launcher import LocalLauncher
-from mgpu_check.ranks.pool import RankPool
-from mgpu_check.ranks.world import Abandoned
 from mgpu_check.settings import Settings
-from mgpu_check.shipping import Shipped
+
+if TYPE_CHECKING:
+    from mgpu_check.ranks.pool import RankPool
 
 __all__ = ["GpuSession", "Ranks", "TooFewDevices", "abandoning"]
 
@@ -74,6 +73,8 @@ class Ranks:
 @contextlib.contextmanager
 def abandoning() -> Iterator[None]:
     """Let a test, or an example, that all ranks have abandoned be abandoned in this process too."""
+    from mgpu_check.ranks.world import Abandoned
+
     try:
         yield
     except Abandoned as abandoned:
@@ -123,6 +124,11 @@ class GpuSession:
         return self._pool
 
     def _new_pool(self, devices: int) -> RankPool:
+        # Here, because every pytest run where this package is installed makes a session, and few need ranks.
+        from mgpu_check.ranks.launcher import LocalLauncher
+        from mgpu_check.ranks.pool import RankPool
+        from mgpu_check.shipping import Shipped
+
         return RankPool(
             LocalLauncher(_PRELOAD, simulated=self.settings.simulate is not None),
             devices,

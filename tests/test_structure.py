@@ -26,6 +26,7 @@ LEVELS = [
     {"faults"},
     {"in_rank", "shipping", "session", "report"},
     {"suite"},
+    {"needs"},
     {"items"},
     {"plugin"},
     {"command"},

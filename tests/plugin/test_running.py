@@ -219,6 +219,32 @@ def test_misuse_is_refused_by_name(run, pytester):
     )
 
 
+def test_names_that_the_user_gives_to_something_else_are_theirs(run, pytester):
+    pytester.makeconftest(
+        """
+        import pytest
+
+        @pytest.fixture
+        def gpus():
+            return "mine"
+        """
+    )
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("rank", [0, 1])
+        def test_parameter(rank):
+            assert rank in (0, 1)
+
+        def test_fixture(gpus):
+            assert gpus == "mine"
+        """
+    )
+    run().assert_outcomes(passed=3)
+    run(*GPUS).assert_outcomes(passed=3)
+
+
 def test_no_test_poisons_the_next(run, pytester):
     pytester.makepyfile(
         """
