@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
 from typing import Any
 
 import pytest
@@ -57,7 +59,7 @@ class Absent(protocol.Placeholder):
 @contextlib.contextmanager
 def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
     """For the time of the context, calling `item.obj` runs the test where it belongs."""
-    modules = [item.module, *_conftests(item.config)]
+    modules = [*_home(item.module), *_conftests(item.config)]
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
     with by_value(modules), _settings_for_ranks(item):
@@ -75,6 +77,17 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
                 item.obj = original
             else:
                 handle.inner_test = original
+
+
+def _home(module: types.ModuleType) -> list[types.ModuleType]:
+    """The test's module, and the package where it and its helpers are if no other process could import that.
+
+    With ``--import-mode=importlib``, or where the tests stand beside an installed package, it is in `sys.modules` only.
+    """
+    package = sys.modules.get(module.__name__.partition(".")[0])
+    if package is None or package is module or PathFinder.find_spec(package.__name__, sys.path) is not None:
+        return [module]
+    return [module, package]
 
 
 def _conftests(config: pytest.Config) -> list[types.ModuleType]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -16,13 +17,15 @@ from mgpu_check.ranks import Rank
 from mgpu_check.ranks.launcher import LocalLauncher
 from mgpu_check.ranks.pool import RankPool
 from mgpu_check.recipes import models
+from mgpu_check.shipping import by_value
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    pool = RankPool(LocalLauncher(), devices=4, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), devices=4, simulate="cpu", timeout=30.0)
     pool.begin_test()
-    yield pool
+    with by_value([sys.modules[__name__]]):
+        yield pool
     pool.end_test(failed=True)
     pool.close()
 
