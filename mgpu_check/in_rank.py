@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
 from mgpu_check.ranks.worker import EXPLAIN, without_engine
+from mgpu_check.shipping import Filter, Shipped
 
 __all__ = ["call"]
 
@@ -28,11 +30,11 @@ _SIMULATION = Path(__file__).parent / "node" / "simulated"
 _LINES, _CHARACTERS = 12, 1200
 
 
-def call(function: Callable[..., Any], fault: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function`, with the planted fault of that name in the process if one is given."""
+def call(sent: Shipped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the function that was sent, as pytest would call it."""
     try:
-        with _explained_assertions(), _fault(fault):
-            return function(*args, **kwargs)
+        with _explained_assertions(), _filtered(sent.filters), _fault(sent.fault):
+            return sent.function(*args, **kwargs)
     except BaseException as error:
         with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
             setattr(error, EXPLAIN, functools.partial(_render, error))
@@ -47,6 +49,15 @@ def _explained_assertions() -> Iterator[None]:
         yield
     finally:
         util._reprcompare = None
+
+
+@contextlib.contextmanager
+def _filtered(filters: tuple[Filter, ...]) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        for action, message, category, module, line in reversed(filters):
+            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+        yield
 
 
 class _Config:

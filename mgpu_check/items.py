@@ -112,7 +112,7 @@ def _sent(
     size = 0 if needs.where == "node" else needs.count or pool.devices
     pool.prepare(size, needs.backend)
     try:
-        function = pool.function(bare(original))
+        function = pool.function(bare(original), reused=True)
     except CannotTravel as error:
         raise pytest.UsageError(str(error)) from None
 

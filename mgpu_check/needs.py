@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
 __all__ = ["SIZE_PARAMETER", "Needs", "needs_of", "sizes_of"]
 
@@ -59,7 +60,7 @@ def needs_of(item: pytest.Item) -> Needs | None:
     """
     if not isinstance(item, pytest.Function):
         return None
-    arguments = {name for name in item._fixtureinfo.argnames if _is_our_fixture(item, name)}
+    arguments = {name for name in item._fixtureinfo.names_closure if _is_our_fixture(item, name)}
     ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
     if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
         return None
@@ -114,5 +115,5 @@ def _no_plain_function(item: pytest.Function) -> bool:
         inspect.iscoroutinefunction(function)
         or inspect.isgeneratorfunction(function)
         or inspect.isasyncgenfunction(function)
-        or type(item).__name__ == "TestCaseFunction"
+        or isinstance(item, TestCaseFunction)
     )

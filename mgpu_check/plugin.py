@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mgpu_check.errors import RankFailure
 from mgpu_check.needs import SIZE_PARAMETER, Needs, needs_of, sizes_of
 from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
 
@@ -53,12 +54,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
     """Let ``--simulate tests/`` mean what it looks like: the option's value is optional, and is no path."""
-    for index, argument in enumerate(args):
-        if argument == "--simulate":
-            following = args[index + 1] if index + 1 < len(args) else ""
-            if not re.fullmatch(r"cpu|cuda:\d+", following):
-                args[index] = "--simulate=cpu"
-    early_config.known_args_namespace = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
+    alone = [
+        index
+        for index, argument in enumerate(args)
+        if argument == "--simulate" and not re.fullmatch(r"cpu|cuda:\d+", "".join(args[index + 1 : index + 2]))
+    ]
+    if not alone:
+        return
+    for index in alone:
+        args[index] = "--simulate=cpu"
+    known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
+    # pytest has set it since it parsed the arguments itself: without it, conftests above the root would be loaded.
+    known.confcutdir = early_config.known_args_namespace.confcutdir
+    early_config.known_args_namespace = known
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -115,7 +123,10 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
     if mark is not None and len(mark.args) > 1:
-        sizes = sizes_of(mark)
+        try:
+            sizes = tuple(dict.fromkeys(sizes_of(mark)))
+        except pytest.UsageError:
+            return  # told as an error of this test, not of the whole collection
         metafunc.fixturenames.append(SIZE_PARAMETER)
         metafunc.parametrize(SIZE_PARAMETER, sizes, ids=[f"ranks={size}" for size in sizes])
 
@@ -167,15 +178,21 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
             return (yield)
     except pytest.UsageError as error:
         misuse = str(error)
+    except RankFailure as error:
+        mark = pyfuncitem.get_closest_marker("xfail")
+        if mark is None or not mark.kwargs.get("raises") or error.__cause__ is None:
+            raise
+        raise error.__cause__ from None  # what was expected is the error of the rank
     pytest.fail(misuse, pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    result = yield
-    if NEEDS in item.stash:
-        item.config.stash[SESSION].end_test(failed=item.stash.get(FAILED, True))
-    return result
+    try:
+        return (yield)
+    finally:
+        if NEEDS in item.stash:
+            item.config.stash[SESSION].end_test(failed=item.stash.get(FAILED, True))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -189,9 +206,10 @@ def pytest_runtest_makereport(
     session = item.config.stash[SESSION]
     if call.when == "setup":
         failures.add_identity(item)
+    if call.when == "call" or call.excinfo is not None:
+        failures.add_output(item, session, call.when)
     if call.when == "call":
         item.stash[FAILED] = call.excinfo is not None
-        failures.add_output(item, session)
         failures.add_properties(item, session)
     report = yield
     failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")

@@ -69,6 +69,9 @@ class Ranks:
     def __repr__(self) -> str:
         return f"<{self.size} ranks>"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("ranks.run is for the pytest process; inside a rank, call the function itself")
+
 
 @contextlib.contextmanager
 def abandoning() -> Iterator[None]:
@@ -127,14 +130,14 @@ class GpuSession:
         # Here, because every pytest run where this package is installed makes a session, and few need ranks.
         from mgpu_check.ranks.launcher import LocalLauncher
         from mgpu_check.ranks.pool import RankPool
-        from mgpu_check.shipping import Shipped
+        from mgpu_check.shipping import Shipped, warning_filters
 
         return RankPool(
             LocalLauncher(_PRELOAD, simulated=self.settings.simulate is not None),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
-            wrap=lambda function: Shipped(function, self.fault),
+            wrap=lambda function: Shipped(function, self.fault, warning_filters()),
         )
 
     def count_devices(self) -> None:
@@ -223,6 +226,10 @@ class GpuSession:
     def _note_deaths(self) -> None:
         if self._pool is not None:
             self.deaths += [f"{line} (the last test was {self._last})" for line in self._pool.died_idle()]
+
+    def output(self) -> list[tuple[str, str, str]]:
+        """What the ranks of this test wrote: (process, stream, text)."""
+        return [] if self._pool is None else self._pool.output()
 
     def close(self) -> None:
         """End all processes of the run."""

@@ -5,26 +5,47 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-__all__ = ["Shipped", "bare", "by_value"]
+__all__ = ["Shipped", "bare", "by_value", "warning_filters"]
+
+
+Filter = tuple[str, str, type[Warning], str, int]
+"""Arguments of `warnings.filterwarnings`: action, message, category, module, line."""
+
+
+def warning_filters() -> tuple[Filter, ...]:
+    """Those of now, which pytest sets for each test, from its options and marks. The first of them counts."""
+    found: list[Any] = []
+    for action, message, category, module, line in warnings.filters:
+        # A pattern, or for the interpreter's own a plain text, or nothing.
+        texts = [getattr(part, "pattern", part) or "" for part in (message, module)]
+        # What is shown always here would fill the output of every rank with the same line for every example.
+        found.append(("default" if action in ("always", "all") else action, texts[0], category, texts[1], line))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A function as the ranks call it: by pytest's rules for assertions, with a planted fault where one is set."""
+    """A function as the ranks call it: by pytest's rules for assertions and warnings.
+
+    Attributes:
+        fault: name of a planted fault to have in the process meanwhile, or None.
+    """
 
     function: Callable[..., Any]
     fault: str | None
+    filters: tuple[Filter, ...]
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check import in_rank  # in the rank: it imports torch
 
-        return in_rank.call(self.function, self.fault, args, kwargs)
+        return in_rank.call(self, args, kwargs)
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -32,7 +32,13 @@ LEVELS = [
     {"command"},
     {"__main__"},
 ]
-WITHIN_A_LEVEL = {("ranks", "node"), ("shipping", "in_rank"), ("session", "shipping"), ("report", "session")}
+WITHIN_A_LEVEL = {
+    ("ranks", "node"),
+    ("shipping", "in_rank"),
+    ("in_rank", "shipping"),
+    ("session", "shipping"),
+    ("report", "session"),
+}
 # In the rank, a function that was sent with a planted fault plants it; in the report, a plugin of the command is told of
 # the session by the key under which the plugin keeps it.
 EXCEPTIONS = {("report", "plugin")}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,13 +17,18 @@ __all__ = ["assert_gather_differentiable", "assert_scalars_stacked", "assert_sca
 
 
 def assert_scatter_differentiable(
-    batch: torch.Tensor, weights: torch.Tensor, devices: Sequence[torch.device], dim: int
+    batch: torch.Tensor,
+    weights: torch.Tensor,
+    devices: Sequence[torch.device],
+    dim: int,
+    used: Collection[int] | None = None,
 ) -> None:
     """Assert that the gradient of sum(batch · weights), computed from the shards, is `weights`, where `batch` is.
 
     Args:
         batch, weights: same shape, floats; `batch` may be on any device, `weights` on the CPU. The gradient is a copy
             of the weights, so it is compared bit for bit.
+        used: which shards the loss is computed from, modulo how many there are (None: all); the others get zeros.
 
     Raises:
         ShardError: naming the element of the gradient, what was expected and got.
@@ -33,10 +38,12 @@ def assert_scatter_differentiable(
     shards = nn.parallel.scatter(leaf, devices, dim)
     sizes = [shard.shape[dim] for shard in shards]
     parts = weights.split(sizes, dim)
-    terms = [(shard * part.to(shard.device)).sum().to(devices[0]) for shard, part in zip(shards, parts, strict=True)]
+    chosen = {i % len(shards) for i in (range(len(shards)) if used is None else used)}
+    terms = [(shards[i] * parts[i].to(shards[i].device)).sum().to(devices[0]) for i in sorted(chosen)]
+    expected = torch.cat([part if i in chosen else torch.zeros_like(part) for i, part in enumerate(parts)], dim)
     with _torchs_own_warnings():
         torch.stack(terms).sum().backward()
-    _require("scatter", leaf, weights, 0)
+    _require("scatter", leaf, expected, 0)
 
 
 def assert_gather_differentiable(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
 
 def asks_for_gpus(arguments: Sequence[str]) -> bool:
     """Whether the command line, or the environment, says how many devices to use."""
-    given = any(argument.partition("=")[0] == "--gpus" for argument in arguments)
+    also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    given = any(argument.partition("=")[0] == "--gpus" for argument in [*arguments, *also])
     return given or OPTIONS["gpus"].variable in os.environ
 
 

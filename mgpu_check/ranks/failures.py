@@ -94,6 +94,8 @@ def error_of(endings: Mapping[int, Ending], who: Who, doing: str, timeout: float
     died = {rank: end for rank, end in endings.items() if isinstance(end, Died)}
     raised = {rank: end for rank, end in endings.items() if isinstance(end, Raised)}
     interrupted = {rank: end for rank, end in endings.items() if isinstance(end, Interrupted)}
+    if raised or died:
+        timeout = None  # the others were waited for until the deadline, but that is not the story
     finished = [rank for rank, end in endings.items() if isinstance(end, Finished)]
 
     headlines: list[str] = []

@@ -9,6 +9,7 @@ the parent, however the parent ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -127,6 +128,7 @@ def _kill_group(pid: int) -> None:
 def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
     """Leave the server's life behind and become a rank. Does not return."""
     code = 70
+    server.children.clear()  # they are not this process's, whatever becomes of it
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -148,8 +150,9 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(BaseException):  # the test may have closed them; the exit must be reached
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 

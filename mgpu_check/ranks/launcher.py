@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -12,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mgpu_check.errors import StartupFailure
+from mgpu_check.ranks.forkserver import FORK
 from mgpu_check.ranks.process import Process
 
 __all__ = ["PRELOAD", "Launcher", "LocalLauncher"]
@@ -35,6 +38,17 @@ SIMULATION = "mgpu_check.node.simulated:prepare"
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
 
+_started: weakref.WeakSet[LocalLauncher] = weakref.WeakSet()
+
+
+def _release_all() -> None:
+    for launcher in _started:
+        launcher._release()
+
+
+os.register_at_fork(after_in_child=_release_all)
+
+
 class Launcher(Protocol):
     """Starts processes that run `mgpu_check.ranks.worker.main`, and tells how they end."""
 
@@ -44,8 +58,8 @@ class Launcher(Protocol):
     def launch(self) -> Process:
         """A new process, connected."""
 
-    def fileno(self) -> int:
-        """Readable when a process has ended; then `collect` is to be called."""
+    def waitables(self) -> list[int]:
+        """File descriptors that are readable when a process has ended; then `collect` is to be called."""
 
     def collect(self) -> None:
         """Record the exit codes that have arrived in their `Process`."""
@@ -92,6 +106,7 @@ class LocalLauncher:
                 start_new_session=True,  # the terminal's Ctrl-C is for pytest, which then ends the server
             )
         self._control = ours
+        _started.add(self)
 
     def launch(self) -> Process:
         self.start()
@@ -100,31 +115,37 @@ class LocalLauncher:
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
-            files = [undo.enter_context(tempfile.TemporaryFile(mode="a+b", buffering=0)) for _ in range(3)]
+            files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(3)]
+            for file in files:
+                # Several processes may write, and `Process.mark_output` truncates.
+                fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
             try:
-                socket.send_fds(self._control, [b"F"], [theirs.fileno(), *(file.fileno() for file in files)])
+                socket.send_fds(self._control, [FORK], [theirs.fileno(), *(file.fileno() for file in files)])
             except OSError:
-                raise StartupFailure(f"the fork server ended: {self._end_of_server()}\n{self._log_text()}") from None
+                raise self._lost() from None
             message = self._next_message(_START_TIMEOUT, wanted="forked")
             undo.pop_all()
         process = Process(message["pid"], Connection(ours.detach()), files[0], files[1], files[2])
         self._processes[process.pid] = process
         return process
 
-    def fileno(self) -> int:
-        assert self._control is not None, "fileno of a launcher that was not started"
-        return self._control.fileno()
+    def waitables(self) -> list[int]:
+        return [] if self._control is None else [self._control.fileno()]
 
     def collect(self) -> None:
-        assert self._control is not None
-        while select.select([self._control], [], [], 0)[0]:
-            self._receive()
+        try:
+            while self._control is not None and select.select([self._control], [], [], 0)[0]:
+                self._receive()
+        except StartupFailure:
+            pass  # the server is gone, and the ranks with it: their connections tell; the next launch starts a new one
 
     def close(self) -> None:
         if self._server is None or self._control is None:
             return
         for process in self._processes.values():
             process.kill()
+        # Not closed only: a process that was forked from this one may hold it, too.
+        self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._server.wait(5.0 if self._ready else 0.0)
@@ -132,13 +153,33 @@ class LocalLauncher:
             # It still imports, and has no children yet; or it is stuck, and its children die with it.
             self._server.kill()
             self._server.wait()
+        self._forget()
+
+    def _forget(self) -> None:
         self._processes.clear()
-        assert self._log is not None
-        self._log.close()
-        self._server = None
-        self._control = None
+        if self._log is not None:
+            self._log.close()
+        self._server = self._control = self._log = None
         self._ready = False
         self._lines = b""
+
+    def _lost(self) -> StartupFailure:
+        """The server has ended: let the next launch start another. What to raise meanwhile."""
+        failure = StartupFailure(f"the fork server ended: {self._end_of_server()}\n{self._log_text()}")
+        if self._control is not None:
+            self._control.close()
+        if self._server is not None and self._server.poll() is None:
+            self._server.kill()
+            self._server.wait()
+        self._forget()
+        return failure
+
+    def _release(self) -> None:
+        """In a process that was forked from this one: hold nothing by which the server knows that this one lives."""
+        if self._control is not None:
+            self._control.close()
+        for process in self._processes.values():
+            process.connection.close()
 
     def _await_ready(self) -> None:
         if not self._ready:
@@ -168,7 +209,7 @@ class LocalLauncher:
         assert self._control is not None
         data = self._control.recv(65536)
         if not data:
-            raise StartupFailure(f"the fork server ended: {self._end_of_server()}\n{self._log_text()}")
+            raise self._lost()
         self._lines += data
         while take and (message := self._pop()) is not None:
             self._note(message)

@@ -7,16 +7,16 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from mgpu_check.ranks import protocol, transport
 from mgpu_check.ranks.failures import NODE
 from mgpu_check.ranks.launcher import Launcher
-from mgpu_check.ranks.world import World
+from mgpu_check.ranks.world import Function, World
 
-__all__ = ["CannotTravel", "Function", "RankPool", "Usage"]
+__all__ = ["CannotTravel", "RankPool"]
 
 # Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
@@ -24,23 +24,6 @@ _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
 
 class CannotTravel(TypeError):
     """A function, or an argument of a call, cannot be pickled."""
-
-
-@dataclass(frozen=True)
-class Function:
-    """A function, pickled once for all the calls of a test."""
-
-    key: str
-    pickled: bytes
-    name: str
-
-
-@dataclass
-class Usage:
-    """What the current test has used, for reports."""
-
-    calls: int = 0
-    sizes: set[int] = field(default_factory=set)
 
 
 class RankPool:
@@ -64,7 +47,8 @@ class RankPool:
         self.devices = devices
         self.timeout = timeout
         self.wrap = wrap
-        self.usage = Usage()
+        self.sizes: set[int] = set()
+        self._lock = threading.RLock()  # calls from several threads wait for each other
         self._launcher = launcher
         self._simulate = simulate
         self._worlds: dict[tuple[int, str | None], World] = {}
@@ -77,8 +61,11 @@ class RankPool:
         """Begin to come up, in the background."""
         self._launcher.start()
 
-    def function(self, function: Callable[..., Any]) -> Function:
+    def function(self, function: Callable[..., Any], reused: bool = False) -> Function:
         """Pickle `function`, by value where it cannot be imported elsewhere.
+
+        Args:
+            reused: it will be called many times in this test.
 
         Raises:
             CannotTravel: it, or something that it refers to, cannot be pickled.
@@ -86,7 +73,7 @@ class RankPool:
         name = getattr(function, "__name__", type(function).__name__)
         self._functions += 1
         try:
-            return Function(str(self._functions), transport.dumps(self.wrap(function)), name)
+            return Function(str(self._functions), transport.dumps(self.wrap(function)), name, reused)
         except Exception as error:
             raise CannotTravel(
                 f"{name} cannot run in another process: it refers to {_culprit_of(function) or error}; "
@@ -144,18 +131,12 @@ class RankPool:
             raise CannotTravel(
                 f"{function.name} cannot be called in another process: argument {_culprit(args, kwargs) or error}"
             ) from error
-        world = self._world(size, backend)
-        self.usage.calls += 1
-        if size:
-            self.usage.sizes.add(size)
-        results = world.run(function.key, function.pickled, arguments, tuple(sys.path), timeout, doing=function.name)
+        with self._lock:
+            world = self._world(size, backend)
+            if size:
+                self.sizes.add(size)
+            results = world.run(function, arguments, _surroundings(self._simulate), timeout)
         return [transport.loads(result) for result in results]
-
-    def on_node(
-        self, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], timeout: float | None
-    ) -> Any:
-        """Call in the node process, which sees all devices; its result."""
-        return self.call(function, args, kwargs, size=0, timeout=timeout)[0]
 
     def in_fresh_process(self, fn: Callable[[], Any]) -> Any:
         """Call `fn` in a process of its own, on this machine as it is, without a simulated node; its result."""
@@ -163,14 +144,15 @@ class RankPool:
         try:
             function = self.function(fn)
             arguments = transport.dumps(((), {}))
-            (result,) = world.run(function.key, function.pickled, arguments, tuple(sys.path), 300.0, function.name)
+            (result,) = world.run(function, arguments, _surroundings(None), 300.0)
             return transport.loads(result)
         finally:
             world.discard()
 
     def prepare(self, size: int, backend: str | None = None) -> None:
         """Have the world of `size` (0: the node process) up, so that it does not count as time of a test."""
-        self._world(size, backend)
+        with self._lock:
+            self._world(size, backend)
 
     def _world(self, size: int, backend: str | None) -> World:
         key = (size, backend)
@@ -200,11 +182,7 @@ class RankPool:
             self._directory = tempfile.mkdtemp(prefix="mgpu-check-")
         self._made += 1
         store = os.path.join(self._directory, f"world-{self._made}")
-        environment = dict(os.environ)
-        if simulate == "cpu":
-            # It says which real devices may be used, often none; of the simulated ones there are as many as asked for.
-            environment.pop("CUDA_VISIBLE_DEVICES", None)
-        environment.update(WORLD_SIZE=str(max(size, 1)), LOCAL_WORLD_SIZE=str(max(size, 1)))
+        surroundings = _surroundings(simulate)
 
         def spec_of(index: int) -> protocol.RankSpec:
             rank = None if index == NODE else index
@@ -218,16 +196,20 @@ class RankPool:
                 group_timeout=max(1800.0, 10 * self.timeout),
                 # In the node process DataParallel has a thread for each device, as ranks are a process each.
                 threads=max(1, (os.cpu_count() or 1) // (size or self.devices)),
-                cwd=os.getcwd(),
-                path=tuple(sys.path),
-                environment=environment | {"RANK": str(rank or 0), "LOCAL_RANK": str(rank or 0)},
+                surroundings=surroundings,
+                own_environment={
+                    "RANK": str(rank or 0),
+                    "LOCAL_RANK": str(rank or 0),
+                    "WORLD_SIZE": str(max(size, 1)),
+                    "LOCAL_WORLD_SIZE": str(max(size, 1)),
+                },
             )
 
         return World(self._launcher, spec_of, range(size) if size else [NODE])
 
     def begin_test(self) -> None:
         """Start the account of a new test."""
-        self.usage = Usage()
+        self.sizes = set()
         self._used = set()
 
     def end_test(self, failed: bool) -> list[str]:
@@ -238,15 +220,16 @@ class RankPool:
         """
         left: list[str] = []
         errors: list[BaseException] = []
-        for key in self._used & self._worlds.keys():
-            world = self._worlds[key]
-            try:
-                left += world.end_test()
-            except BaseException as error:
-                errors.append(error)
-            if failed or world.broken:
-                self._worlds.pop(key).discard()
-        self._used = set()
+        with self._lock:
+            for key in self._used & self._worlds.keys():
+                world = self._worlds[key]
+                try:
+                    left += world.end_test()
+                except BaseException as error:
+                    errors.append(error)
+                if failed or world.broken:
+                    self._worlds.pop(key).discard()
+            self._used = set()
         if errors:
             raise errors[0]
         return left
@@ -288,6 +271,20 @@ class RankPool:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+
+
+def _surroundings(simulate: str | None) -> protocol.Surroundings:
+    """Those of this process now, as its ranks are to have them."""
+    environment = dict(os.environ)
+    environment.pop("PYTEST_CURRENT_TEST", None)  # it differs for each test and phase, and means this process
+    if simulate == "cpu":
+        # It says which real devices may be used, often none; of the simulated ones there are as many as asked for.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:
+        directory = os.sep
+    return protocol.Surroundings(tuple(sys.path), directory, environment)
 
 
 def _with_rank(

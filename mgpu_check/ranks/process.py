@@ -33,22 +33,20 @@ class Process:
         self.connection = connection
         self.exit_code: int | None = None
         self._streams = {"stdout": stdout, "stderr": stderr}
-        self._marks = {"stdout": 0, "stderr": 0}
         self._stacks = stacks
 
     def mark_output(self) -> None:
-        """Let `output` start from here."""
-        self._marks = {name: os.fstat(stream.fileno()).st_size for name, stream in self._streams.items()}
+        """Let `output` start from here. What was written before is gone: a run may be long."""
+        for stream in self._streams.values():
+            os.ftruncate(stream.fileno(), 0)  # the process writes at the end, wherever that is
 
     def output(self, name: str) -> str:
         """What the process wrote to "stdout" or "stderr" since `mark_output`."""
         stream = self._streams[name]
         end = os.fstat(stream.fileno()).st_size
-        start = self._marks[name]
-        if end - start <= MOST_OUTPUT:
-            return os.pread(stream.fileno(), end - start, start).decode(errors="replace")
-        tail = os.pread(stream.fileno(), MOST_OUTPUT, end - MOST_OUTPUT).decode(errors="replace")
-        return f"[{end - start - MOST_OUTPUT} bytes before this are left out]\n{tail}"
+        start = max(0, end - MOST_OUTPUT)
+        text = os.pread(stream.fileno(), end - start, start).decode(errors="replace")
+        return f"[{start} bytes before this are left out]\n{text}" if start else text
 
     def ask_for_stacks(self, signal_number: int) -> None:
         """Have the process write the stacks of its threads; `stacks` gives them."""

@@ -21,8 +21,17 @@ __all__ = [
     "RankSpec",
     "Ready",
     "Rested",
-    "Stop",
+    "Surroundings",
 ]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a process has from the pytest process: `sys.path`, directory, environment."""
+
+    path: tuple[str, ...]
+    directory: str
+    environment: dict[str, str] = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class RankSpec:
         simulate: backing device of the simulated node, None on real devices.
         backend: of the default group, None for what `init_process_group()` takes by itself.
         store: path of the rendezvous file.
+        own_environment: variables that this process has, whatever those of the pytest process are.
         group_timeout: seconds until a collective gives up by itself; above any deadline of the parent.
     """
 
@@ -46,9 +56,8 @@ class RankSpec:
     store: str
     group_timeout: float
     threads: int
-    cwd: str
-    path: tuple[str, ...]
-    environment: dict[str, str] = field(repr=False)
+    surroundings: Surroundings
+    own_environment: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,13 +70,20 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Call:
-    """Run a function. `function` is None where the process was sent it before under the same key."""
+    """Run a function.
+
+    Attributes:
+        function: None where the process was sent it before under the same key.
+        keep: it will be called again before the test ends.
+        surroundings: None where they are those of the last call.
+    """
 
     number: int
     key: str
     function: bytes | None
     arguments: bytes
-    path: tuple[str, ...] | None
+    keep: bool
+    surroundings: Surroundings | None
 
 
 @dataclass(frozen=True)
@@ -136,8 +152,3 @@ class Ready:
     """The process is up; or `failure` says why not."""
 
     failure: Failure | None = None
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Leave."""

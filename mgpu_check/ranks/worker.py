@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import datetime
 import faulthandler
 import os
@@ -58,10 +58,11 @@ class Worker:
         self.spec = spec
         self.functions: dict[str, Any] = {}
         self.error: BaseException | None = None
+        surroundings = spec.surroundings
         os.environ.clear()
-        os.environ.update(spec.environment)
-        os.chdir(spec.cwd)
-        sys.path[:] = spec.path
+        os.environ.update({**surroundings.environment, **spec.own_environment})
+        os.chdir(surroundings.directory)
+        sys.path[:] = surroundings.path
         torch.set_num_threads(spec.threads)
         if spec.simulate is not None:
             from mgpu_check.node.simulated import simulated_node
@@ -107,13 +108,14 @@ class Worker:
         failure: protocol.Failure | None = None
         before = sequence_number()
         try:
-            if call.path is not None:
-                sys.path[:] = call.path
+            if call.surroundings is not None:
+                self.move(call.surroundings)
             self.baseline.restore()
-            if call.function is not None:
-                self.functions[call.key] = transport.loads(call.function)
+            function = self.functions[call.key] if call.function is None else transport.loads(call.function)
+            if call.keep:
+                self.functions[call.key] = function
             args, kwargs = transport.loads(call.arguments)
-            result = self.functions[call.key](
+            result = function(
                 *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
             )
             try:
@@ -125,9 +127,17 @@ class Worker:
         except BaseException as error:
             failure = _failure(error)
             self.error = error
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(ValueError):  # the test has closed them
+            sys.stdout.flush()
+            sys.stderr.flush()
         return protocol.Outcome(call.number, value, failure, (sequence_number() - before, groups_made()))
+
+    def move(self, surroundings: protocol.Surroundings) -> None:
+        """Take over what has changed around the pytest process: a fixture may have set a variable."""
+        sys.path[:] = surroundings.path
+        self.baseline.environment = {**surroundings.environment, **self.spec.own_environment}
+        self.baseline.directory = surroundings.directory
+        self.baseline.restore_surroundings()
 
     def resolve(self, argument: object) -> object:
         if not isinstance(argument, protocol.Placeholder):
@@ -159,21 +169,37 @@ class Worker:
         return protocol.Rested(self.baseline.dirt(groups=int(self.spec.index is not None)))
 
 
-# By name, because neither pytest nor Hypothesis is imported here unless the test did.
-_KINDS: dict[str, Any] = {
-    "Skipped": "skip",
-    "SkipTest": "skip",
-    "XFailed": "xfail",
-    "UnsatisfiedAssumption": "reject",
+# By module and name, because neither pytest nor Hypothesis is imported here unless the test did. Of pytest's own some
+# say that they are builtins.
+_KINDS: dict[tuple[str, str], Any] = {
+    ("builtins", "Skipped"): "skip",
+    ("unittest.case", "SkipTest"): "skip",
+    ("_pytest.outcomes", "Skipped"): "skip",
+    ("_pytest.outcomes", "XFailed"): "xfail",
+    ("hypothesis.errors", "UnsatisfiedAssumption"): "reject",
 }
+
+
+def _kind(error: BaseException) -> Any:
+    for one in type(error).__mro__:
+        if kind := _KINDS.get((one.__module__, one.__qualname__)):
+            return kind
+    return "error"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except Exception as broken:
+        return f"<str() of it raised {type(broken).__name__}>"
 
 
 def _failure(error: BaseException) -> protocol.Failure:
     origin = traceback.extract_tb(error.__traceback__)
     last = origin[-1] if origin else None
-    message = str(error).strip()
+    message = _message(error)
     return protocol.Failure(
-        kind=_KINDS.get(type(error).__name__, "error"),
+        kind=_kind(error),
         headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
         text=_render(error),
         filename=last.filename if last else "",
@@ -196,16 +222,11 @@ def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None
 
 
 def _pickled(error: BaseException) -> bytes | None:
+    explanation = getattr(error, "__dict__", {}).pop(EXPLAIN, None)
     try:
-        return transport.dumps(_without_explanation(error))
+        return transport.dumps(error)
     except Exception:
         return None
-
-
-def _without_explanation(error: BaseException) -> BaseException:
-    explanation = error.__dict__.pop(EXPLAIN, None) if hasattr(error, "__dict__") else None
-    if explanation is None:
-        return error
-    copied = copy.copy(error)
-    setattr(error, EXPLAIN, explanation)
-    return copied
+    finally:
+        if explanation is not None:
+            setattr(error, EXPLAIN, explanation)

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 
-from mgpu_check.errors import RankDied, StartupFailure
+from mgpu_check.errors import RankDied, RankFailure, StartupFailure
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.failures import NODE, Died, Ending, Finished, Interrupted, Raised, Who, alike, error_of
 from mgpu_check.ranks.launcher import Launcher
 from mgpu_check.ranks.process import Process, describe_exit
 from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
 
-__all__ = ["Abandoned", "World"]
+__all__ = ["Abandoned", "Function", "World"]
 
 # How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
 # longer as long as they compute. It decides only how much of the others' story is told, never the verdict.
@@ -23,7 +23,23 @@ _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 _EXIT_TIMEOUT = 1.0
 _START_TIMEOUT = 120.0
 _EXPLAIN_TIMEOUT = 10.0
-_MEET_TIMEOUT = 2.0
+_MEET_TIMEOUT = 1.0
+_REST_TIMEOUT = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function as it is sent.
+
+    Attributes:
+        key: its name among those of a test.
+        reused: it will be called again, and the ranks are to keep it until the test ends.
+    """
+
+    key: str
+    pickled: bytes
+    name: str
+    reused: bool
 
 
 class Abandoned(Exception):
@@ -53,7 +69,7 @@ class World:
         self._endings: dict[int, Ending] = {}
         self._numbers = itertools.count()
         self._known: set[str] = set()
-        self._path: tuple[str, ...] = ()
+        self._surroundings: protocol.Surroundings | None = None
         self.processes: dict[int, Process] = {}
         try:
             for index in indices:
@@ -85,29 +101,36 @@ class World:
             raise StartupFailure(f"{self.who(late)}{self.who.of} did not start within {_START_TIMEOUT:g} s", ranks=late)
 
     def run(
-        self, key: str, function: bytes, arguments: bytes, path: tuple[str, ...], timeout: float, doing: str
+        self,
+        function: Function,
+        arguments: bytes,
+        surroundings: protocol.Surroundings,
+        timeout: float,
     ) -> list[bytes]:
         """Call a function on every process; the pickled results, in rank order.
 
         Args:
-            key: names the function, which is sent once only, until `end_test`.
+            function: sent once only, until `end_test`, if it is to be called again.
 
         Raises:
             RankFailure, RankDied, RankHang: see there.
             Abandoned: every rank skipped the test, or rejected the example.
         """
+        doing = function.name
         self.check_alive("before " + doing)
         self._failed = None
         number = next(self._numbers)
         call = protocol.Call(
             number,
-            key,
-            None if key in self._known else function,
+            function.key,
+            None if function.key in self._known else function.pickled,
             arguments,
-            None if path == self._path else path,
+            function.reused,
+            None if surroundings == self._surroundings else surroundings,
         )
-        self._known.add(key)
-        self._path = path
+        if function.reused:
+            self._known.add(function.key)
+        self._surroundings = surroundings
         started = time.monotonic()
         self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
         unsent = [index for index, process in self.processes.items() if not _send(process, call)]
@@ -126,8 +149,11 @@ class World:
         in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
         self.broken = len(outcomes) < len(self.processes) or not in_lockstep
         if all(isinstance(end, Finished) for end in endings.values()):
-            # Unequal numbers are no error yet: sends and receives count too, and a rank may well have more of them.
-            self.broken = not in_lockstep and not self._can_meet()
+            if not in_lockstep:
+                # No error yet: sends and receives count too, and a rank may well have more of them.
+                self._meet(
+                    {index: outcome.lockstep[0] for index, outcome in zip(self.processes, outcomes, strict=True)}
+                )
             return [outcome.value for outcome in outcomes if outcome.value is not None]
         kinds = {end.failure.kind if isinstance(end, Raised) else "error" for end in endings.values()}
         first = next(iter(endings.values()))
@@ -139,11 +165,33 @@ class World:
         self._endings = endings
         raise error
 
-    def _can_meet(self) -> bool:
-        """Whether all ranks enter and leave a barrier: none has an operation pending that the others do not know of."""
-        unsent = [index for index, process in self.processes.items() if not _send(process, protocol.Meet())]
-        answers, late = self._collect(_MEET_TIMEOUT, lambda answer: answer is not None, dead=unsent)
-        return not late and all(isinstance(answer, protocol.Rested) and not answer.dirt for answer in answers.values())
+    def _meet(self, entered: dict[int, int]) -> None:
+        """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.
+
+        Raises:
+            RankDied: one ended instead.
+            RankFailure: they cannot meet; `entered` says how many operations each had entered.
+        """
+        when = "after it had returned, with operations of the default group pending"
+        self.broken = True
+        answers, late = self._ask(protocol.Meet(), _MEET_TIMEOUT, when)
+        if late or any(isinstance(answer, protocol.Rested) and answer.dirt for answer in answers.values()):
+            counts = ", ".join(f"rank {index}: {count}" for index, count in entered.items())
+            raise RankFailure(
+                "ranks entered different numbers of operations of the default process group, and could not meet in a "
+                f"barrier afterwards: one has begun a collective that others never entered ({counts})",
+                ranks=entered,
+            )
+        self.broken = False
+
+    def _ask(self, message: object, timeout: float, when: str) -> tuple[dict[int, object], list[int]]:
+        """Send `message` to all, and collect the answers; raises `RankDied` if there is a dead one."""
+        unsent = [index for index, process in self.processes.items() if not _send(process, message)]
+        answers, late = self._collect(timeout, lambda answer: answer is not None, dead=unsent)
+        dead = [index for index, answer in answers.items() if answer is None]
+        if dead:
+            self._raise_dead(dead, when)
+        return answers, late
 
     def explain(self, error: BaseException) -> None:
         """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
@@ -163,7 +211,7 @@ class World:
             return ""
         try:
             return str(connection.recv())
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):
             return ""
 
     def end_test(self) -> tuple[str, ...]:
@@ -171,17 +219,19 @@ class World:
 
         Raises:
             RankDied: a process ended after it had answered.
+            RankHang: one does not answer any more.
         """
         self._known.clear()
         if self.broken:
             return ()
-        self.check_alive("after its part of the test was done")
-        unsent = [index for index, process in self.processes.items() if not _send(process, protocol.EndTest())]
-        answers, late = self._collect(_START_TIMEOUT, lambda answer: answer is not None, dead=unsent)
-        dead = [index for index, answer in answers.items() if answer is None]
-        if dead:
-            self._raise_dead(dead, "after its part of the test was done")
-        self.broken |= bool(late)
+        when = "after its part of the test was done"
+        self.check_alive(when)
+        self.broken = True
+        answers, late = self._ask(protocol.EndTest(), _REST_TIMEOUT, when)
+        if late:
+            stopped = self._interrupt(late, since=time.monotonic() - _REST_TIMEOUT)
+            raise error_of(stopped, self.who, "its part of the test in a way that lets it answer", _REST_TIMEOUT)
+        self.broken = False
         dirt = {line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.dirt}
         self.broken |= bool(dirt)
         return tuple(sorted(dirt))
@@ -215,8 +265,10 @@ class World:
         if answers:
             deadline, latest = min(deadline, started + _LEAST_GRACE), min(deadline, started + _MOST_GRACE)
         while waiting:
+            # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
             ready = wait(
-                [self.processes[i].connection for i in waiting.values()], max(0.0, deadline - time.monotonic())
+                [*(self.processes[i].connection for i in waiting.values()), *self.launcher.waitables()],
+                max(0.0, deadline - time.monotonic()),
             )
             if not ready:
                 now = time.monotonic()
@@ -224,11 +276,13 @@ class World:
                     deadline = min(latest, now + _LEAST_GRACE)
                     continue
                 break
-            for connection in ready:
+            self.launcher.collect()
+            ended = [c for c, i in waiting.items() if self.processes[i].exit_code is not None and c not in ready]
+            for connection in [*(c for c in ready if c in waiting), *ended]:
                 index = waiting.pop(connection)
                 try:
-                    answers[index] = self.processes[index].connection.recv()
-                except (EOFError, ConnectionResetError):
+                    answers[index] = None if connection in ended else self.processes[index].connection.recv()
+                except (EOFError, OSError):
                     answers[index] = None
                 if not went_well(answers[index]):
                     now = time.monotonic()
@@ -250,7 +304,7 @@ class World:
     def _died(self, index: int) -> Died:
         process = self.processes[index]
         deadline = time.monotonic() + _EXIT_TIMEOUT
-        while process.exit_code is None and wait([self.launcher.fileno()], max(0.0, deadline - time.monotonic())):
+        while process.exit_code is None and wait(self.launcher.waitables(), max(0.0, deadline - time.monotonic())):
             self.launcher.collect()
         return Died(process.exit_code, process.last_words())
 
@@ -262,6 +316,7 @@ class World:
     def discard(self) -> None:
         """End all processes, at once."""
         self.broken = True
+        self.launcher.collect()  # who has ended already must not be signalled: its number may be another's by now
         for process in self.processes.values():
             process.kill()
             process.close()

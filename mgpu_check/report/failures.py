@@ -14,12 +14,14 @@ from mgpu_check.session import GpuSession
 __all__ = ["add_identity", "add_output", "add_properties", "replace_traceback"]
 
 
-def add_output(item: pytest.Item, session: GpuSession) -> None:
+def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
     """Add what each rank has written as a section of its own; show it at once where nothing is captured (``-s``)."""
-    for who, stream, text in session.pool.output():
-        item.add_report_section("call", f"{stream} of {who}", text)
+    for who, stream, text in session.output():
+        item.add_report_section(when, f"{stream} of {who}", text)
         if item.config.option.capture == "no":
-            sys.stdout.write("".join(f"[{who}] {line}\n" for line in text.splitlines()))
+            lines = "".join(f"[{who}] {line}\n" for line in text.splitlines())
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(lines.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def add_identity(item: pytest.Item) -> None:
@@ -34,7 +36,7 @@ def add_identity(item: pytest.Item) -> None:
 
 def add_properties(item: pytest.Item, session: GpuSession) -> None:
     """Record what the test has used, for the closing table and for JUnit files."""
-    sizes = session.pool.usage.sizes
+    sizes = session.pool.sizes
     item.user_properties.append(("mgpu_check.examples", session.examples))
     item.user_properties.append(("mgpu_check.world_sizes", " ".join(map(str, sorted(sizes)))))
     item.user_properties.append(("mgpu_check.simulated", session.settings.simulate or ""))
@@ -50,7 +52,7 @@ def replace_traceback(
     assert call.excinfo is not None
     session.pool.explain(error)
     text = str(error)
-    place = _place_in_test(call.excinfo, report)
+    place = _place_in_test(call.excinfo, item, report)
     # A test that calls `ranks.run` itself has a place of its own to tell, besides that in the rank.
     lines = [f"{place.path}:{place.lineno}: in {item.name}", "", text] if in_parent else [text]
     lines += [line for note in getattr(error, "__notes__", ()) for line in ("", note)]
@@ -60,10 +62,12 @@ def replace_traceback(
     report.longrepr = ReprExceptionInfo(ReprTraceback([entry], None, style="native"), crash)
 
 
-def _place_in_test(info: pytest.ExceptionInfo[BaseException], report: pytest.TestReport) -> ReprFileLocation:
+def _place_in_test(
+    info: pytest.ExceptionInfo[BaseException], item: pytest.Item, report: pytest.TestReport
+) -> ReprFileLocation:
     """The innermost line of the test's file that the error passed, in this process or, as `_raised_at` has it, in a rank."""
     path, line, _ = report.location
     for entry in reversed(info.traceback):
-        if Path(str(entry.path)).name == Path(path).name:
+        if Path(str(entry.path)) == item.path:
             return ReprFileLocation(path, entry.lineno + 1, "")
     return ReprFileLocation(path, (line or 0) + 1, "")

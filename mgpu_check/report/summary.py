@@ -29,6 +29,7 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
         )
     if session.settings.simulate and session.settings.asked:
         # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
+        terminal._known_types = None  # cached where the run stopped early
         terminal.stats.setdefault("SIMULATED GPUs", [SimpleNamespace() for _ in range(session.settings.gpus or 0)])
 
 

@@ -126,13 +126,22 @@ def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> 
 
 
 @examples(50)
-@given(split=strategies.splits(kinds=(), dtypes=FLOATS), seed=strategies.seeds())
-def test_gradient_returns_through_scatter(gpus: tuple[torch.device, ...], split: Split, seed: int) -> None:
-    """The gradient of the shards comes back to the batch, to the device where it is, element by element."""
+@given(
+    split=strategies.splits(kinds=(), dtypes=FLOATS),
+    seed=strategies.seeds(),
+    used=st.none() | st.frozensets(st.integers(0, 7), min_size=1),
+)
+def test_gradient_returns_through_scatter(
+    gpus: tuple[torch.device, ...], split: Split, seed: int, used: frozenset[int] | None
+) -> None:
+    """The gradient of the shards comes back to the batch, to the device where it is, element by element.
+
+    A shard that the loss leaves out has a gradient of zeros.
+    """
     from mgpu_check.checks.scatter_gradients import assert_scatter_differentiable
 
     weights = split.tensor.like("contiguous", seed=seed).build()
-    assert_scatter_differentiable(split.build(), weights, gpus[: split.devices], split.dim)
+    assert_scatter_differentiable(split.build(), weights, gpus[: split.devices], split.dim, used)
 
 
 @examples(40)

@@ -91,3 +91,31 @@ def test_custom_functions_get_and_give_device_tensors():
 def test_in_place_on_a_leaf_is_refused():
     with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
         torch.ones(2, device="cuda:1", requires_grad=True).add_(1)
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:2"])
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 2)])
+def test_shards_that_the_loss_does_not_use_get_zeros(home, used):
+    x = torch.randn(6, 2, device=home, requires_grad=True)
+    shards = nn.parallel.scatter(x, [0, 1, 2])
+    sum(shards[i].sum().cpu() for i in used).backward()
+    assert x.grad.device == x.device
+    assert x.grad[:, 0].tolist() == [float(i in used) for i in (0, 0, 1, 1, 2, 2)]
+
+
+def test_zeros_for_a_function_of_the_user_are_on_the_device_of_the_output():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2, x.to("cuda:1")
+
+        @staticmethod
+        def backward(ctx, first, second):
+            seen.extend((first.device.index, second.device.index))
+            return first * 2 + second.to(first.device)
+
+    x = torch.ones(2, device="cuda:3", requires_grad=True)
+    Twice.apply(x)[0].sum().backward()
+    assert seen == [3, 1] and x.grad.tolist() == [2, 2]

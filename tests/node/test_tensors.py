@@ -244,3 +244,23 @@ def test_one_node_at_a_time():
     with pytest.raises(RuntimeError, match="active in this process already"), simulated_node(2):
         pass
     assert simulated_device_count() == 4
+
+
+@pytest.mark.usefixtures("node")
+def test_what_c_makes_for_an_operator_is_on_the_device():
+    a = torch.eye(3, device="cuda:1")
+    for rank in (torch.linalg.matrix_rank(a), torch.linalg.matrix_rank(a, atol=torch.tensor(0.5, device="cuda:1"))):
+        assert rank.device == a.device and rank.item() == 3
+    signal = torch.randn(64, device="cuda:1")
+    window = torch.ones(16, device="cuda:1")
+    spectrum = torch.stft(signal, 16, 4, window=window, return_complex=True)
+    back = torch.istft(spectrum, 16, 4)
+    assert back.device == a.device and torch.allclose(back, signal, atol=1e-5)
+
+
+@pytest.mark.usefixtures("node")
+@pytest.mark.parametrize("name", ["empty_like", "zeros_like"])
+def test_like_a_tensor_on_meta(name):
+    made = getattr(torch, name)(torch.ones(2, 3, device="meta"), device="cuda:1")
+    assert made.device == torch.device("cuda:1") and made.shape == (2, 3)
+    assert made.fill_(1).sum().item() == 6

@@ -140,6 +140,28 @@ def test_a_hang_prints_its_example_and_is_tried_once(run, pytester):
     assert len(pytester.path.joinpath("tries").read_text()) == 2  # once on each rank
 
 
+def test_a_teardown_that_raises_leaves_fresh_ranks(run, pytester):
+    pytester.makepyfile(
+        """
+        import os, pytest
+
+        @pytest.fixture
+        def broken():
+            yield
+            raise RuntimeError("teardown")
+
+        @pytest.mark.ranks(2)
+        def test_poison(rank, broken):
+            os.environ["POISON"] = "1"
+
+        @pytest.mark.ranks(2)
+        def test_innocent(rank):
+            assert "POISON" not in os.environ
+        """
+    )
+    run(*GPUS).assert_outcomes(passed=2, errors=1)
+
+
 def test_two_bugs_in_one_property_are_told_apart(run, pytester):
     """Hypothesis tells failures apart by where they were raised, which is in the rank."""
     pytester.makepyfile(

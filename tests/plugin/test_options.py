@@ -89,6 +89,31 @@ def test_simulate_before_a_path_does_not_swallow_it(run, pytester):
     run("--gpus=2", "--simulate", "test_a.py").assert_outcomes(passed=1)
 
 
+def test_conftests_above_the_root_stay_unread(run, pytester):
+    pytester.makeconftest("raise SystemExit('the conftest above was read')")
+    repo = pytester.mkdir("repo")
+    repo.joinpath("pytest.ini").write_text("[pytest]\n")
+    repo.joinpath("sub").mkdir()
+    repo.joinpath("sub", "test_x.py").write_text("def test_x(): pass")
+    run("--rootdir=repo", "-c", "repo/pytest.ini", "repo/sub").assert_outcomes(passed=1)
+    result = run("--rootdir=repo", "-c", "repo/pytest.ini", "--gpus=2", "--simulate", "repo/sub")
+    result.assert_outcomes(passed=1)
+
+
+def test_simulated_stands_in_the_last_line_of_a_run_that_stops_early(run, pytester):
+    pytester.makepyfile("def test_a(gpus): assert 0\ndef test_b(gpus): pass")
+    result = run("--gpus=2", "--simulate", "-x")
+    result.stdout.fnmatch_lines(["*1 failed*2 SIMULATED GPUs*"])
+
+
+def test_output_of_ranks_on_a_terminal_of_another_encoding(run, pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    pytester.makepyfile("def test_a(ranks): ranks.run(lambda: __import__('os').write(1, 'é\\n'.encode()), size=1)")
+    result = run("--gpus=2", "--simulate", "-s")
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["*rank 0 of 1* \\xe9"])
+
+
 def test_without_gpus_nothing_is_asked_for(run, pytester):
     """Inert until used: a test that needs GPUs is skipped with the reason, and the header is silent."""
     pytester.makepyfile("def test_a(gpus): pass\ndef test_b(): pass")

@@ -259,6 +259,61 @@ def test_names_that_the_user_gives_to_something_else_are_theirs(run, pytester):
     run(*GPUS).assert_outcomes(passed=3)
 
 
+def test_what_pytest_sets_for_a_test_holds_in_the_ranks(run, pytester):
+    """Warning filters, xfail(raises=), variables set by fixtures, and ranks through other fixtures."""
+    pytester.makepyfile(
+        """
+        import os, warnings
+        import pytest
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.filterwarnings("error")
+        @pytest.mark.xfail(raises=DeprecationWarning, strict=True)
+        def test_warning_as_error(rank):
+            warnings.warn("old", DeprecationWarning)
+
+        @pytest.mark.ranks(2)
+        def test_warning():
+            warnings.warn("old", DeprecationWarning)
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.xfail(raises=AssertionError)
+        def test_another_error_than_expected(rank):
+            raise TypeError("a new bug")
+
+        @pytest.fixture
+        def mode(monkeypatch, request):
+            monkeypatch.setenv("MODE", request.node.name)
+
+        @pytest.mark.ranks(2)
+        def test_mode_1(rank, mode):
+            assert os.environ["MODE"] == "test_mode_1"
+
+        @pytest.mark.ranks(2)
+        def test_no_mode(rank):
+            assert "MODE" not in os.environ
+
+        @pytest.mark.ranks(2)
+        def test_mode_2(rank, mode):
+            assert os.environ["MODE"] == "test_mode_2"
+
+        @pytest.fixture
+        def result(ranks):
+            return ranks.run(os.getpid, size=2)
+
+        def test_through_a_fixture(result):
+            assert len(set(result)) == 2
+
+        @pytest.mark.usefixtures("gpus")
+        def test_usefixtures():
+            import torch
+            assert torch.cuda.device_count() == 4
+        """
+    )
+    run(*GPUS).assert_outcomes(passed=6, failed=1, xfailed=1)
+    run().assert_outcomes(skipped=8)
+
+
 def test_no_test_poisons_the_next(run, pytester):
     pytester.makepyfile(
         """

@@ -145,24 +145,149 @@ def test_sends_and_receives_that_differ_between_ranks_are_no_reason_to_replace_t
     assert pids(pool) == before
 
 
-def test_an_operation_that_only_one_rank_has_begun_is_not_left_to_the_next_call(pool):
+def test_a_collective_that_only_one_rank_has_begun_is_a_failure(pool):
+    """All answer, and the next collective would pair up with what is pending."""
+
     def body(rank):
         import torch
         import torch.distributed as dist
 
-        if rank.index == 1:
-            dist.all_reduce(torch.ones(1), async_op=True)
+        dist.all_reduce(torch.ones(4), async_op=True)
+        if rank.index == 0:
+            dist.all_reduce(torch.ones(5), async_op=True)
 
-    def total():
+    with pytest.raises((RankFailure, RankDied), match=r"pending|different numbers of operations.*rank 0: 2, rank 1: 1"):
+        pool.run(body, size=2)
+    assert len(pids(pool, 2)) == 2
+
+
+def test_a_death_out_of_lockstep_is_a_death(pool):
+    def body(rank):
+        import os
+        import threading
+
         import torch
         import torch.distributed as dist
 
-        x = torch.full((1,), 5.0)
-        dist.all_reduce(x)
-        return x.item()
+        if rank.index == 0:
+            dist.all_reduce(torch.ones(3), async_op=True)
+        else:
+            threading.Timer(0.05, os._exit, (3,)).start()
+
+    with pytest.raises(RankDied, match=r"rank 1 of 2 died .*: exit code 3"):
+        pool.run(body, size=2)
+
+
+def test_calls_from_several_threads_wait_for_each_other(pool):
+    results = []
+
+    def call(number):
+        results.append(pool.run(lambda rank, k: k + rank.index, number, size=2, timeout=20))
+
+    threads = [threading.Thread(target=call, args=(10 * k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == [[10 * k, 10 * k + 1] for k in range(6)]
+
+
+def test_a_rank_that_closes_its_output_harms_no_other(pool):
+    before = pids(pool, 3)
+
+    def body(rank):
+        import sys
+
+        if rank.index == 1:
+            sys.stdout.close()
 
     pool.run(body, size=2)
-    assert pool.run(total, size=2) == [10.0, 10.0]
+    assert pids(pool, 3) == before
+
+
+def test_functions_that_are_called_once_are_not_kept(pool):
+    def resident():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    (before,) = pool.run(resident, size=1)
+    for _ in range(10):
+        data = bytes(20_000_000)
+        pool.run(lambda data=data: len(data), size=1)
+    (after,) = pool.run(resident, size=1)
+    assert after - before < 100_000_000
+
+
+def test_an_end_that_the_connection_hides_is_told_at_once(pool):
+    """A grandchild in a session of its own holds the rank's connection open."""
+
+    def body(rank):
+        import os
+        import time
+
+        if rank.index == 1:
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(3600)
+            os._exit(5)
+
+    started = time.monotonic()
+    with pytest.raises(RankDied, match="rank 1 of 2 died: exit code 5"):
+        pool.run(body, size=2, timeout=20)
+    assert time.monotonic() - started < 15
+
+
+def test_errors_with_difficult_classes(pool):
+    class Two(Exception):
+        def __init__(self, a, b):
+            super().__init__(f"{a} {b}")
+
+    class Unspeakable(Exception):
+        def __str__(self):
+            raise RuntimeError("no")
+
+    class Skipped(Exception):
+        """No skip: its name is the user's."""
+
+    def body(which):
+        raise {"two": Two(1, 2), "unspeakable": Unspeakable(), "skipped": Skipped("the optimizer skipped")}[which]
+
+    with pytest.raises(RankFailure, match="Two: 1 2"):
+        pool.run(body, "two", size=1)
+    with pytest.raises(RankFailure, match=r"Unspeakable: <str\(\) of it raised RuntimeError>"):
+        pool.run(body, "unspeakable", size=1)
+    with pytest.raises(RankFailure, match="Skipped: the optimizer skipped"):
+        pool.run(body, "skipped", size=1)
+
+
+def test_a_raise_just_before_the_deadline_is_no_hang(pool):
+    def body(rank):
+        import time
+
+        import torch.distributed as dist
+
+        if rank.index == 1:
+            time.sleep(0.9)
+            raise ValueError("the cause")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=r"\Arank 1 of 2 raised ValueError: the cause"):
+        pool.run(body, size=2, timeout=1.2)
+
+
+def test_the_environment_of_now_reaches_warm_ranks(pool, monkeypatch, tmp_path):
+    def seen():
+        import os
+
+        return os.environ.get("MODE"), os.getcwd(), os.environ["RANK"]
+
+    home = os.getcwd()
+    assert pool.run(seen, size=1) == [(None, home, "0")]
+    monkeypatch.setenv("MODE", "fast")
+    monkeypatch.chdir(tmp_path)
+    assert pool.run(seen, size=1) == [("fast", str(tmp_path), "0")]
+    monkeypatch.undo()
+    assert pool.run(seen, size=1) == [(None, home, "0")]
 
 
 def test_one_raises_while_others_wait(pool):
@@ -357,18 +482,34 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_end_of_the_fork_server_ends_the_ranks(tmp_path):
+def test_the_fork_server_is_replaced_too():
     pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
     try:
         ranks = pids(pool)
-        parent = pool.run(os.getppid)[0]
-        os.kill(parent, signal.SIGKILL)
-        with pytest.raises((RankDied, StartupFailure)):
-            while True:
-                pool.run(os.getpid)
+        os.kill(pool.run(os.getppid)[0], signal.SIGKILL)
         assert all(gone(pid) for pid in ranks)
+        with pytest.raises((RankDied, StartupFailure)):
+            pids(pool)
+        assert len(set(pids(pool)) - set(ranks)) == 2
     finally:
         pool.close()
+
+
+def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
+    """What is forked from the pytest process inherits its sockets."""
+    pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
+    ranks = pids(pool)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        started = time.monotonic()
+        pool.close()
+        assert time.monotonic() - started < 4
+        assert all(gone(pid) for pid in ranks)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_failing_preload_is_told():

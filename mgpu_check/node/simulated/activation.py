@@ -14,8 +14,10 @@ import torch.utils._device
 from mgpu_check.node.simulated import dispatch, mismatch, streams
 from mgpu_check.node.simulated.autocast import install_autocast
 from mgpu_check.node.simulated.collectives import install_collectives
+from mgpu_check.node.simulated.composites import install_composites
 from mgpu_check.node.simulated.devices import install_device_type
 from mgpu_check.node.simulated.factories import install_factories
+from mgpu_check.node.simulated.functions import install_functions
 from mgpu_check.node.simulated.memory import DeviceMemory
 from mgpu_check.node.simulated.methods import install_methods
 from mgpu_check.node.simulated.modules import install_modules
@@ -27,6 +29,7 @@ from mgpu_check.node.simulated.state import Node, active_node, enter_node, leave
 from mgpu_check.node.simulated.storage import install_storage
 from mgpu_check.node.simulated.tensor import tag
 from mgpu_check.node.simulated.transfer import on_host_copy
+from mgpu_check.node.simulated.wrappers import install_wrappers
 
 __all__ = ["prepare", "simulated_device_count", "simulated_node"]
 
@@ -118,6 +121,9 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_parallel,
             install_autocast,
             install_collectives,
+            install_functions,
+            install_composites,
+            install_wrappers,
         ):
             install(patches)
         patches.apply()

@@ -82,7 +82,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
                         mixed = True
                 elif isinstance(item, torch.Tensor):
                     mixed = True
-        elif isinstance(value, torch.Tensor) and not (operator.scalars and value.dim() == 0):
+        elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
             mixed = True
     if mixed:
         value = item = None  # judge() counts the references to each operand

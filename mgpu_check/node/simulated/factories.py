@@ -14,6 +14,7 @@ from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.node.simulated.transfer import move
+from mgpu_check.node.simulated.wrappers import convert_local, is_distributed
 
 __all__ = ["install_factories"]
 
@@ -134,6 +135,10 @@ def _like(make: Maker) -> Maker:
         kwargs.pop("device")
         if input.device == target:
             return make(input, *args, **kwargs)
+        if is_distributed(input):
+            if make.__name__ == "empty_like":  # also of a tensor without values, on 'meta'
+                return convert_local(input, lambda local: factory(local, *args, device=target, **kwargs))
+            return make(input, *args, **kwargs).to(target)
         return _on_device(make, target, (raw(input), *args), kwargs)
 
     return factory

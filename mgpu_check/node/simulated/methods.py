@@ -13,6 +13,7 @@ from mgpu_check.node.simulated.state import active_node, simulated_device, untra
 from mgpu_check.node.simulated.streams import late_host_copy
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.node.simulated.transfer import move
+from mgpu_check.node.simulated.wrappers import convert_local, is_distributed
 
 __all__ = ["PINNED", "become", "install_methods"]
 
@@ -62,6 +63,9 @@ def _to(original: Method) -> Method:
         memory_format = kwargs.get("memory_format") or torch.preserve_format
         if target == self.device:
             return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
+        if is_distributed(self):
+            moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
+            return convert_local(self, moved)
         if isinstance(self, LAZY):
             return uninitialized_on(self, target, dtype)
         return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
@@ -212,8 +216,10 @@ def _grad(original: object) -> property:
         grad: torch.Tensor | None = original.__get__(self)  # type: ignore[attr-defined]
         if grad is not None and (type(grad) is SimulatedTensor) is not (type(self) is SimulatedTensor):
             if isinstance(self, SimulatedTensor):
+                if type(grad) is not torch.Tensor:
+                    return grad
                 grad = tag(grad, self._dev)
-            elif type(self) is torch.Tensor or isinstance(self, torch.nn.Parameter):
+            elif type(self) is torch.Tensor or type(self) is torch.nn.Parameter:
                 grad = raw(grad)
             original.__set__(self, grad)  # type: ignore[attr-defined]
         return grad

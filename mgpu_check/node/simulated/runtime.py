@@ -266,6 +266,7 @@ def _memory_functions() -> dict[str, object]:
 def _accelerator_functions() -> dict[str, object]:
     """Name in ``torch._C`` -> the twin beneath ``torch.accelerator``."""
     return {
+        "_get_accelerator": lambda *_: torch.device("cuda"),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
         "_accelerator_getDeviceIndex": current_index,
         "_accelerator_setDeviceIndex": _set_device,
