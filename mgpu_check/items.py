@@ -85,9 +85,12 @@ def _home(module: types.ModuleType) -> list[types.ModuleType]:
     With ``--import-mode=importlib``, or where the tests stand beside an installed package, it is in `sys.modules` only.
     """
     package = sys.modules.get(module.__name__.partition(".")[0])
-    if package is None or package is module or PathFinder.find_spec(package.__name__, sys.path) is not None:
+    if package is None or package is module:
         return [module]
-    return [module, package]
+    spec = PathFinder.find_spec(package.__name__, sys.path)
+    # There may well be another one of that name: "tests" is.
+    here = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
+    return [module] if here else [module, package]
 
 
 def _conftests(config: pytest.Config) -> list[types.ModuleType]:
