@@ -10,7 +10,7 @@ import contextlib
 import functools
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
 from mgpu_check.ranks.worker import EXPLAIN, without_engine
-from mgpu_check.shipping import Filter, Shipped
 
 __all__ = ["call"]
 
@@ -30,11 +29,23 @@ _SIMULATION = Path(__file__).parent / "node" / "simulated"
 _LINES, _CHARACTERS = 12, 1200
 
 
-def call(sent: Shipped, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the function that was sent, as pytest would call it."""
+def call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    filters: Sequence[tuple[Any, ...]],
+    fault: str | None,
+) -> Any:
+    """Call `function` as pytest would.
+
+    Args:
+        filters: arguments of `warnings.filterwarnings`, the one that counts most first.
+        fault: name of a planted fault to have in the process meanwhile, or None.
+    """
     try:
-        with _explained_assertions(), _filtered(sent.filters), _fault(sent.fault):
-            return sent.function(*args, **kwargs)
+        with _explained_assertions(), _filtered(filters), _fault(fault):
+            return function(*args, **kwargs)
     except BaseException as error:
         with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
             setattr(error, EXPLAIN, functools.partial(_render, error))
@@ -52,11 +63,11 @@ def _explained_assertions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _filtered(filters: tuple[Filter, ...]) -> Iterator[None]:
+def _filtered(filters: Sequence[tuple[Any, ...]]) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.resetwarnings()
-        for action, message, category, module, line in reversed(filters):
-            warnings.filterwarnings(action, message, category, module, line)  # type: ignore[arg-type]
+        for one in reversed(filters):
+            warnings.filterwarnings(*one)
         yield
 
 

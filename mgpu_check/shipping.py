@@ -45,7 +45,7 @@ class Shipped:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check import in_rank  # in the rank: it imports torch
 
-        return in_rank.call(self, args, kwargs)
+        return in_rank.call(self.function, args, kwargs, filters=self.filters, fault=self.fault)
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -35,7 +35,6 @@ LEVELS = [
 WITHIN_A_LEVEL = {
     ("ranks", "node"),
     ("shipping", "in_rank"),
-    ("in_rank", "shipping"),
     ("session", "shipping"),
     ("report", "session"),
 }
