@@ -59,7 +59,8 @@ def replace_traceback(
     kind = type(error).__name__
     crash = ReprFileLocation(place.path, place.lineno, f"{kind}: {text.splitlines()[0]}")
     entry = ReprEntryNative([line + "\n" for line in "\n".join(lines).split("\n")])
-    report.longrepr = ReprExceptionInfo(ReprTraceback([entry], None, style="native"), crash)
+    entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest itself prints that line
+    report.longrepr = ReprExceptionInfo(ReprTraceback(entries, None, style="native"), crash)
 
 
 def _place_in_test(
