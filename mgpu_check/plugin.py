@@ -247,7 +247,10 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     """The ranks of this run: `ranks.run(fn, *args, size=None, timeout=None)` calls fn on each, results in rank order."""
     from mgpu_check.session import Ranks
 
-    return Ranks(request.config.stash[SESSION].pool)
+    session = request.config.stash[SESSION]
+    if lack := session.lack(0):
+        pytest.skip(lack)  # asked for by `request.getfixturevalue`, which nobody sees before
+    return Ranks(session.pool)
 
 
 @pytest.fixture(scope="session")
