@@ -123,7 +123,12 @@ class LocalLauncher:
                 socket.send_fds(self._control, [FORK], [theirs.fileno(), *(file.fileno() for file in files)])
             except OSError:
                 raise self._lost() from None
-            message = self._next_message(_START_TIMEOUT, wanted="forked")
+            try:
+                message = self._next_message(_START_TIMEOUT, wanted="forked")
+            except BaseException:
+                if self._server is not None:
+                    self._lost()  # its answer may still come, and would be taken for that to the next request
+                raise
             undo.pop_all()
         process = Process(message["pid"], Connection(ours.detach()), files[0], files[1], files[2])
         self._processes[process.pid] = process
@@ -145,7 +150,8 @@ class LocalLauncher:
         for process in self._processes.values():
             process.kill()
         # Not closed only: a process that was forked from this one may hold it, too.
-        self._control.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
             self._server.wait(5.0 if self._ready else 0.0)
