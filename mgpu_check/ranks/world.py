@@ -230,7 +230,7 @@ class World:
         answers, late = self._ask(protocol.EndTest(), _REST_TIMEOUT, when)
         if late:
             stopped = self._interrupt(late, since=time.monotonic() - _REST_TIMEOUT)
-            raise error_of(stopped, self.who, "its part of the test in a way that lets it answer", _REST_TIMEOUT)
+            raise error_of(stopped, self.who, "its answer at the end of the test", _REST_TIMEOUT)
         self.broken = False
         dirt = {line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.dirt}
         self.broken |= bool(dirt)

@@ -539,3 +539,15 @@ def test_the_same_seed_on_every_rank_and_in_every_call(pool):
         return torch.rand(1).item(), random.random()
 
     assert len({*pool.run(body), *pool.run(body), *pool.run(body, size=2)}) == 1
+
+
+def test_a_rank_that_does_not_answer_at_the_end_of_a_test_is_told(pool, monkeypatch):
+    from mgpu_check.ranks import world
+
+    monkeypatch.setattr(world, "_REST_TIMEOUT", 0.5)
+    (pid, _) = pids(pool, 2)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankHang, match="rank 0 of 2 did not finish its answer at the end of the test within 0.5 s"):
+        pool.end_test(failed=False)
+    assert gone(pid)
+    assert len(pids(pool, 2)) == 2
