@@ -547,7 +547,7 @@ def test_a_rank_that_does_not_answer_at_the_end_of_a_test_is_told(pool, monkeypa
     monkeypatch.setattr(world, "_REST_TIMEOUT", 0.5)
     (pid, _) = pids(pool, 2)
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankHang, match="rank 0 of 2 did not finish its answer at the end of the test within 0.5 s"):
+    with pytest.raises(RankHang, match=r"rank 0 of 2 did not finish its answer at the end of the test within 0.5 s"):
         pool.end_test(failed=False)
     assert gone(pid)
     assert len(pids(pool, 2)) == 2
