@@ -264,18 +264,16 @@ def test_no_process_survives_an_end_from_outside(pytester, run, number):
     deadline = time.monotonic() + 60
     while len(list(pytester.path.glob("started-*"))) < 4 and time.monotonic() < deadline:
         os.sched_yield()
-    started = time.monotonic()
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=30)
-    took = time.monotonic() - started
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in output
         assert process.returncode == pytest.ExitCode.INTERRUPTED
-    assert took < 10, output
     # What the ranks started ends with the fork server, which notices the end of pytest by itself.
     from_now = time.monotonic() + 10
     while alive(str(pytester.path)) and time.monotonic() < from_now:
         os.sched_yield()
+    assert alive(str(pytester.path)) == []
 
 
 def alive(directory: str) -> list[str]:
