@@ -65,8 +65,9 @@ class World:
         self.launcher = launcher
         self.who = Who(0 if list(indices) == [NODE] else len(indices))
         self.broken = False
-        self._failed: tuple[BaseException, Callable[[dict[int, Ending]], BaseException]] | None = None
-        self._endings: dict[int, Ending] = {}
+        self._failed: tuple[BaseException, dict[int, Ending], Callable[[dict[int, Ending]], BaseException]] | None = (
+            None
+        )
         self._numbers = itertools.count()
         self._known: set[str] = set()
         self._surroundings: protocol.Surroundings | None = None
@@ -159,10 +160,12 @@ class World:
         first = next(iter(endings.values()))
         if len(kinds) == 1 and isinstance(first, Raised) and first.failure.kind != "error":
             raise Abandoned(first.failure)
-        passed = timeout if timed_out else None
-        error = error_of(endings, self.who, doing, passed)
-        self._failed = (error, lambda better: error_of(better, self.who, doing, passed))
-        self._endings = endings
+
+        def told(endings: dict[int, Ending]) -> BaseException:
+            return error_of(endings, self.who, doing, timeout if timed_out else None)
+
+        error = told(endings)
+        self._failed = (error, endings, told)
         raise error
 
     def _meet(self, entered: dict[int, int]) -> None:
@@ -197,13 +200,14 @@ class World:
         """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
         if self._failed is None or self._failed[0] is not error:
             return
-        better = dict(self._endings)
+        _, endings, told = self._failed
+        better = dict(endings)
         for ranks in alike(better):
             ending, text = better[ranks[0]], self._explanation(ranks[0])
             if text:
                 assert isinstance(ending, Raised)
                 better[ranks[0]] = Raised(dataclasses.replace(ending.failure, text=text))
-        error.args = self._failed[1](better).args
+        error.args = told(better).args
 
     def _explanation(self, index: int) -> str:
         connection = self.processes[index].connection

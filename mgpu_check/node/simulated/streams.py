@@ -65,7 +65,24 @@ class Late:
         return self._deliver is None
 
 
-class Stream:
+class _Waiting:
+    """What a stream and an event have in common: results that are late, and a wait for all of them."""
+
+    _late: list[Late]
+
+    def query(self) -> bool:
+        """Whether all of them are there. Work that is asked about ends: the next question gets yes."""
+        done = all(late.done for late in self._late)
+        self.synchronize()
+        return done
+
+    def synchronize(self) -> None:
+        late, self._late = self._late, []
+        for one in late:
+            one.deliver()
+
+
+class Stream(_Waiting):
     """``torch.cuda.Stream`` of a simulated device."""
 
     def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
@@ -106,17 +123,6 @@ class Stream:
         self._late = [kept for kept in self._late if not kept.done]
         self._late.append(late)
 
-    def query(self) -> bool:
-        """Whether all work is done. Work that is asked about ends: the next question gets yes."""
-        done = all(late.done for late in self._late)
-        self.synchronize()
-        return done
-
-    def synchronize(self) -> None:
-        late, self._late = self._late, []
-        for one in late:
-            one.deliver()
-
     def wait_stream(self, stream: Stream) -> None:
         self._late.extend(late for late in stream._late if not late.done)
 
@@ -151,7 +157,7 @@ class ExternalStream(Stream):
         super().__init__(device)
 
 
-class Event:
+class Event(_Waiting):
     """``torch.cuda.Event``: remembers what a stream had still to do, and when."""
 
     def __init__(
@@ -188,17 +194,6 @@ class Event:
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
-
-    def query(self) -> bool:
-        """Whether what was recorded is done. Work that is asked about ends: the next question gets yes."""
-        done = all(late.done for late in self._late)
-        self.synchronize()
-        return done
-
-    def synchronize(self) -> None:
-        late, self._late = self._late, []
-        for one in late:
-            one.deliver()
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds between the two records."""
