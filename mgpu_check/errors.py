@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 __all__ = [
+    "AgentLost",
     "AllreduceMismatch",
     "CheckFailure",
     "DeviceEnumerationError",
@@ -18,6 +19,7 @@ __all__ = [
     "RankDied",
     "RankFailure",
     "RankHang",
+    "RankHangInFixture",
     "ReplicaMismatch",
     "ShardError",
     "StartupFailure",
@@ -95,8 +97,19 @@ class RankHang(BaseException):
         self.ranks = tuple(ranks)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_hang, (str(self), self.ranks))
+        return (_rebuild_hang, (type(self), str(self), self.ranks))
 
 
-def _rebuild_hang(message: str, ranks: tuple[int, ...]) -> RankHang:
-    return RankHang(message, ranks=ranks)
+def _rebuild_hang(kind: type[RankHang], message: str, ranks: tuple[int, ...]) -> RankHang:
+    return kind(message, ranks=ranks)
+
+
+class RankHangInFixture(RankHang, Exception):
+    """Ranks did not finish in time, in a fixture: pytest keeps account of what is set up only where Exceptions end it."""
+
+
+class AgentLost(RankHang):
+    """In a run beyond one machine: the process is gone that had a rank as its child, or its host is.
+
+    Not shrunk either, because no example brings it about.
+    """

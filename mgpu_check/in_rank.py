@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,19 @@ from _pytest._code.code import Traceback, TracebackEntry
 from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
-from mgpu_check.ranks.worker import EXPLAIN, without_engine
+from mgpu_check.asides import Collector
+from mgpu_check.ranks.frames import is_engine
+from mgpu_check.ranks.worker import EXPLAIN, at_rest, tell, without_engine
+from mgpu_check.tools import Measuring, refused, without_debugger
 
 __all__ = ["call"]
 
-_SIMULATION = Path(__file__).parent / "node" / "simulated"
-
 _LINES, _CHARACTERS = 12, 1200
+
+
+_collector = Collector(tell)
+_measuring = Measuring(at_rest)
+at_rest(_collector.forget)
 
 
 def call(
@@ -36,19 +41,34 @@ def call(
     *,
     filters: Sequence[tuple[Any, ...]],
     fault: str | None,
+    drawn: bool,
+    coverage: str | None,
 ) -> Any:
     """Call `function` as pytest would.
 
     Args:
         filters: arguments of `warnings.filterwarnings`, the one that counts most first.
         fault: name of a planted fault to have in the process meanwhile, or None.
+        drawn: whether Hypothesis may be told of an example.
+        coverage: how to measure it; see `Measuring`.
     """
+    example = _collector.example(function) if drawn else contextlib.nullcontext()
+    _measuring.start(coverage)
     try:
-        with _explained_assertions(), _filtered(filters), _fault(fault):
+        with (
+            _explained_assertions(),
+            _collector.filtered(reversed(filters)),
+            _fault(fault),
+            example,
+            without_debugger(),
+        ):
             return function(*args, **kwargs)
-    except BaseException as error:
+    except BaseException as raised:
+        error = refused(raised)
         with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
             setattr(error, EXPLAIN, functools.partial(_render, error))
+        if error is not raised:
+            raise error from None
         raise
 
 
@@ -60,15 +80,6 @@ def _explained_assertions() -> Iterator[None]:
         yield
     finally:
         util._reprcompare = None
-
-
-@contextlib.contextmanager
-def _filtered(filters: Sequence[tuple[Any, ...]]) -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.resetwarnings()
-        for one in reversed(filters):
-            warnings.filterwarnings(*one)
-        yield
 
 
 class _Config:
@@ -128,7 +139,7 @@ def _render(error: BaseException) -> str:
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
     """The test, and the deepest function that is no installed package's, in full; one line for all others."""
     entries = list(info.traceback.filter(info)) or list(info.traceback)
-    entries = [entry for entry in entries if _SIMULATION not in Path(entry.path).parents] or entries
+    entries = [entry for entry in entries if not is_engine(str(entry.path))] or entries
     deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)
     return Traceback([e if i in (0, deepest) else e.with_repr_style("short") for i, e in enumerate(entries)])
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
-from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
 from mgpu_check.ranks import transport
-from mgpu_check.ranks.process import describe_exit
 from mgpu_check.ranks.protocol import Failure
-from mgpu_check.ranks.stacks import place_of
+from mgpu_check.ranks.record import Entered, Record, parting
+from mgpu_check.ranks.stacks import HALTED, place_of
 
-__all__ = ["NODE", "Died", "Finished", "Interrupted", "Raised", "Who", "alike", "error_of"]
+__all__ = [
+    "NODE",
+    "Died",
+    "Finished",
+    "Interrupted",
+    "Raised",
+    "Who",
+    "alike",
+    "disagreement",
+    "error_of",
+    "last_collectives",
+]
 
 Key = TypeVar("Key")
 
@@ -38,10 +49,17 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's process ended before it answered."""
+    """The rank's process ended before it answered.
 
-    exit_code: int | None
+    Attributes:
+        cause: signal or exit code, in words.
+        last_words: the stacks that it left.
+        lost: with the agent that held it.
+    """
+
+    cause: str
     last_words: str
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,9 +75,15 @@ Ending = Finished | Raised | Died | Interrupted
 
 @dataclass(frozen=True)
 class Who:
-    """How the processes of a world are called."""
+    """How the processes of a world are called.
+
+    Attributes:
+        size: of the world, 0 for a node process.
+        hosts: rank -> name of its host, where there are several.
+    """
 
     size: int
+    hosts: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, ranks: Iterable[int]) -> str:
         """ "rank 2", "ranks 0-2, 5", "the node process"."""
@@ -68,9 +92,16 @@ class Who:
             return "the node process"
         return f"{'rank' if len(indices) == 1 else 'ranks'} {_intervals(indices)}"
 
-    @property
-    def of(self) -> str:
-        return "" if self.size == 0 else f" of {self.size}"
+    def full(self, ranks: Iterable[int]) -> str:
+        """ "rank 2 of 4", with the hosts where there are several: "ranks 1, 5 of 8 (1 on alpha, 5 on beta)"."""
+        indices = sorted(ranks)
+        text = f"{self(indices)} of {self.size}" if self.size else self(indices)
+        if not self.hosts:
+            return text
+        on = _grouped((self.hosts[rank], rank) for rank in indices)
+        if len(on) == 1:
+            return f"{text} on {on[0][0]}"
+        return f"{text} ({', '.join(f'{_intervals(some)} on {host}' for host, some in on)})"
 
 
 def _intervals(indices: Sequence[int]) -> str:
@@ -83,13 +114,16 @@ def _intervals(indices: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def error_of(endings: Mapping[int, Ending], who: Who, doing: str, timeout: float | None) -> BaseException:
+def error_of(
+    endings: Mapping[int, Ending], who: Who, doing: str, timeout: float | None, records: Mapping[int, Record]
+) -> BaseException:
     """The error to raise in the parent, when not all of `endings` are `Finished`.
 
     Args:
         endings: rank -> how the call ended there, in the order in which the answers came.
         doing: what the ranks were at, such as "test_step".
         timeout: the deadline in seconds, if it passed.
+        records: rank -> the collectives that it has entered.
     """
     died = {rank: end for rank, end in endings.items() if isinstance(end, Died)}
     raised = {rank: end for rank, end in endings.items() if isinstance(end, Raised)}
@@ -100,40 +134,96 @@ def error_of(endings: Mapping[int, Ending], who: Who, doing: str, timeout: float
 
     headlines: list[str] = []
     blocks: list[str] = []
-    for code, ranks in _grouped((end.exit_code, rank) for rank, end in died.items()):
-        headlines.append(f"{who(ranks)}{who.of} died: {describe_exit(code)}")
+    for cause, ranks in _grouped((end.cause, rank) for rank, end in died.items()):
+        headlines.append(f"{who.full(ranks)} died: {cause}")
         words = next((died[rank].last_words for rank in ranks if died[rank].last_words), "")
         if words:
             blocks.append(_block(f"{who(ranks)}: stacks at the end", words))
     # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
     for ranks in alike(endings):
         said = _grouped((raised[rank].failure.headline, rank) for rank in ranks)
-        headlines += [f"{who(some)}{who.of} raised {headline}" for headline, some in said[:_MOST_HEADLINES]]
+        headlines += [f"{who.full(some)} raised {headline}" for headline, some in said[:_MOST_HEADLINES]]
         others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
         if others:
-            headlines.append(f"{who(others)}{who.of} raised the same with other values")
+            headlines.append(f"{who.full(others)} raised the same with other values")
         blocks.append(_block(who(ranks), raised[ranks[0]].failure.text))
     if interrupted and timeout is not None:
-        headlines[:0] = _hang_headlines(interrupted, who, doing, timeout)
+        headlines[:0] = _hang_headlines(interrupted, who, doing, timeout, records)
     elif interrupted:
         seconds = max(end.seconds for end in interrupted.values())
         headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")
-    for stacks, ranks in _grouped((end.stacks, rank) for rank, end in interrupted.items()):
-        text = stacks or "no stacks: the process did not answer, because it is stopped or in uninterruptible sleep"
+        if halted := [rank for rank, end in interrupted.items() if end.stacks == HALTED]:
+            headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
+    for stacks, ranks in _grouped((end.stacks, rank) for rank, end in interrupted.items() if end.stacks != HALTED):
+        text = stacks or "no stacks: the process did not answer, as in uninterruptible sleep"
         blocks.append(_block(f"{who(ranks)}: stacks of all threads, when stopped", text))
     if finished:
         headlines.append(f"{who(finished)} finished")
+    parted = parting(records) or {}
+    if any(records[rank].current != entered for rank, entered in parted.items()) or not interrupted:
+        headlines += [different] if (different := different_collectives(records, who)) else []
+    told = interrupted if timeout is not None else {}
+    headlines += last_collectives({rank: record for rank, record in records.items() if rank not in told}, who)
 
     message = "\n".join([*headlines, *(f"\n{block}" for block in blocks)])
     if interrupted and timeout is not None:
         return RankHang(message, ranks=sorted({*interrupted, *raised, *died}))
     if died:
-        return RankDied(message, ranks=sorted(died))
+        kind = AgentLost if any(end.lost for end in died.values()) else RankDied
+        return kind(message, ranks=sorted(died))
     error = RankFailure(message, ranks=sorted(raised))
     first = next(iter(raised.values()), None)
     if first is not None:
         return _raised_at(error, first.failure.filename, first.failure.lineno, _exception(first.failure))
     return error
+
+
+def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
+    """The error where all ranks have returned, but have not entered the same collectives."""
+    text = different_collectives(records, who)
+    first = text or "ranks have entered different collectives, or with different tensors"
+    lines = [first, *([] if text else last_collectives(records, who))]
+    parted = parting(records) or {}
+    odd = _odd(parted)
+    error = RankFailure(
+        "\n".join([*lines, "all ranks returned: what they computed in them is undefined"]),
+        ranks=sorted(odd or records),
+    )
+    if not odd:
+        return error
+    return _raised_at(error, parted[odd[0]].file, parted[odd[0]].line, None)
+
+
+def different_collectives(records: Mapping[int, Record], who: Who) -> str:
+    """ "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …"; nothing where none differ."""
+    parted = parting(records)
+    if parted is None:
+        return ""
+    groups = sorted(_grouped((_described(entry), rank) for rank, entry in parted.items()), key=lambda g: len(g[1]))
+    (first, odd), *others = groups
+    rest = " and ".join(f"{who(ranks)} entered {text}" for text, ranks in others)
+    return f"{who.full(odd)} entered {first}, where {rest}"
+
+
+def _odd(parted: Mapping[int, Entered]) -> list[int]:
+    """The ranks that differ from the most of them; none where there is no such majority."""
+    groups = sorted((ranks for _, ranks in _grouped((_described(e), r) for r, e in parted.items())), key=len)
+    return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
+
+
+def _described(entry: Entered) -> str:
+    return f"{entry}, {entry.details}" if entry.details else str(entry)
+
+
+def last_collectives(records: Mapping[int, Record], who: Who) -> list[str]:
+    if not any(record.last for record in records.values()):
+        return []
+    ends = {"inside": " (still in it)", "waiting": " (still waiting for it)", "failed": " (failed)"}
+    texts = (
+        ("none" if (last := record.last) is None else _described(last) + ends.get(last.state, ""), rank)
+        for rank, record in records.items()
+    )
+    return [f"last collective of {who(ranks)}: {text}" for text, ranks in _grouped(texts)]
 
 
 def _exception(failure: Failure) -> BaseException | None:
@@ -146,19 +236,31 @@ def _exception(failure: Failure) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _hang_headlines(interrupted: Mapping[int, Interrupted], who: Who, doing: str, timeout: float) -> list[str]:
-    """Who did not finish; first those that the others wait for in a collective, where there are such."""
-    places = {rank: place_of(end.stacks) for rank, end in interrupted.items()}
-    waiting = [rank for rank, place in places.items() if place is not None and place.collective]
-    elsewhere = [rank for rank in places if rank not in waiting]
-    lines = [f"{who(elsewhere or waiting)}{who.of} did not finish {doing} within {timeout:g} s"]
-    for verb, ranks in (("stopped in", elsewhere), ("waited in", waiting)):
-        for place, group in _grouped((str(places[rank] or "an unknown place"), rank) for rank in ranks):
-            lines.append(f"{who(group)} {verb} {place}")
+def _hang_headlines(
+    interrupted: Mapping[int, Interrupted], who: Who, doing: str, timeout: float, records: Mapping[int, Record]
+) -> list[str]:
+    """Who did not finish, and where each was; first those that the others wait for in a collective."""
+    nowhere = Record((), 0)
+    waiting: list[tuple[str, int]] = []
+    elsewhere: list[tuple[str, int]] = []
+    for rank, end in interrupted.items():
+        record, place = records.get(rank, nowhere), place_of(end.stacks)
+        if record.current is not None:
+            waiting.append((f"in {_described(record.current)}", rank))
+        elif place is not None and place.collective:  # one that is not recorded
+            waiting.append((f"in {place}", rank))
+        else:
+            after = f", after {record.last}" if record.last else ""
+            where = end.stacks if end.stacks == HALTED else f"in {place or 'an unknown place'}"
+            elsewhere.append((where + after, rank))
+    culprits = _odd(parting(records) or {}) or [rank for _, rank in elsewhere or waiting]
+    lines = [f"{who.full(culprits)} did not finish {doing} within {timeout:g} s"]
+    for text, ranks in (*_grouped(elsewhere), *_grouped(waiting)):
+        lines.append(f"{who(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}")
     return lines
 
 
-def _were(ranks: Mapping[int, object]) -> str:
+def _were(ranks: Collection[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 

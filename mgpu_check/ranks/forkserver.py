@@ -1,10 +1,9 @@
 """The fork server: one process that has imported torch and touches no device, from which every rank is forked.
 
-It is run by the launcher, and talks over the socket FD: a byte in, with the
-file descriptors of the new process, is a request to fork; lines of JSON come out. It is its own program, and not
-`multiprocessing`'s fork server, because the ranks need more than that offers: a process group each, so that all they
-start dies with them; output that goes to a file per rank; exit states that reach the parent at once; and an end with
-the parent, however the parent ends.
+It is run by the launcher, and talks over a socket: a byte in, with the file descriptors of the new process, is a request
+to fork; lines of JSON come out. It is its own program, and not `multiprocessing`'s fork server, because the ranks need
+more than that offers: a process group each, so that all they start dies with them; output that goes to a file per rank;
+exit states that reach the parent at once; and an end with the parent, however the parent ends.
 """
 
 from __future__ import annotations
@@ -15,15 +14,19 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
+import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 
 FORK = b"F"
-FILES = 4  # connection, stdout, stderr, stacks
+FILES = 4  # stdout, stderr, stacks, record of collectives
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -62,7 +65,7 @@ class ForkServer:
         while True:
             for key, _ in selector.select():
                 if key.fileobj is self.control:
-                    request, files, _, _ = socket.recv_fds(self.control, 1, FILES)
+                    request, files, _, _ = socket.recv_fds(self.control, 1, 1 + FILES)
                     if request != FORK:
                         return
                     self.fork(files)
@@ -81,17 +84,23 @@ class ForkServer:
         self.tell(event="forked", pid=pid)
 
     def reap(self) -> None:
+        """Tell of the ranks that have ended, and end what they leave behind."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return
             if pid == 0:
-                return
+                break
             if pid in self.children:
                 self.children.discard(pid)
                 _kill_group(pid)
                 self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
+        # A rank adopts what its children leave, and this process what the rank leaves: nothing here is of a living one.
+        for pid in _children_of_this_process():
+            if pid not in self.children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill every descendant: the ranks, and what they started (this process inherits it when a rank ends)."""
@@ -131,6 +140,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
     server.children.clear()  # they are not this process's, whatever becomes of it
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a test leaves is found at its end
         if os.getppid() != parent:
             os._exit(code)
         os.setsid()
@@ -139,14 +149,14 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for file in (server.wake_read, server.wake_write, server.control.detach()):
             os.close(file)
-        connection, stdout, stderr, stacks = files
+        connection, stdout, stderr, stacks, record = files
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)
         os.close(stderr)
         from mgpu_check.ranks import worker
 
-        code = worker.main(connection, stacks)
+        code = worker.main(connection, stacks, record)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -156,16 +166,45 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         os._exit(code)
 
 
+@contextlib.contextmanager
+def _ending_with_parent(control: socket.socket, directory: str) -> Iterator[None]:
+    """End this process if the parent ends meanwhile: it imports for seconds, and looks at its socket only then.
+
+    By a thread, which is gone when the first rank is forked; not by PDEATHSIG, which counts the end of the thread of the
+    parent that started this process.
+    """
+    read, write = os.pipe()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(control, select.POLLRDHUP)
+        poll.register(read, 0)  # which is told of its end in any case
+        if any(fd == control.fileno() for fd, _ in poll.poll()):
+            shutil.rmtree(directory, ignore_errors=True)
+            os._exit(0)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(write)
+        thread.join()
+        os.close(read)
+
+
 def main(argv: list[str]) -> None:
     """Import what the ranks will need, then serve until the parent closes its end of the socket."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    server = ForkServer(socket.socket(fileno=int(argv[0])))
+    control, directory, *preload = argv
+    server = ForkServer(socket.socket(fileno=int(control)))
     try:
-        for name in argv[1:]:
-            module, _, function = name.partition(":")
-            imported = importlib.import_module(module)
-            if function:
-                getattr(imported, function)()
+        with _ending_with_parent(server.control, directory):
+            for name in preload:
+                module, _, function = name.partition(":")
+                imported = importlib.import_module(module)
+                if function:
+                    getattr(imported, function)()
     except BaseException as error:
         server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
         return
@@ -176,6 +215,7 @@ def main(argv: list[str]) -> None:
         server.serve()
     finally:
         server.end()
+        shutil.rmtree(directory, ignore_errors=True)  # the parent may have had no chance to
         os._exit(0)  # pytest waits for the end of this process, and torch takes a while to take itself apart
 
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +16,15 @@ import tempfile
 import time
 import weakref
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mgpu_check.errors import StartupFailure
-from mgpu_check.ranks.forkserver import FORK
+from mgpu_check.ranks.channel import Channel
+from mgpu_check.ranks.forkserver import FILES, FORK
 from mgpu_check.ranks.process import Process
+from mgpu_check.ranks.protocol import Surroundings
+from mgpu_check.ranks.seats import Seat
 
 __all__ = ["PRELOAD", "Launcher", "LocalLauncher"]
 
@@ -30,10 +33,11 @@ PRELOAD = (
     "torch.distributed",
     "torch.nn.parallel",
     "torch._dynamo",  # DistributedDataParallel imports it when it is first built, for more than a second
+    "mgpu_check.ranks.collectives:install",  # before anyone takes the functions by name
     "mgpu_check.ranks.worker",
 )
 
-SIMULATION = "mgpu_check.node.simulated:prepare"
+SIMULATION = ("mgpu_check.ranks.collectives:install_simulated", "mgpu_check.node.simulated:prepare")
 
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
@@ -55,8 +59,23 @@ class Launcher(Protocol):
     def start(self) -> None:
         """Begin to come up, without waiting for it."""
 
-    def launch(self) -> Process:
-        """A new process, connected."""
+    def launch(self, seats: Sequence[Seat]) -> list[Process]:
+        """A new process, connected, for each of `seats`."""
+
+    def store(self, name: str) -> str:
+        """Address of a rendezvous that has not been used yet, for a world called `name`: see `RankSpec.store`."""
+
+    def host_name(self, host: int) -> str:
+        """What reports call a host; nothing where there is one only."""
+
+    def surroundings(self, here: Surroundings) -> Surroundings:
+        """What ranks are told of the surroundings of this process."""
+
+    def losses(self) -> list[str]:
+        """What became of agents that are lost, where no failure has told it yet; nothing on one machine."""
+
+    def binding(self, seat: Seat, here: Sequence[Seat]) -> tuple[int, int]:
+        """The index of a seat's real device as its process sees it, and how many it sees, if those of `here` are meant."""
 
     def waitables(self) -> list[int]:
         """File descriptors that are readable when a process has ended; then `collect` is to be called."""
@@ -78,18 +97,20 @@ class LocalLauncher:
             preload: modules that the fork server imports besides torch.
             simulated: the processes will enter a simulated node, so the fork server does what they can share of that.
         """
-        self._preload = (*PRELOAD, *((SIMULATION,) if simulated else ()), *preload)
+        self._preload = (*PRELOAD, *(SIMULATION if simulated else ()), *preload)
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None
         self._lines = b""
         self._ready = False
         self._processes: dict[int, Process] = {}
+        self._directory: str | None = None
 
     def start(self) -> None:
         if self._server is not None:
             return
         ours, theirs = socket.socketpair()
+        self._directory = tempfile.mkdtemp(prefix="mgpu-check-")  # the server removes it if this process cannot
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
         # The child may run from any directory, and finds this package where this process found it.
         root = str(Path(__file__).parents[2])
@@ -98,7 +119,7 @@ class LocalLauncher:
         )
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), *self._preload],
+                [sys.executable, "-P", "-c", code, str(theirs.fileno()), self._directory, *self._preload],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -108,14 +129,43 @@ class LocalLauncher:
         self._control = ours
         _started.add(self)
 
-    def launch(self) -> Process:
+    def store(self, name: str) -> str:
         self.start()
-        self._await_ready()
-        assert self._control is not None
-        ours, theirs = socket.socketpair()
+        assert self._directory is not None
+        return (Path(self._directory) / name).as_uri()
+
+    def host_name(self, host: int) -> str:
+        return ""
+
+    def surroundings(self, here: Surroundings) -> Surroundings:
+        return here
+
+    def losses(self) -> list[str]:
+        return []
+
+    def binding(self, seat: Seat, here: Sequence[Seat]) -> tuple[int, int]:
+        return here.index(seat), len(here)
+
+    def launch(self, seats: Sequence[Seat]) -> list[Process]:
+        launched: list[Process] = []
+        try:
+            for _ in seats:
+                launched.append(self.fork(*socket.socketpair()))
+        except BaseException:
+            for process in launched:
+                process.kill()
+                process.close()
+            raise
+        return launched
+
+    def fork(self, ours: socket.socket, theirs: socket.socket) -> Process:
+        """A new process that is connected by `theirs`, and held here by `ours`."""
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
-            files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(3)]
+            self.start()
+            self._await_ready()
+            assert self._control is not None
+            files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(FILES)]
             for file in files:
                 # Several processes may write, and `Process.mark_output` truncates.
                 fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
@@ -130,16 +180,17 @@ class LocalLauncher:
                     self._lost()  # its answer may still come, and would be taken for that to the next request
                 raise
             undo.pop_all()
-        process = Process(message["pid"], Connection(ours.detach()), files[0], files[1], files[2])
+        process = Process(message["pid"], Channel(ours), *files)
         self._processes[process.pid] = process
         return process
 
     def waitables(self) -> list[int]:
-        return [] if self._control is None else [self._control.fileno()]
+        # What it says before it is ready is for `fork`, which waits for that.
+        return [self._control.fileno()] if self._ready and self._control is not None else []
 
     def collect(self) -> None:
         try:
-            while self._control is not None and select.select([self._control], [], [], 0)[0]:
+            while self._ready and self._control is not None and select.select([self._control], [], [], 0)[0]:
                 self._receive()
         except StartupFailure:
             pass  # the server is gone, and the ranks with it: their connections tell; the next launch starts a new one
@@ -163,6 +214,9 @@ class LocalLauncher:
 
     def _forget(self) -> None:
         self._processes.clear()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
         if self._log is not None:
             self._log.close()
         self._server = self._control = self._log = None
@@ -171,7 +225,10 @@ class LocalLauncher:
 
     def _lost(self) -> StartupFailure:
         """The server has ended: let the next launch start another. What to raise meanwhile."""
-        failure = StartupFailure(f"the fork server ended: {self._end_of_server()}\n{self._log_text()}")
+        how = f"the fork server ended: {self._end_of_server()}"
+        failure = StartupFailure(f"{how}\n{self._log_text()}")
+        for process in self._processes.values():  # they end with it
+            process.exit_code, process.server_end = -signal.SIGKILL, how
         if self._control is not None:
             self._control.close()
         if self._server is not None and self._server.poll() is None:

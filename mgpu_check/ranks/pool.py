@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-import shutil
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mgpu_check.errors import AgentLost
 from mgpu_check.ranks import protocol, transport
 from mgpu_check.ranks.failures import NODE
 from mgpu_check.ranks.launcher import Launcher
+from mgpu_check.ranks.seats import Seat, seats_for
 from mgpu_check.ranks.world import Function, World
 
 __all__ = ["CannotTravel", "RankPool"]
@@ -21,41 +22,76 @@ __all__ = ["CannotTravel", "RankPool"]
 # Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
 
+Tokens = Callable[[Sequence[Seat]], str | None]
+"""The value of CUDA_VISIBLE_DEVICES for a process that is to see these devices of its host; None to leave it alone."""
+
+Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
+"""Takes what each rank has told in a call: see `worker.tell`."""
+
 
 class CannotTravel(TypeError):
     """A function, or an argument of a call, cannot be pickled."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What tells one world from another.
+
+    Attributes:
+        seats: of its ranks, in rank order; empty for a node process.
+        visible: the seats whose devices its processes see, on all hosts where it has any.
+    """
+
+    seats: tuple[Seat, ...]
+    visible: tuple[Seat, ...]
+    backend: str | None
 
 
 class RankPool:
     """Warm ranks of every world size up to `devices`, and the node process. Nothing starts before it is needed.
 
     Args:
-        devices: how many devices there are; the largest world size.
+        seats: where ranks can run; a number stands for that many devices of this machine.
         simulate: backing device of the simulated node, or None on real devices.
         timeout: seconds that a call gets where it does not say.
         wrap: put around every function before it is sent; must travel by reference.
+        tokens: how processes on real devices are told which ones they see.
+        hear: called after a call in which ranks have told something, before its results are returned, or its error raised.
     """
 
     def __init__(
         self,
         launcher: Launcher,
-        devices: int,
+        seats: int | Sequence[Seat],
         simulate: str | None,
         timeout: float,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        tokens: Tokens = lambda seats: None,
+        hear: Hear = lambda told: None,
     ) -> None:
-        self.devices = devices
         self.timeout = timeout
         self.wrap = wrap
+        self.tokens = tokens
+        self.hear = hear
         self.sizes: set[int] = set()
         self._lock = threading.RLock()  # calls from several threads wait for each other
         self._launcher = launcher
         self._simulate = simulate
-        self._worlds: dict[tuple[int, str | None], World] = {}
-        self._used: set[tuple[int, str | None]] = set()
+        self._worlds: dict[_Place, World] = {}
+        self._used: set[_Place] = set()
         self._made = 0
         self._functions = 0
-        self._directory: str | None = None
+        self.reseat(seats)
+
+    def reseat(self, seats: int | Sequence[Seat]) -> None:
+        """Have these seats from now on; a number stands for that many devices of this machine."""
+        self.seats = tuple(Seat(0, slot) for slot in range(seats)) if isinstance(seats, int) else tuple(seats)
+        self.available = self.seats
+
+    @property
+    def devices(self) -> int:
+        """How many devices the current test may use: the largest world size."""
+        return len(self.available)
 
     def start(self) -> None:
         """Begin to come up, in the background."""
@@ -104,10 +140,11 @@ class RankPool:
             RankFailure: a rank raised. RankDied: a process ended. RankHang: not all returned in time.
             ValueError: a size or timeout out of range. TypeError: `fn` or an argument cannot be sent.
         """
-        if size is None:
-            size = self.devices
-        if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= self.devices:
-            raise ValueError(f"ranks.run: size={size!r} is not a world size of this run; choose 1 to {self.devices}")
+        size = self.devices if size is None else size
+        try:
+            seats_for(size, self.available)
+        except ValueError as error:
+            raise ValueError(f"ranks.run: {error}") from None
         args, kwargs = _with_rank(fn, args, kwargs)
         return self.call(self.function(fn), args, kwargs, size=size, timeout=timeout)
 
@@ -120,8 +157,9 @@ class RankPool:
         size: int,
         backend: str | None = None,
         timeout: float | None = None,
+        host: int = 0,
     ) -> list[Any]:
-        """As `run`, for a function that is pickled already; `size` 0 stands for the node process."""
+        """As `run`, for a function that is pickled already; `size` 0 stands for the node process of `host`."""
         timeout = self.timeout if timeout is None else timeout
         if not timeout > 0:
             raise ValueError(f"timeout={timeout!r} is not valid; choose a number of seconds above 0")
@@ -132,83 +170,114 @@ class RankPool:
                 f"{function.name} cannot be called in another process: argument {_culprit(args, kwargs) or error}"
             ) from error
         with self._lock:
-            world = self._world(size, backend)
+            world = self._world(self._place(size, backend, host))
             if size:
                 self.sizes.add(size)
-            results = world.run(function, arguments, _surroundings(self._simulate), timeout)
+            try:
+                results = world.run(function, arguments, self._surroundings(self._simulate), timeout)
+            finally:
+                if world.told:
+                    self.hear(world.told)
         return [transport.loads(result) for result in results]
 
-    def in_fresh_process(self, fn: Callable[[], Any]) -> Any:
-        """Call `fn` in a process of its own, on this machine as it is, without a simulated node; its result."""
-        world = self._new_world(0, None, simulate=None)
+    def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
+        """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
+        world = self._new_world(_Place((), (Seat(host, 0),), None), simulate=None, masked=False)
         try:
             function = self.function(fn)
             arguments = transport.dumps(((), {}))
-            (result,) = world.run(function, arguments, _surroundings(None), 300.0)
+            (result,) = world.run(function, arguments, self._surroundings(None), 300.0)
             return transport.loads(result)
         finally:
             world.discard()
 
-    def prepare(self, size: int, backend: str | None = None) -> None:
-        """Have the world of `size` (0: the node process) up, so that it does not count as time of a test."""
+    def prepare(self, size: int, backend: str | None = None, host: int = 0) -> None:
+        """Have the world of `size` (0: the node process of `host`) up, so that it does not count as time of a test."""
         with self._lock:
-            self._world(size, backend)
+            self._world(self._place(size, backend, host))
 
-    def _world(self, size: int, backend: str | None) -> World:
-        key = (size, backend)
-        world = self._worlds.pop(key, None)
+    def _place(self, size: int, backend: str | None, host: int) -> _Place:
+        seats = seats_for(size, self.available) if size else ()
+        hosts = {seat.host for seat in seats} or {host}
+        return _Place(seats, tuple(seat for seat in self.available if seat.host in hosts), backend)
+
+    def _world(self, place: _Place) -> World:
+        world = self._worlds.pop(place, None)
         if world is not None and world.broken:
             world.discard()
             world = None
         if world is None:
-            self._make_room(max(size, 1))
-            world = self._new_world(size, backend, self._simulate)
-        self._worlds[key] = world  # at the end: the order is that of the last use
-        if key not in self._used:
-            self._used.add(key)
+            self._make_room(max(len(place.seats), 1))
+            world = self._new_world(place, self._simulate)
+        self._worlds[place] = world  # at the end: the order is that of the last use
+        if place not in self._used:
+            self._used.add(place)
             world.mark_output()
         return world
 
     def _make_room(self, wanted: int) -> None:
-        most = max(_LEAST_KEPT, _KEPT_PER_DEVICE * self.devices)
-        for key in list(self._worlds):
+        most = max(_LEAST_KEPT, _KEPT_PER_DEVICE * len(self.seats))
+        for place in list(self._worlds):
             if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
                 return
-            if key not in self._used:
-                self._worlds.pop(key).discard()
+            if place not in self._used:
+                self._worlds.pop(place).discard()
 
-    def _new_world(self, size: int, backend: str | None, simulate: str | None) -> World:
-        if self._directory is None:
-            self._directory = tempfile.mkdtemp(prefix="mgpu-check-")
+    def _new_world(self, place: _Place, simulate: str | None, masked: bool = True) -> World:
         self._made += 1
-        store = os.path.join(self._directory, f"world-{self._made}")
-        surroundings = _surroundings(simulate)
+        store = self._launcher.store(f"world-{self._made}")
+        surroundings = self._surroundings(simulate)
+        seats = place.seats or place.visible[:1]
+        hosts = sorted({seat.host for seat in seats})
 
         def spec_of(index: int) -> protocol.RankSpec:
             rank = None if index == NODE else index
+            seat = seats[rank or 0]
+            here = [other for other in place.visible if other.host == seat.host]
+            beside = [other for other in seats if other.host == seat.host]
+            node_index, local_index = hosts.index(seat.host), beside.index(seat)
+            device, devices = (here.index(seat), len(here)) if simulate else self._launcher.binding(seat, here)
+            environment = {
+                "RANK": str(rank or 0),
+                "LOCAL_RANK": str(local_index),
+                "GROUP_RANK": str(node_index),
+                "WORLD_SIZE": str(len(seats)),
+                "LOCAL_WORLD_SIZE": str(len(beside)),
+                "GROUP_WORLD_SIZE": str(len(hosts)),
+            }
+            if simulate and self._launcher.host_name(seat.host):
+                environment["NCCL_HOSTID"] = str(seat.host)  # hosts of a simulated run may well be one machine
+            if masked and simulate is None and (tokens := self.tokens(here)) is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = tokens
             return protocol.RankSpec(
                 index=rank,
-                size=max(size, 1),
-                devices=self.devices,
+                size=len(seats),
+                local_index=local_index,
+                node_index=node_index,
+                device=device,
+                devices=devices,
                 simulate=simulate,
-                backend=backend,
+                backend=place.backend,
                 store=store,
                 group_timeout=max(1800.0, 10 * self.timeout),
                 # In the node process DataParallel has a thread for each device, as ranks are a process each.
-                threads=max(1, (os.cpu_count() or 1) // (size or self.devices)),
+                threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.seats else len(here))),
                 surroundings=surroundings,
-                own_environment={
-                    "RANK": str(rank or 0),
-                    "LOCAL_RANK": str(rank or 0),
-                    "WORLD_SIZE": str(max(size, 1)),
-                    "LOCAL_WORLD_SIZE": str(max(size, 1)),
-                },
+                own_environment=environment,
             )
 
-        return World(self._launcher, spec_of, range(size) if size else [NODE])
+        return World(self._launcher, spec_of, range(len(seats)) if place.seats else [NODE], seats, self.timeout)
 
-    def begin_test(self) -> None:
-        """Start the account of a new test."""
+    def _surroundings(self, simulate: str | None) -> protocol.Surroundings:
+        return self._launcher.surroundings(_surroundings(simulate))
+
+    def begin_test(self, available: Sequence[Seat] | None = None) -> None:
+        """Start the account of a new test.
+
+        Args:
+            available: the seats that it may use; default all.
+        """
+        self.available = self.seats if available is None else tuple(available)
         self.sizes = set()
         self._used = set()
 
@@ -221,14 +290,14 @@ class RankPool:
         left: list[str] = []
         errors: list[BaseException] = []
         with self._lock:
-            for key in self._used & self._worlds.keys():
-                world = self._worlds[key]
+            for place in self._used & self._worlds.keys():
+                world = self._worlds[place]
                 try:
                     left += world.end_test()
                 except BaseException as error:
                     errors.append(error)
                 if failed or world.broken:
-                    self._worlds.pop(key).discard()
+                    self._worlds.pop(place).discard()
             self._used = set()
         if errors:
             raise errors[0]
@@ -236,13 +305,15 @@ class RankPool:
 
     def died_idle(self) -> list[str]:
         """A line for each world of which a process ended while no test used it. Those worlds are gone then."""
-        lines = []
-        for key, world in list(self._worlds.items()):
+        lines = [f"{loss} while no test used it" for loss in self._launcher.losses()]
+        for place, world in list(self._worlds.items()):
             try:
-                world.check_alive("while no test used it")
+                world.check_idle("while no test used it")
+            except AgentLost:
+                self._worlds.pop(place).discard()  # as one loss takes many worlds with it, it is told once
             except AssertionError as error:
                 lines.append(str(error))
-                self._worlds.pop(key).discard()
+                self._worlds.pop(place).discard()
         return lines
 
     def explain(self, error: BaseException) -> None:
@@ -250,13 +321,17 @@ class RankPool:
         for world in self._worlds.values():
             world.explain(error)
 
+    def stopped(self) -> BaseException | None:
+        """After something from outside has interrupted a call: an error that says where its ranks were."""
+        return next(filter(None, [world.stopped() for world in self._worlds.values()]), None)
+
     def output(self) -> list[tuple[str, str, str]]:
         """What the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
         found = []
-        for key, world in self._worlds.items():
-            if key in self._used:
+        for place, world in self._worlds.items():
+            if place in self._used:
                 for index, process in world.processes.items():
-                    who = "node process" if index == NODE else f"rank {index} of {key[0]}"
+                    who = "node process" if index == NODE else world.who.full([index])
                     for name in ("stdout", "stderr"):
                         if text := process.output(name):
                             found.append((who, name, text))
@@ -268,9 +343,6 @@ class RankPool:
             world.discard()
         self._worlds.clear()
         self._launcher.close()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = None
 
 
 def _surroundings(simulate: str | None) -> protocol.Surroundings:

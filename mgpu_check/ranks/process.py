@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from multiprocessing.connection import Connection
 from typing import IO
 
-from mgpu_check.ranks.stacks import clean
+from mgpu_check.ranks.channel import Channel
+from mgpu_check.ranks.record import SIZE, Record, parse
+from mgpu_check.ranks.stacks import HALTED, clean
+from mgpu_check.ranks.worker_signal import CONNECTION_LOST
 
 __all__ = ["MOST_OUTPUT", "Process", "describe_exit"]
 
@@ -24,16 +26,22 @@ class Process:
     Attributes:
         exit_code: as in `subprocess`: None while it lives, as far as is known, and minus the signal's number where
             one ended it.
+        server_end: how the fork server ended, where the process has ended with it.
+        lost: what became of the agent that held it, where that is gone; always None on one machine.
     """
 
+    lost: str | None = None
+    server_end: str = ""
+
     def __init__(
-        self, pid: int, connection: Connection, stdout: IO[bytes], stderr: IO[bytes], stacks: IO[bytes]
+        self, pid: int, connection: Channel, stdout: IO[bytes], stderr: IO[bytes], stacks: IO[bytes], record: IO[bytes]
     ) -> None:
         self.pid = pid
         self.connection = connection
         self.exit_code: int | None = None
         self._streams = {"stdout": stdout, "stderr": stderr}
         self._stacks = stacks
+        self._record = record
 
     def mark_output(self) -> None:
         """Let `output` start from here. What was written before is gone: a run may be long."""
@@ -53,14 +61,16 @@ class Process:
         self._stacks_start = os.fstat(self._stacks.fileno()).st_size
         self._signal(signal_number)
 
-    def stacks(self) -> str:
-        """The stacks asked for; waits until they are written. Empty where the process cannot write them."""
-        deadline = time.monotonic() + STACKS_TIMEOUT
+    def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
+        """The stacks asked for; waits until they are written. `HALTED`, or empty, where the process cannot write them."""
+        if self.halted():
+            return HALTED
+        deadline = time.monotonic() + timeout
         size = self._stacks_start
-        while time.monotonic() < deadline:
+        while True:
             time.sleep(0.005)
             now = os.fstat(self._stacks.fileno()).st_size
-            if now == size and now > self._stacks_start:
+            if (now == size and now > self._stacks_start) or time.monotonic() > deadline:
                 break
             size = now
         return self._stacks_since(self._stacks_start)
@@ -73,13 +83,33 @@ class Process:
         size = os.fstat(self._stacks.fileno()).st_size
         return clean(os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace"))
 
+    def record(self) -> Record:
+        """The collectives that the process has entered in the current call."""
+        return parse(self.record_bytes())
+
+    def record_bytes(self) -> bytes:
+        """The same as it lies in its file."""
+        return os.pread(self._record.fileno(), SIZE, 0)
+
+    def cause(self) -> str:
+        """How the process ended, in words."""
+        return self.server_end or describe_exit(self.exit_code)
+
     def runnable(self) -> bool:
         """Whether the main thread computes, or waits for a processor, rather than for something to happen."""
+        return self._state() == "R"
+
+    def halted(self) -> bool:
+        """Whether a signal, or a debugger, has stopped the process."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str:
+        """One letter, as in proc(5); nothing where the process is gone."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
-                return file.read().rpartition(")")[2].split()[0] == "R"
+                return file.read().rpartition(")")[2].split()[0]
         except OSError:
-            return False
+            return ""
 
     def kill(self) -> None:
         """End the process and the process group that it leads."""
@@ -100,6 +130,7 @@ class Process:
         """Let go of the files. The process itself must have been killed."""
         self.connection.close()
         self._stacks.close()
+        self._record.close()
         for stream in self._streams.values():
             stream.close()
 
@@ -108,6 +139,8 @@ def describe_exit(code: int | None) -> str:
     """An exit code in words: "exit code 3", "signal SIGSEGV"."""
     if code is None:
         return "unknown cause"
+    if code == CONNECTION_LOST:
+        return "its connection to the pytest process was closed"
     if code >= 0:
         return f"exit code {code}"
     try:

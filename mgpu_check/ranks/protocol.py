@@ -7,10 +7,12 @@ never of the connection.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
+    "SEED",
     "Call",
     "EndTest",
     "Explain",
@@ -24,14 +26,34 @@ __all__ = [
     "Surroundings",
 ]
 
+SEED = 0
+"""Every call starts from this seed, on every rank: a failure repeats, and an example does not depend on those before."""
+
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a process has from the pytest process: `sys.path`, directory, environment."""
+    """What a process has from the pytest process: `sys.path`, directory, environment.
+
+    Attributes:
+        removed: None where `environment` is all of it. Beyond one machine, a process keeps what it has from its own
+            host, but for these variables, and those in `environment`.
+    """
 
     path: tuple[str, ...]
     directory: str
     environment: dict[str, str] = field(repr=False)
+    removed: frozenset[str] | None = None
+
+    def over(self, own: Surroundings) -> Surroundings:
+        """These, in a process that had its `own` when it started."""
+        if self.removed is None:
+            return self
+        kept = {name: value for name, value in own.environment.items() if name not in self.removed}
+        return Surroundings(
+            (*self.path, *(entry for entry in own.path if entry not in self.path)),
+            self.directory if os.path.isdir(self.directory) else own.directory,
+            {**kept, **self.environment},
+        )
 
 
 @dataclass(frozen=True)
@@ -39,17 +61,23 @@ class RankSpec:
     """All that a new process needs to become a rank, or the node process.
 
     Attributes:
-        index: rank; None for the node process, which sees all devices and is in no process group.
-        devices: how many devices this machine has for the run.
+        index: rank; None for the node process, which sees all devices of its host and is in no process group.
+        local_index: rank among those of this host.
+        node_index: index of this host among those of the world.
+        device: index of the rank's own device, as the process sees it.
+        devices: how many devices the process sees.
         simulate: backing device of the simulated node, None on real devices.
         backend: of the default group, None for what `init_process_group()` takes by itself.
-        store: path of the rendezvous file.
+        store: address of the rendezvous: ``file:///path``, or ``tcp://host:port/prefix``.
         own_environment: variables that this process has, whatever those of the pytest process are.
         group_timeout: seconds until a collective gives up by itself; above any deadline of the parent.
     """
 
     index: int | None
     size: int
+    local_index: int
+    node_index: int
+    device: int
     devices: int
     simulate: str | None
     backend: str | None
@@ -114,12 +142,17 @@ class Outcome:
         value: the pickled result.
         lockstep: what the call added to the sequence number of the default group, and groups made. Equal on all ranks,
             if they entered the same collectives and as many sends and receives.
+        agreement: for each group in which it has entered collectives: its ranks, how many collectives, and a checksum
+            of their names, dtypes, sizes, operations and roots.
+        told: what the function said besides its result; see `worker.tell`.
     """
 
     number: int
     value: bytes | None
     failure: Failure | None
     lockstep: tuple[int, int]
+    agreement: tuple[tuple[tuple[int, ...], int, int], ...]
+    told: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

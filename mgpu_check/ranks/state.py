@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Baseline", "groups_made", "sequence_number"]
+from mgpu_check.ranks.process_state import ProcessState
+from mgpu_check.ranks.protocol import SEED
 
-SEED = 0
-"""Every call starts from this seed, on every rank: a failure repeats, and an example does not depend on those before."""
+__all__ = ["Baseline", "groups_made", "sequence_number"]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -59,6 +59,7 @@ class Baseline:
     directory: str
     threads: frozenset[int]
     device: int | None
+    process: ProcessState
 
     @classmethod
     def take(cls, device: int | None) -> Baseline:
@@ -70,6 +71,7 @@ class Baseline:
             directory=os.getcwd(),
             threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
             device=device,
+            process=ProcessState.take(),
         )
 
     def restore(self) -> None:
@@ -93,6 +95,7 @@ class Baseline:
     def restore_process(self) -> None:
         """Undo what a test may have changed in the process itself."""
         self.restore_surroundings()
+        self.process.restore()
         _destroy_extra_groups()
 
     def restore_surroundings(self) -> None:
@@ -113,7 +116,7 @@ class Baseline:
             found.append(f"threads that still run: {', '.join(thread.name for thread in threads)}")
         if int(dist.is_initialized()) != groups:
             found.append("the default process group was " + ("destroyed" if groups else "left initialized"))
-        return tuple(found)
+        return (*found, *self.process.dirt())
 
 
 def _destroy_extra_groups() -> None:

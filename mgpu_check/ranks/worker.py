@@ -9,36 +9,52 @@ import os
 import sys
 import traceback
 import types
-from multiprocessing.connection import Connection
+import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mgpu_check.ranks import protocol, transport
+from mgpu_check.ranks.channel import RankEnd
+from mgpu_check.ranks.collectives import recorder
+from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.state import Baseline, groups_made, sequence_number
-from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+from mgpu_check.ranks.worker_signal import CONNECTION_LOST, STACKS_SIGNAL
 
-__all__ = ["EXPLAIN", "main", "without_engine"]
-
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_ENGINE = {__file__, os.path.join(_PACKAGE, "in_rank.py"), os.path.join(_PACKAGE, "shipping.py")}
+__all__ = ["EXPLAIN", "at_rest", "main", "tell", "without_engine"]
 
 EXPLAIN = "_mgpu_check_explain"
 """Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
 
+_told: list[tuple[str, Any]] = []
+_at_rest: list[Callable[[], None]] = []
 
-def main(connection_fd: int, stacks_fd: int) -> int:
+
+def tell(what: tuple[str, Any]) -> None:
+    """Have plain values handed to the pytest process with the outcome of this call."""
+    _told.append(what)
+
+
+def at_rest(callback: Callable[[], None]) -> None:
+    """Have `callback` called at the end of every test from now on."""
+    _at_rest.append(callback)
+
+
+def main(connection_fd: int, stacks_fd: int, record_fd: int) -> int:
     """Be the rank that the first message describes, until told to stop. Returns the exit code."""
-    connection = Connection(connection_fd)
+    connection = RankEnd(connection_fd)
     # A signal handler in C writes the stacks: a Python one does not run while the main thread waits in a collective.
     faulthandler.enable(file=stacks_fd, all_threads=True)
     faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
+    recorder.attach(record_fd)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
     try:
-        spec: protocol.RankSpec = connection.recv()
+        spec = connection.recv()
+        assert isinstance(spec, protocol.RankSpec)
         worker = Worker(connection, spec)
         connection.send(protocol.Ready())
     except EOFError:
@@ -46,19 +62,26 @@ def main(connection_fd: int, stacks_fd: int) -> int:
     except BaseException as error:
         connection.send(protocol.Ready(_failure(error)))
         return 1
-    worker.loop()
+    try:
+        worker.loop()
+    except OSError as error:
+        print(f"mgpu-check: the connection to the pytest process is broken: {error}", file=sys.stderr)
+        return CONNECTION_LOST
     return 0
 
 
 class Worker:
     """One process of the pool."""
 
-    def __init__(self, connection: Connection, spec: protocol.RankSpec) -> None:
+    def __init__(self, connection: RankEnd, spec: protocol.RankSpec) -> None:
         self.connection = connection
+        self.pid = os.getpid()
+        os.register_at_fork(after_in_child=connection.close)  # what the test forks is no rank
         self.spec = spec
         self.functions: dict[str, Any] = {}
         self.error: BaseException | None = None
-        surroundings = spec.surroundings
+        self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
+        surroundings = spec.surroundings.over(self.own)
         os.environ.clear()
         os.environ.update({**surroundings.environment, **spec.own_environment})
         os.chdir(surroundings.directory)
@@ -71,19 +94,19 @@ class Worker:
             self.node.__enter__()
         if spec.index is not None:
             self.join(spec.index)
-        self.baseline = Baseline.take(spec.index)
+        self.baseline = Baseline.take(spec.device)
 
     def join(self, index: int) -> None:
         spec = self.spec
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(spec.device)
         dist.init_process_group(
             backend=spec.backend,
-            store=dist.FileStore(spec.store, spec.size),  # type: ignore[attr-defined]  # not in its __all__
+            store=_store(spec.store, spec.size),
             rank=index,
             world_size=spec.size,
             timeout=datetime.timedelta(seconds=spec.group_timeout),
         )
-        become(Rank(index, spec.size, index, 0, torch.device("cuda", index)))
+        become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
 
     def loop(self) -> None:
         while True:
@@ -91,6 +114,10 @@ class Worker:
                 message = self.connection.recv()
             except EOFError:
                 return
+            except OSError:
+                if os.getpid() != self.pid:
+                    os._exit(0)
+                raise
             if isinstance(message, protocol.Call):
                 self.connection.send(self.call(message))
             elif isinstance(message, protocol.Meet):
@@ -107,6 +134,8 @@ class Worker:
         value: bytes | None = None
         failure: protocol.Failure | None = None
         before = sequence_number()
+        _told.clear()
+        recorder.begin()
         try:
             if call.surroundings is not None:
                 self.move(call.surroundings)
@@ -125,16 +154,26 @@ class Worker:
                     f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
                 ) from None
         except BaseException as error:
-            failure = _failure(error)
+            try:
+                failure = _failure(error)
+            except MemoryError:
+                traceback.clear_frames(error.__traceback__)  # what the test holds leaves nothing to tell of it with
+                failure = _failure(error)
             self.error = error
         with contextlib.suppress(ValueError):  # the test has closed them
             sys.stdout.flush()
             sys.stderr.flush()
-        return protocol.Outcome(call.number, value, failure, (sequence_number() - before, groups_made()))
+        if os.getpid() != self.pid:
+            os._exit(0)  # the test has forked, and both have returned: only one of them is the rank
+        return protocol.Outcome(
+            call.number, value, failure, (sequence_number() - before, groups_made()), recorder.agreement(), tuple(_told)
+        )
 
     def move(self, surroundings: protocol.Surroundings) -> None:
         """Take over what has changed around the pytest process: a fixture may have set a variable."""
+        surroundings = surroundings.over(self.own)
         sys.path[:] = surroundings.path
+        self.baseline.process.path = surroundings.path
         self.baseline.environment = {**surroundings.environment, **self.spec.own_environment}
         self.baseline.directory = surroundings.directory
         self.baseline.restore_surroundings()
@@ -148,7 +187,7 @@ class Worker:
 
     def meet(self) -> protocol.Rested:
         try:
-            dist.barrier()
+            recorder.aside(dist.barrier)
         except Exception as error:
             return protocol.Rested((f"an error in a barrier: {error}",))
         return protocol.Rested(())
@@ -164,9 +203,24 @@ class Worker:
     def end_test(self) -> protocol.Rested:
         self.error = None
         self.functions.clear()
+        for callback in _at_rest:
+            callback()
+        if self.spec.simulate is None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the device is leased to others next, who may need all of its memory
         self.baseline.restore_process()
         self.baseline.restore()
         return protocol.Rested(self.baseline.dirt(groups=int(self.spec.index is not None)))
+
+
+def _store(address: str, size: int) -> Any:
+    """The rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme == "file":
+        return dist.FileStore(parts.path, size)  # type: ignore[attr-defined]  # not in its __all__
+    assert parts.scheme == "tcp" and parts.hostname is not None and parts.port is not None, address
+    stores: Any = dist  # they are not in its __all__
+    store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
+    return stores.PrefixStore(parts.path.strip("/"), store)
 
 
 # By module and name, because neither pytest nor Hypothesis is imported here unless the test did. Of pytest's own some
@@ -209,14 +263,23 @@ def _failure(error: BaseException) -> protocol.Failure:
 
 
 def _render(error: BaseException) -> str:
-    """The traceback from the first frame that is not the engine's."""
-    tb = without_engine(error.__traceback__)
-    return "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+    """The traceback without the frames of the engine."""
+    rendered = traceback.TracebackException.from_exception(error)
+    _leave_out_engine(rendered)
+    return "".join(rendered.format()).rstrip()
+
+
+def _leave_out_engine(rendered: traceback.TracebackException) -> None:
+    kept = [frame for frame in rendered.stack if not is_engine(frame.filename)]
+    rendered.stack = traceback.StackSummary.from_list(kept or list(rendered.stack))
+    for other in (rendered.__cause__, rendered.__context__, *(rendered.exceptions or ())):
+        if other is not None:
+            _leave_out_engine(other)
 
 
 def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
     """`tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in _ENGINE:
+    while tb is not None and tb.tb_next is not None and is_engine(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb
 

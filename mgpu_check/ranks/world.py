@@ -7,24 +7,29 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from typing import Any
 
-from mgpu_check.errors import RankDied, RankFailure, StartupFailure
+from mgpu_check.errors import RankFailure
 from mgpu_check.ranks import protocol
-from mgpu_check.ranks.failures import NODE, Died, Ending, Finished, Interrupted, Raised, Who, alike, error_of
+from mgpu_check.ranks.answers import agree
+from mgpu_check.ranks.channel import Garbled, frame
+from mgpu_check.ranks.crew import EXIT_TIMEOUT, Crew
+from mgpu_check.ranks.failures import (
+    Ending,
+    Finished,
+    Raised,
+    alike,
+    disagreement,
+    error_of,
+    last_collectives,
+)
 from mgpu_check.ranks.launcher import Launcher
-from mgpu_check.ranks.process import Process, describe_exit
-from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+from mgpu_check.ranks.seats import Seat
 
 __all__ = ["Abandoned", "Function", "World"]
 
-# How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
-# longer as long as they compute. It decides only how much of the others' story is told, never the verdict.
-_LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
-_EXIT_TIMEOUT = 1.0
-_START_TIMEOUT = 120.0
-_EXPLAIN_TIMEOUT = 10.0
 _MEET_TIMEOUT = 1.0
-_REST_TIMEOUT = 10.0
+_REST_TIMEOUT = 10.0  # for what the engine itself asks of a rank that should be idle, or the timeout of calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,56 +55,38 @@ class Abandoned(Exception):
         self.failure = failure
 
 
-class World:
+class World(Crew):
     """Warm processes that run the same function each.
 
     A world is *broken* once it may not be used again: a process died, was killed, or they are out of lockstep.
     """
 
-    def __init__(self, launcher: Launcher, spec_of: Callable[[int], protocol.RankSpec], indices: Sequence[int]) -> None:
-        """Start a process for each of `indices`: ranks, or `NODE`.
+    def __init__(
+        self,
+        launcher: Launcher,
+        spec_of: Callable[[int], protocol.RankSpec],
+        indices: Sequence[int],
+        seats: Sequence[Seat],
+        timeout: float,
+    ) -> None:
+        """Start a process for each of `indices`: ranks, or `NODE`; on the seat that stands in its place.
+
+        Args:
+            timeout: seconds that a call usually gets; what the engine asks for on its own gets no more.
 
         Raises:
             StartupFailure: one did not come up.
         """
-        self.launcher = launcher
-        self.who = Who(0 if list(indices) == [NODE] else len(indices))
-        self.broken = False
+        self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # by the ranks of the last call, if by any
         self._failed: tuple[BaseException, dict[int, Ending], Callable[[dict[int, Ending]], BaseException]] | None = (
             None
         )
+        self._running: tuple[str, float] | None = None  # the function, and since when
+        self._rest_timeout = min(_REST_TIMEOUT, timeout)
         self._numbers = itertools.count()
         self._known: set[str] = set()
         self._surroundings: protocol.Surroundings | None = None
-        self.processes: dict[int, Process] = {}
-        try:
-            for index in indices:
-                self.processes[index] = launcher.launch()
-            for index, process in self.processes.items():
-                _send(process, spec_of(index))
-            self._await_ready()
-        except BaseException:
-            self.discard()
-            raise
-
-    def _await_ready(self) -> None:
-        answers, late = self._collect(_START_TIMEOUT, lambda _: True)
-        for index, answer in answers.items():
-            if answer is None:
-                end = self._died(index)
-                raise StartupFailure(
-                    f"{self.who([index])}{self.who.of} died while it started: {describe_exit(end.exit_code)}\n"
-                    f"{self.processes[index].output('stderr')}{end.last_words}",
-                    ranks=[index],
-                )
-            assert isinstance(answer, protocol.Ready)
-            if answer.failure is not None:
-                raise StartupFailure(
-                    f"{self.who([index])}{self.who.of} could not start: {answer.failure.headline}\n{answer.failure.text}",
-                    ranks=[index],
-                )
-        if late:
-            raise StartupFailure(f"{self.who(late)}{self.who.of} did not start within {_START_TIMEOUT:g} s", ranks=late)
+        super().__init__(launcher, spec_of, indices, seats)
 
     def run(
         self,
@@ -120,6 +107,7 @@ class World:
         doing = function.name
         self.check_alive("before " + doing)
         self._failed = None
+        self.told = {}
         number = next(self._numbers)
         call = protocol.Call(
             number,
@@ -134,19 +122,27 @@ class World:
         self._surroundings = surroundings
         started = time.monotonic()
         self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
-        unsent = [index for index, process in self.processes.items() if not _send(process, call)]
-        answers, late = self._collect(timeout, _went_well, dead=unsent)
+        self._running = doing, started
+        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
+        self._running = None
         timed_out = bool(late) and time.monotonic() - started >= timeout
+        # Before any is killed, because that makes those fail that wait for it.
+        fine = not late and all(_went_well(answer, number) for answer in answers.values())
+        records = {} if fine else self._records()
         endings: dict[int, Ending] = {}
+        deadline = time.monotonic() + EXIT_TIMEOUT
         for index, answer in answers.items():
-            if answer is None:
-                endings[index] = self._died(index)
+            if isinstance(answer, protocol.Outcome) and answer.number != number:
+                self._garbled[index] = "it answers another call"
+            if not isinstance(answer, protocol.Outcome) or index in self._garbled:
+                endings[index] = self._died(index, deadline)
             else:
-                assert isinstance(answer, protocol.Outcome) and answer.number == number
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
         endings.update(self._interrupt(late, since=started))
         ordered = (answers.get(index) for index in self.processes)
         outcomes = [answer for answer in ordered if isinstance(answer, protocol.Outcome)]
+        if any(outcome.told for outcome in outcomes):
+            self.told = {i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Outcome)}
         in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
         self.broken = len(outcomes) < len(self.processes) or not in_lockstep
         if all(isinstance(end, Finished) for end in endings.values()):
@@ -155,6 +151,9 @@ class World:
                 self._meet(
                     {index: outcome.lockstep[0] for index, outcome in zip(self.processes, outcomes, strict=True)}
                 )
+            if not agree(outcomes):
+                self.broken = True
+                raise disagreement(self.who, self._records())
             return [outcome.value for outcome in outcomes if outcome.value is not None]
         kinds = {end.failure.kind if isinstance(end, Raised) else "error" for end in endings.values()}
         first = next(iter(endings.values()))
@@ -162,11 +161,24 @@ class World:
             raise Abandoned(first.failure)
 
         def told(endings: dict[int, Ending]) -> BaseException:
-            return error_of(endings, self.who, doing, timeout if timed_out else None)
+            return error_of(endings, self.who, doing, timeout if timed_out else None, records)
 
         error = told(endings)
         self._failed = (error, endings, told)
         raise error
+
+    def stopped(self) -> BaseException | None:
+        """End a call that something from outside has interrupted; an error that says where the ranks were, if one was."""
+        if self._running is None or len(self._answers) == len(self.processes):
+            return None
+        doing, since = self._running
+        self._running = None
+        records = self._records()
+        endings = self._interrupt([index for index in self.processes if index not in self._answers], since)
+        for index, answer in self._answers.items():
+            if isinstance(answer, protocol.Outcome):
+                endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
+        return error_of(endings, self.who, doing, round(time.monotonic() - since, 1), records)
 
     def _meet(self, entered: dict[int, int]) -> None:
         """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.
@@ -177,24 +189,22 @@ class World:
         """
         when = "after it had returned, with operations of the default group pending"
         self.broken = True
+        records = self._records()
         answers, late = self._ask(protocol.Meet(), _MEET_TIMEOUT, when)
-        if late or any(isinstance(answer, protocol.Rested) and answer.dirt for answer in answers.values()):
+        errors = [
+            f"{self.who([index])}: {line}"
+            for index, answer in answers.items()
+            if isinstance(answer, protocol.Rested)
+            for line in answer.dirt
+        ]
+        if late or errors:
             counts = ", ".join(f"rank {index}: {count}" for index, count in entered.items())
-            raise RankFailure(
+            text = (
                 "ranks entered different numbers of operations of the default process group, and could not meet in a "
-                f"barrier afterwards: one has begun a collective that others never entered ({counts})",
-                ranks=entered,
+                f"barrier afterwards: one has begun a collective that others never entered ({counts})"
             )
+            raise RankFailure("\n".join([text, *errors, *last_collectives(records, self.who)]), ranks=entered)
         self.broken = False
-
-    def _ask(self, message: object, timeout: float, when: str) -> tuple[dict[int, object], list[int]]:
-        """Send `message` to all, and collect the answers; raises `RankDied` if there is a dead one."""
-        unsent = [index for index, process in self.processes.items() if not _send(process, message)]
-        answers, late = self._collect(timeout, lambda answer: answer is not None, dead=unsent)
-        dead = [index for index, answer in answers.items() if answer is None]
-        if dead:
-            self._raise_dead(dead, when)
-        return answers, late
 
     def explain(self, error: BaseException) -> None:
         """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
@@ -210,13 +220,17 @@ class World:
         error.args = told(better).args
 
     def _explanation(self, index: int) -> str:
-        connection = self.processes[index].connection
-        if not _send(self.processes[index], protocol.Explain()) or not connection.poll(_EXPLAIN_TIMEOUT):
-            return ""
+        channel = self.processes[index].connection
+        deadline = time.monotonic() + self._rest_timeout
         try:
-            return str(connection.recv())
-        except (EOFError, OSError):
-            return ""
+            channel.send(frame(protocol.Explain()))
+            while wait([channel.fileno()], max(0.0, deadline - time.monotonic())):
+                if (text := channel.receive()) is not None:
+                    return str(text)
+        except (EOFError, OSError, Garbled):
+            pass
+        self.broken = True  # an answer that comes late would be taken for that to the next message
+        return ""
 
     def end_test(self) -> tuple[str, ...]:
         """Undo what the test left; what cannot be undone is returned, and breaks the world.
@@ -231,109 +245,17 @@ class World:
         when = "after its part of the test was done"
         self.check_alive(when)
         self.broken = True
-        answers, late = self._ask(protocol.EndTest(), _REST_TIMEOUT, when)
+        answers, late = self._ask(protocol.EndTest(), self._rest_timeout, when)
         if late:
-            stopped = self._interrupt(late, since=time.monotonic() - _REST_TIMEOUT)
-            raise error_of(stopped, self.who, "its answer at the end of the test", _REST_TIMEOUT)
+            records = self._records()
+            stopped = self._interrupt(late, since=time.monotonic() - self._rest_timeout)
+            raise error_of(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records)
         self.broken = False
         dirt = {line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.dirt}
         self.broken |= bool(dirt)
         return tuple(sorted(dirt))
 
-    def check_alive(self, when: str) -> None:
-        """Raise `RankDied` if a process has ended; costs one system call."""
-        idle = [process.connection for process in self.processes.values()]
-        if wait(idle, 0):
-            # An idle process says nothing, so what can be read is the end of its connection.
-            gone = set(wait(idle, 0))
-            self._raise_dead([i for i, process in self.processes.items() if process.connection in gone], when)
 
-    def _raise_dead(self, indices: Sequence[int], when: str) -> None:
-        self.broken = True
-        ends = {index: self._died(index) for index in indices}
-        text = "\n".join(
-            f"{self.who([index])}{self.who.of} died {when}: {describe_exit(end.exit_code)}\n{end.last_words}".rstrip()
-            for index, end in ends.items()
-        )
-        raise RankDied(text, ranks=indices)
-
-    def _collect(
-        self, timeout: float, went_well: Callable[[object], bool], dead: Sequence[int] = ()
-    ) -> tuple[dict[int, object], list[int]]:
-        """One answer of each process, None from a dead one, in the order of arrival; and who gave none in time."""
-        started = time.monotonic()
-        deadline = started + timeout
-        answers: dict[int, object] = dict.fromkeys(dead)
-        waiting: dict[object, int] = {p.connection: i for i, p in self.processes.items() if i not in answers}
-        latest = deadline  # until when it can be put off, once a failure has brought it forward
-        if answers:
-            deadline, latest = min(deadline, started + _LEAST_GRACE), min(deadline, started + _MOST_GRACE)
-        while waiting:
-            # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
-            ready = wait(
-                [*(self.processes[i].connection for i in waiting.values()), *self.launcher.waitables()],
-                max(0.0, deadline - time.monotonic()),
-            )
-            if not ready:
-                now = time.monotonic()
-                if now < latest and any(self.processes[i].runnable() for i in waiting.values()):
-                    deadline = min(latest, now + _LEAST_GRACE)
-                    continue
-                break
-            self.launcher.collect()
-            ended = [c for c, i in waiting.items() if self.processes[i].exit_code is not None and c not in ready]
-            for connection in [*(c for c in ready if c in waiting), *ended]:
-                index = waiting.pop(connection)
-                try:
-                    answers[index] = None if connection in ended else self.processes[index].connection.recv()
-                except (EOFError, OSError):
-                    answers[index] = None
-                if not went_well(answers[index]):
-                    now = time.monotonic()
-                    grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - started)))
-                    deadline, latest = min(deadline, now + grace), min(latest, now + _MOST_GRACE)
-        return answers, sorted(waiting.values())
-
-    def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Ending]:
-        """Stop processes that do not answer, and say where they were."""
-        processes = {index: self.processes[index] for index in indices}
-        for process in processes.values():
-            process.ask_for_stacks(STACKS_SIGNAL)
-        stacks = {index: process.stacks() for index, process in processes.items()}
-        seconds = time.monotonic() - since
-        for process in processes.values():
-            process.kill()
-        return {index: Interrupted(seconds, text) for index, text in stacks.items()}
-
-    def _died(self, index: int) -> Died:
-        process = self.processes[index]
-        deadline = time.monotonic() + _EXIT_TIMEOUT
-        while process.exit_code is None and wait(self.launcher.waitables(), max(0.0, deadline - time.monotonic())):
-            self.launcher.collect()
-        return Died(process.exit_code, process.last_words())
-
-    def mark_output(self) -> None:
-        """Let `Process.output` start from here."""
-        for process in self.processes.values():
-            process.mark_output()
-
-    def discard(self) -> None:
-        """End all processes, at once."""
-        self.broken = True
-        self.launcher.collect()  # who has ended already must not be signalled: its number may be another's by now
-        for process in self.processes.values():
-            process.kill()
-            process.close()
-        self.processes = {}
-
-
-def _went_well(answer: object) -> bool:
-    return isinstance(answer, protocol.Outcome) and answer.failure is None
-
-
-def _send(process: Process, message: object) -> bool:
-    try:
-        process.connection.send(message)
-    except (BrokenPipeError, ConnectionResetError):
-        return False
-    return True
+def _went_well(answer: object, number: int | None = None) -> bool:
+    """Whether it is the answer to a call, to that of the given number, of a rank that returned."""
+    return isinstance(answer, protocol.Outcome) and answer.failure is None and number in (None, answer.number)

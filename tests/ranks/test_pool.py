@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -19,19 +21,24 @@ def pids(pool: RankPool, size: int | None = None) -> list[int]:
     return pool.run(os.getpid, size=size)
 
 
-def gone(pid: int) -> bool:
-    """Whether the process has ended, or does so within 10 s; one that nobody waits for stays as a zombie."""
+def comes_to(pid: int, states: str) -> bool:
+    """Whether the process is in one of `states`, or gets there within 10 s; "Z" stands for one that is gone, too."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         try:
             with open(f"/proc/{pid}/stat") as file:
                 state = file.read().rpartition(")")[2].split()[0]
         except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state == "Z":
+            state = "Z"
+        if state in states:
             return True
         os.sched_yield()
     return False
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended, or does so within 10 s; one that nobody waits for stays as a zombie."""
+    return comes_to(pid, "Z")
 
 
 def test_results_come_in_rank_order(pool):
@@ -362,8 +369,8 @@ def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
     assert info.value.ranks == (0, 1, 2)
     lines = str(info.value).splitlines()
     assert lines[0] == "rank 1 of 3 did not finish body within 0.5 s"
-    assert lines[1].startswith("rank 1 stopped in body (")
-    assert lines[2].startswith("ranks 0, 2 waited in barrier (")
+    assert lines[1].startswith("rank 1 is in body (")
+    assert lines[2].startswith("ranks 0, 2 are in barrier #1 (")
     assert all(gone(pid) for pid in before)
     assert len(pids(pool, 3)) == 3
 
@@ -376,7 +383,9 @@ def test_a_stopped_rank_is_a_hang_without_stacks(pool):
         if rank.index == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    with pytest.raises(RankHang, match=r"rank 0 of 2(.|\n)*no stacks: the process did not answer"):
+    with pytest.raises(
+        RankHang, match=r"rank 0 of 2 did not finish(.|\n)*rank 0 is stopped by a signal, such as SIGSTOP"
+    ):
         pool.run(body, size=2, timeout=0.5)
     assert len(pids(pool, 2)) == 2
 
@@ -449,7 +458,7 @@ def test_much_output_is_cut_and_blocks_nobody(pool):
 
 
 def test_idle_worlds_beyond_the_limit_are_let_go():
-    pool = RankPool(LocalLauncher(simulated=True), devices=12, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), seats=12, simulate="cpu", timeout=30.0)
     try:
         for size in range(1, 13):
             pool.begin_test()
@@ -465,7 +474,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), seats=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess
@@ -481,7 +490,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
 
 
 def test_the_fork_server_is_replaced_too():
-    pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), seats=2, simulate="cpu", timeout=30.0)
     try:
         ranks = pids(pool)
         os.kill(pool.run(os.getppid)[0], signal.SIGKILL)
@@ -495,7 +504,7 @@ def test_the_fork_server_is_replaced_too():
 
 def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
     """What is forked from the pytest process inherits its sockets."""
-    pool = RankPool(LocalLauncher(simulated=True), devices=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulated=True), seats=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess
@@ -518,7 +527,7 @@ def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
 
 
 def test_a_failing_preload_is_told():
-    pool = RankPool(LocalLauncher(["no_such_module"]), devices=1, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(["no_such_module"]), seats=1, simulate="cpu", timeout=30.0)
     try:
         with pytest.raises(StartupFailure, match="No module named 'no_such_module'"):
             pids(pool)
@@ -527,7 +536,7 @@ def test_a_failing_preload_is_told():
 
 
 def test_a_rank_that_cannot_start_is_told():
-    pool = RankPool(LocalLauncher(), devices=2, simulate="cuda:0", timeout=30.0)
+    pool = RankPool(LocalLauncher(), seats=2, simulate="cuda:0", timeout=30.0)
     try:
         with pytest.raises(StartupFailure, match=r"rank \d of 2 could not start: "):
             pids(pool)
@@ -556,3 +565,36 @@ def test_a_rank_that_does_not_answer_at_the_end_of_a_test_is_told(pool, monkeypa
         pool.end_test(failed=False)
     assert gone(pid)
     assert len(pids(pool, 2)) == 2
+
+
+def test_a_rank_that_is_stopped_while_idle_harms_no_test(pool):
+    victim = pids(pool, 2)[1]
+    os.kill(victim, signal.SIGSTOP)
+    assert comes_to(victim, "T")
+    (line,) = pool.died_idle()
+    assert line == (
+        "rank 1 of 2 did not run any more while no test used it: stopped by a signal, such as SIGSTOP, or by a debugger"
+    )
+    assert len(pids(pool, 2)) == 2
+
+
+def test_a_fork_server_that_still_imports_ends_with_its_parent(tmp_path):
+    waiting, go_on = tmp_path / "waiting", tmp_path / "go_on"
+    os.mkfifo(waiting)
+    os.mkfifo(go_on)
+    (tmp_path / "imports_for_ever.py").write_text(
+        f"import os; open({str(waiting)!r}, 'w').write(str(os.getpid())); open({str(go_on)!r}).read()"
+    )
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "from mgpu_check.ranks.launcher import LocalLauncher as L; launcher = L(['imports_for_ever']); launcher.start()\n"
+            "import signal; signal.pause()",
+        ],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    server = int(waiting.read_text())
+    parent.kill()
+    parent.wait()
+    assert gone(server)

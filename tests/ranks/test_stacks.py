@@ -25,7 +25,7 @@ def test_the_engines_frames_are_left_out():
 def test_the_collective_and_where_it_was_called():
     place = place_of(TEXT)
     assert place is not None
-    assert (place.collective, place.function, place.line) == ("barrier", "step", 38)
+    assert (place.collective, place.function, place.line) == ("barrier", "barrier", 38)
     assert str(place) == "barrier (/home/train.py:38)"
 
 
@@ -38,3 +38,17 @@ def test_no_collective():
 
 def test_nothing_to_read():
     assert place_of("") is None
+
+
+def test_the_line_is_that_of_the_code_under_test_and_the_function_the_innermost():
+    place = place_of(
+        'Current thread 0x1 (most recent call first):\n  File "/env/lib/python3.11/re/__init__.py", line 166 in match\n'
+        '  File "/env/lib/python3.11/site-packages/words/parse.py", line 7 in parse\n'
+        '  File "/home/train.py", line 3 in load\n'
+    )
+    assert str(place) == "match (/home/train.py:3)"
+
+
+def test_what_is_installed_counts_where_nothing_else_is_on_the_stack():
+    place = place_of('Current thread 0x1 (most recent call first):\n  File "/lib/python3.11/re.py", line 1 in match\n')
+    assert str(place) == "match (/lib/python3.11/re.py:1)"

@@ -23,7 +23,7 @@ from mgpu_check.node.simulated.state import active_node
 from mgpu_check.node.simulated.streams import Late, hold_outstanding, poison
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag
 
-__all__ = ["install_collectives"]
+__all__ = ["LateWork", "install_collectives", "watch"]
 
 # What NCCL has no type for, by the names that it prints.
 _NO_NCCL_TYPE = {torch.int16: "Short"}
@@ -139,7 +139,7 @@ class _Staging:
                 target.copy_(host.view(target.shape))
 
 
-class _LateWork(dist.Work):
+class LateWork(dist.Work):
     """The work of a collective whose results are poison until someone waits."""
 
     def __init__(self, work: dist.Work, staging: _Staging) -> None:
@@ -281,7 +281,7 @@ def _collective(original: Callable[..., object], form: _Form) -> Callable[..., o
         if late and result is not None:
             if isinstance(result, torch.futures.Future):  # the coalesced ones answer with one
                 return result.then(staging.finish)
-            return _LateWork(result, staging)  # type: ignore[arg-type]
+            return LateWork(result, staging)  # type: ignore[arg-type]
         staging.deliver()
         return result
 
@@ -338,16 +338,30 @@ def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
     return broadcast
 
 
+Around = Callable[[Callable[..., object]], Callable[..., object]]
+
+_around: list[Around] = []
+
+
+def watch(around: Around) -> None:
+    """Have `around` put around each collective of the simulation, to see calls before they begin."""
+    _around.append(around)
+
+
+def _watched(collective: Callable[..., object]) -> Callable[..., object]:
+    return functools.reduce(lambda inner, around: around(inner), _around, collective)
+
+
 def install_collectives(patches: Patches) -> None:
     """Replace the collectives of ``torch.distributed`` and let process groups with NCCL be made."""
     install_groups(patches)
     for name, form in _FORMS.items():
         original = getattr(c10d, name, None)
         if original is not None:
-            patches.replace(original, _collective(original, form))
+            patches.replace(original, _watched(_collective(original, form)))
     for name in _OF_OBJECTS:
-        patches.replace(getattr(c10d, name), _of_objects(getattr(c10d, name)))
-    patches.replace(c10d.barrier, _barrier(c10d.barrier))
+        patches.replace(getattr(c10d, name), _watched(_of_objects(getattr(c10d, name))))
+    patches.replace(c10d.barrier, _watched(_barrier(c10d.barrier)))
     patches.replace(
         torch._C._distributed_c10d._broadcast_coalesced,
         _broadcast_coalesced(torch._C._distributed_c10d._broadcast_coalesced),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -86,7 +87,8 @@ def check_distinct_devices(group: dist.ProcessGroup | None, tensor: torch.Tensor
     _checked.add(name)
     store = c10d._world.pg_map[pg][1]
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    mine = f"{socket.gethostname()}:{tensor.get_device()}"
+    # By this variable NCCL, too, takes one host for several.
+    mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{tensor.get_device()}"
     store.set(f"mgpu_check/device/{rank}", mine)
     seen: dict[str, int] = {}
     for other in range(size):

@@ -1,0 +1,25 @@
+"""Which files are the engine's own: frames that help nobody who reads a report."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+__all__ = ["is_engine", "is_installed"]
+
+# By the end of the path, because the stacks of another host come with the paths of that host.
+_ENGINE = re.compile(r"/mgpu_check/(ranks/(\w+/)?\w+|in_rank|shipping|asides|tools|node/simulated/\w+)\.py$")
+_INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
+_OURS = "/mgpu_check/"
+
+
+@functools.lru_cache(maxsize=1024)
+def is_engine(filename: str) -> bool:
+    """Whether a file is part of what runs a function on a rank, or of the simulated node."""
+    return _ENGINE.search(filename) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def is_installed(filename: str) -> bool:
+    """Whether a file is of the standard library, of torch or another package, rather than of the code under test."""
+    return _INSTALLED.search(filename) is not None and _OURS not in filename

@@ -1,0 +1,159 @@
+"""Framed messages on a socket: nothing blocks the pytest process, and nothing but messages is unpickled."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from mgpu_check.errors import RankDied, RankHang
+from mgpu_check.ranks.channel import Channel, Garbled, RankEnd, frame
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, socket.socket]]:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    with theirs:
+        yield channel, theirs
+    channel.close()
+
+
+def test_a_message_in_pieces(ends):
+    channel, theirs = ends
+    framed = frame(["x", 1])
+    for byte in framed[:-1]:
+        theirs.send(bytes([byte]))
+        assert channel.receive() is None
+    theirs.send(framed[-1:] + frame("next"))
+    assert channel.receive() == ["x", 1]
+    assert channel.receive() == "next"
+    assert channel.receive() is None
+
+
+def test_the_end_of_the_other_side(ends):
+    channel, theirs = ends
+    theirs.sendall(frame("last"))
+    theirs.close()
+    assert channel.receive() == "last"
+    with pytest.raises(EOFError):
+        channel.receive()
+
+
+@pytest.mark.parametrize("data", [b"hello, I am no message", b"MGPU" + (3).to_bytes(8, "big") + b"abc"])
+def test_what_is_no_message(ends, data):
+    channel, theirs = ends
+    theirs.sendall(data)
+    with pytest.raises(Garbled):
+        channel.receive()
+
+
+def test_sending_more_than_the_socket_takes(ends):
+    channel, theirs = ends
+    big = b"x" * 10_000_000
+    channel.send(frame(big))
+    assert channel.unsent
+    theirs.setblocking(False)
+    received = bytearray()
+    while channel.unsent:
+        channel.flush()
+        try:
+            while data := theirs.recv(1 << 20):
+                received += data
+        except BlockingIOError:
+            pass
+    assert bytes(received) == frame(big)
+
+
+def test_the_end_of_a_rank_takes_what_was_sent():
+    ours, theirs = socket.socketpair()
+    rank, channel = RankEnd(theirs.detach()), Channel(ours)
+    channel.send(frame({"a": 1}))
+    assert rank.recv() == {"a": 1}
+    rank.send("answer")
+    assert channel.receive() == "answer"
+    channel.close()
+    with pytest.raises(EOFError):
+        rank.recv()
+    rank._socket.close()
+
+
+def test_a_stopped_rank_that_does_not_take_its_argument_is_a_hang(pool):
+    victim = pool.run(os.getpid)[1]
+    os.kill(victim, signal.SIGSTOP)
+    with pytest.raises(
+        RankHang, match=r"rank 1 of 4 did not finish <lambda> within 0.5 s\nrank 1 is stopped by a signal"
+    ):
+        pool.run(lambda rank, data: len(data), b"x" * 10_000_000, timeout=0.5)
+    assert pool.run(lambda rank, data: len(data), b"x" * 10_000_000) == [10_000_000] * 4
+
+
+def test_a_rank_that_stops_in_the_middle_of_its_answer_is_a_hang(pool):
+    def body(rank):
+        class Stops:
+            def __reduce__(self):
+                import threading
+
+                # Once the answer of 50 MB is on its way, of which the socket takes a part at most.
+                threading.Thread(target=stop, daemon=True).start()
+                return bytes, ()
+
+        def stop():
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        return [b"x" * 50_000_000, Stops()] if rank.index == 2 else None
+
+    with pytest.raises(RankHang) as info:
+        pool.run(body, timeout=2.0)
+    assert info.value.ranks == (2,)
+
+
+def connection_of_this_process():
+    """In a rank: the file descriptor by which it talks to the pytest process."""
+    import os
+    import socket
+    import stat
+
+    for fd in range(3, 256):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                with socket.socket(fileno=os.dup(fd)) as copy:
+                    if copy.family == socket.AF_UNIX:
+                        return fd
+        except OSError:
+            pass
+    raise LookupError
+
+
+def test_a_rank_that_writes_to_its_connection_is_named(pool):
+    find = connection_of_this_process
+
+    def body(rank):
+        import os
+
+        if rank.index == 3:
+            os.write(find(), b"this is not for you\n")
+
+    with pytest.raises(RankDied, match=r"rank 3 of 4 died: it has written to its connection .*this is not f"):
+        pool.run(body)
+    assert len(pool.run(os.getpid)) == 4
+
+
+def test_a_rank_that_closes_its_connection_is_named(pool):
+    find = connection_of_this_process
+
+    def body(rank):
+        import os
+
+        if rank.index == 3:
+            os.close(find())
+
+    with pytest.raises(RankDied, match="rank 3 of 4 died: its connection to the pytest process was closed"):
+        pool.run(body)
+    assert len(pool.run(os.getpid)) == 4
