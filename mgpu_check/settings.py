@@ -20,6 +20,7 @@ T = TypeVar("T")
 PREFIX = "MGPU_CHECK_"
 
 DEFAULT_RANK_TIMEOUT = 60.0
+DEFAULT_AGENT_TIMEOUT = 300.0
 
 
 def _gpus(text: str) -> int | None:
@@ -92,6 +93,11 @@ OPTIONS: dict[str, Option[Any]] = {
         Option("gpus", _gpus, "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible"),
         Option("simulate", _simulate, "make the GPUs in software, on the CPU or on one real device such as cuda:0"),
         Option("rank_timeout", _seconds, "seconds that the ranks get for a test, or for one example of a property"),
+        Option(
+            "agent_timeout",
+            _seconds,
+            "beyond one machine: seconds to wait for processes that have not come, or are lost",
+        ),
         Option("strict_gpus", _switch, "fail, instead of skip, a test that needs more GPUs than --gpus gives"),
     )
 }
@@ -107,6 +113,9 @@ class Settings:
         rank_timeout: seconds.
         strict_gpus: a test that lacks devices fails instead of being skipped.
         origins: option name -> where its value comes from, in the user's words.
+        agent_timeout: seconds.
+        per_host: number of devices of each host, empty on one machine.
+        host: where tests run now that run in one process.
     """
 
     gpus: int | None
@@ -114,11 +123,19 @@ class Settings:
     rank_timeout: float
     strict_gpus: bool
     origins: Mapping[str, str]
+    agent_timeout: float = DEFAULT_AGENT_TIMEOUT
+    per_host: tuple[int, ...] = ()
+    host: int = 0
 
     @property
     def asked(self) -> bool:
         """Whether this run asks for devices at all."""
         return self.gpus != 0
+
+    @property
+    def gpus_of_host(self) -> int:
+        """How many devices one process can see."""
+        return self.per_host[self.host] if self.per_host else self.gpus or 0
 
     def counted(self, visible: int) -> Settings:
         """The same with ``gpus="all"`` resolved to `visible` devices."""
@@ -137,6 +154,7 @@ def resolve(command_line: Mapping[str, str | None], environment: Mapping[str, st
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
     """
     values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
+    values["agent_timeout"] = DEFAULT_AGENT_TIMEOUT
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():
         for origin, text in (

@@ -1,0 +1,442 @@
+"""Tests that run at the same time have devices of their own, in one run, and in two."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.leasing import keys_of, tokens_of, told
+from mgpu_check.node.inventory import Device
+from mgpu_check.node.leases import DeviceLeases
+
+Run = Callable[..., pytest.RunResult]
+
+LIMIT = 120.0  # only what is broken lasts as long
+
+# What the tests of the inner runs share: a journal, whose order is that of time, and a way to wait for a line of it.
+SHARED = f"""
+import os, time
+import pytest
+from mgpu_check.plugin import SESSION
+
+JOURNAL = os.environ["JOURNAL"]
+
+def note(*words):
+    with open(JOURNAL, "ab", buffering=0) as file:
+        file.write((" ".join(map(str, words)) + "\\n").encode())
+
+def wait_for(condition):
+    deadline = time.monotonic() + {LIMIT}
+    while not condition():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.005)
+
+def happened(text):
+    with open(JOURNAL) as file:
+        return text in file.read().splitlines()
+
+class Use:
+    # Writes down which devices a test has, from when, and until when.
+    def __init__(self, request):
+        session = request.config.stash[SESSION]
+        self.name = request.node.name
+        self.devices = [str(session.devices[i].uuid) if session.devices else str(i) for i in session.leasing.places]
+    def __enter__(self):
+        note("begins", self.name, *self.devices)
+    def __exit__(self, *error):
+        note("ends", self.name)
+
+@pytest.fixture
+def use(request):
+    return Use(request)
+"""
+
+# A machine with GPUs, as far as the tests look: the processes find devices, one for each that is visible.
+FAKE_GPUS = """
+import os, torch
+import torch.distributed as dist
+from mgpu_check.node import inventory
+
+def visible_devices():
+    # GPU 3 and GPU-abc are the same, as on a real machine each has an index and a UUID.
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    names = [{"GPU-abc": "7"}.get(entry.strip(), entry.strip()) for entry in entries]
+    return [inventory.Device(i, "Fake", 1 << 30, (9, 0), "uuid-" + name) for i, name in enumerate(names)]
+
+inventory.visible_devices = visible_devices
+torch.cuda.set_device = lambda device: None
+own = dist.init_process_group
+dist.init_process_group = lambda backend=None, **options: own("gloo", **options)
+"""
+
+ON_FAKE_GPUS = """
+import os
+from pathlib import Path
+import mgpu_check.session
+from mgpu_check.node import leases
+
+mgpu_check.session.PRELOAD += ("fake_gpus",)
+leases.MACHINE = Path(os.environ["LOCKS"])
+"""
+
+
+@pytest.fixture
+def shared(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The journal of the inner runs."""
+    journal = pytester.path / "journal"
+    journal.touch()
+    monkeypatch.setenv("JOURNAL", str(journal))
+    pytester.makeconftest(SHARED)
+    pytester.syspathinsert()
+    monkeypatch.setenv("PYTHONPATH", str(pytester.path), prepend=os.pathsep)
+    return journal
+
+
+@pytest.fixture
+def locks(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, shared: Path) -> Path:
+    """Where the inner runs lease devices, which they take for real ones."""
+    path = pytester.path / "locks"
+    monkeypatch.setenv("LOCKS", str(path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    pytester.makepyfile(fake_gpus=FAKE_GPUS)
+    pytester.makeconftest(SHARED + ON_FAKE_GPUS)
+    return path
+
+
+def overlaps(journal: Path) -> list[str]:
+    """Where a test has a device that another one has."""
+    users: dict[str, str] = {}
+    wrong = []
+    for line in journal.read_text().splitlines():
+        event, name, *devices = line.split()
+        if event == "begins":
+            wrong += [f"{line}: {device} is that of {users[device]}" for device in devices if device in users]
+            users.update(dict.fromkeys(devices, name))
+        elif event == "ends":
+            users = {device: user for device, user in users.items() if user != name}
+    return wrong
+
+
+def test_a_test_has_as_many_devices_as_it_needs(pytester, run, shared):
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from hypothesis import given, strategies as st
+        from mgpu_check.strategies import all_devices, world_sizes
+
+        @pytest.mark.gpus(2)
+        def test_ranks(ranks):
+            assert ranks.size == 2
+            assert ranks.run(lambda rank: (rank.device.index, torch.cuda.device_count())) == [(0, 2), (1, 2)]
+            with pytest.raises(ValueError, match="size=3 is not a world size of this run; choose 1 to 2"):
+                ranks.run(print, size=3)
+
+        @pytest.mark.gpus(2)
+        @given(size=world_sizes(least=2), count=all_devices())
+        def test_strategies(ranks, size, count):
+            assert size == count == 2
+
+        @given(count=all_devices())
+        def test_all(ranks, count):
+            assert ranks.size == count == 4
+
+        @pytest.mark.ranks(2)
+        def test_rank(rank):
+            assert torch.cuda.device_count() == 2
+
+        @pytest.mark.gpus(3)
+        def test_gpus(gpus):
+            assert len(gpus) == torch.cuda.device_count() == 3
+
+        def test_other():
+            from mgpu_check.settings import active
+            assert active().gpus == 4
+        """
+    )
+    run("--gpus=4", "--simulate").assert_outcomes(passed=6)
+
+
+def test_ranks_outside_of_a_test_have_devices_too(pytester, run, shared):
+    pytester.makepyfile(
+        """
+        import pytest, torch
+
+        @pytest.fixture(scope="module")
+        def table(ranks):
+            yield ranks.run(torch.cuda.device_count)
+            assert ranks.run(torch.cuda.device_count, size=3) == [3] * 3
+
+        @pytest.mark.gpus(2)
+        def test_first(table):
+            assert table == [2, 2]
+
+        def test_last(request):
+            assert request.getfixturevalue("ranks").run(torch.cuda.device_count) == [4] * 4
+        """
+    )
+    run("--gpus=4", "--simulate", "-n1").assert_outcomes(passed=2)
+
+
+def test_small_tests_run_side_by_side(pytester, run, shared):
+    pytester.makepyfile(
+        """
+        import pytest
+        from conftest import happened, note, wait_for
+
+        @pytest.mark.gpus(1)
+        @pytest.mark.parametrize("me, other", [("left", "right"), ("right", "left")])
+        def test_meeting(ranks, use, me, other):
+            with use:
+                note(me, "here")
+                wait_for(lambda: happened(f"{other} here"))
+        """
+    )
+    run("--gpus=2", "--simulate", "-n2").assert_outcomes(passed=2)
+    assert overlaps(shared) == []
+
+
+def test_no_two_tests_have_a_device_at_the_same_time(pytester, run, shared):
+    pytester.makepyfile(
+        """
+        import pytest
+        from mgpu_check.plugin import SESSION
+
+        COUNTS = [1, 2, 1, 3, 1, 4, 2, 1, 1, 2, 4, 1, 2, 3, 1, 1, 4, 2, 1, 1]
+
+        @pytest.mark.parametrize("n, number", [
+            pytest.param(n, count, marks=pytest.mark.gpus(count)) for n, count in enumerate(COUNTS)
+        ])
+        def test_use(ranks, use, n, number):
+            assert ranks.size == number
+            with use:
+                ranks.run(lambda: None)
+
+        def test_without_devices(request):
+            assert not request.config.stash[SESSION].leasing.active
+        """
+    )
+    run("--gpus=4", "--simulate", "-n4").assert_outcomes(passed=21)
+    assert shared.read_text().count("begins") == 20
+    assert overlaps(shared) == []
+
+
+def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
+    pytester.makepyfile(
+        """
+        import os, signal
+        import pytest
+        from conftest import wait_for
+        from mgpu_check.plugin import SESSION
+
+        @pytest.mark.parametrize("n", range(2))
+        def test_use(request, ranks, n):
+            directory = request.config.stash[SESSION].shared
+            if n == 0:
+                ranks.run(lambda: None)
+                wait_for(lambda: list(directory.glob("ticket-*")))
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        @pytest.mark.parametrize("n", range(3))
+        def test_more(ranks, n):
+            pass
+        """
+    )
+    result = run("--gpus=4", "--simulate", "-n2")
+    result.assert_outcomes(passed=4, failed=1)
+    result.stdout.fnmatch_lines(["*worker 'gw*' crashed while running 'test_a_killed_worker*test_use?0?'*"])
+
+
+def in_background(pytester: pytest.Pytester, mask: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=pytester.path,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": mask},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Until the inner run has brought `condition` about."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n1"])
+def test_waiting_is_told(pytester, run, locks, workers):
+    pytester.makepyfile("def test_all(ranks): pass")
+    patch = """
+leases._FIRST_WORD = 0.0
+
+import mgpu_check.leasing
+mgpu_check.leasing._A_WAIT = mgpu_check.leasing._WORTH_TELLING = 0.0
+
+import mgpu_check.plugin
+tell = mgpu_check.plugin._tell
+def told(config, line):
+    tell(config, line)
+    note("told")
+mgpu_check.plugin._tell = told
+"""
+    pytester.makeconftest(SHARED + ON_FAKE_GPUS + patch)
+    locks.mkdir(mode=0o1777)
+    held = DeviceLeases(["uuid-2"], locks).take(1, "somebody else")
+    with in_background(pytester, "0,1,2,3", "--gpus=all", workers) as process:
+        wait_until(lambda: "told" in locks.with_name("journal").read_text(), process)
+        held.give_back()
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 0, output
+    assert re.search(
+        r"\nmgpu-check: waiting 0 s for 4 of 4 devices\n(  device . is kept already\n)*"
+        rf"  device 2 is held by process {os.getpid()} since .*: somebody else\n(  device . is kept already\n)*",
+        output,
+    ), output
+    assert re.search(r"\nmgpu-check: 1 test waited .* s, all together, for devices that others had\n", output), output
+
+
+@pytest.mark.parametrize("workers", ["-n0", "-n2"])
+def test_ranks_see_entries_of_the_outer_mask_and_no_others(pytester, run, locks, monkeypatch, workers):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5,GPU-abc")
+    pytester.makepyfile(
+        """
+        import os
+        import pytest
+
+        def mask():
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        @pytest.mark.parametrize("count, number", [pytest.param(n, n, marks=pytest.mark.gpus(n)) for n in (1, 2, 3, 2, 1)])
+        def test_some(ranks, use, count, number):
+            with use:
+                (seen,) = set(ranks.run(lambda rank: (mask(), rank.device.index - rank.index)))
+                names = {"uuid-3": "3", "uuid-5": "5", "uuid-7": "GPU-abc"}
+                assert seen == (",".join(names[device] for device in use.devices), 0)
+                assert len(use.devices) == number
+
+        def test_all(ranks):
+            assert ranks.run(mask) == ["3,5,GPU-abc"] * 3
+
+        @pytest.mark.gpus(2)
+        def test_gpus(gpus):
+            assert len(mask().split(",")) == len(gpus) == 2
+            assert set(mask().split(",")) < {"3", "5", "GPU-abc"}
+        """
+    )
+    run("--gpus=all", workers).assert_outcomes(passed=7)
+    assert overlaps(locks.with_name("journal")) == []
+    assert sorted(path.name for path in locks.glob("device-*")) == ["device-uuid-3", "device-uuid-5", "device-uuid-7"]
+
+
+def test_without_an_outer_mask_ranks_see_indices(pytester, run, locks):
+    pytester.makepyfile(
+        """
+        import os
+
+        def test_all(ranks):
+            assert ranks.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]) == ["0,1,2"] * 3
+        """
+    )
+    run("--gpus=3").assert_outcomes(passed=1)
+
+
+def test_two_runs_on_one_machine_wait_for_each_other_where_they_must(pytester, run, locks):
+    pytester.makepyfile(
+        test_one="""
+        import os
+        from pathlib import Path
+        from conftest import happened, wait_for
+
+        def test_one(ranks, use):
+            with use:
+                wait_for(lambda: list(Path(os.environ["LOCKS"]).glob("ticket-*")) and happened("begins test_beside uuid-9"))
+        """,
+        test_both="""
+        def test_both(ranks, use):
+            with use:
+                pass
+        """,
+        test_beside="""
+        from conftest import happened, wait_for
+
+        def test_beside(ranks, use):
+            with use:
+                wait_for(lambda: happened("begins test_one uuid-7"))
+        """,
+    )
+    with (
+        in_background(pytester, "7", "--gpus=all", "test_one.py") as one,
+        in_background(pytester, "9", "--gpus=all", "test_beside.py") as beside,
+    ):
+        # Its devices are another's under other names.
+        wait_until(lambda: "begins test_one uuid-7" in locks.with_name("journal").read_text(), one)
+        with in_background(pytester, "5,GPU-abc", "--gpus=all", "test_both.py") as both:
+            outputs = [process.communicate(timeout=LIMIT)[0] for process in (one, beside, both)]
+    assert [process.returncode for process in (one, beside, both)] == [0, 0, 0], outputs
+    lines = locks.with_name("journal").read_text().splitlines()
+    assert lines.index("begins test_both uuid-5 uuid-7") > lines.index("ends test_one")
+    assert overlaps(locks.with_name("journal")) == []
+
+
+def test_a_wait_ends_with_ctrl_c(pytester, run, locks):
+    pytester.makepyfile("def test_it(ranks): pass")
+    locks.mkdir()
+    held = DeviceLeases(["uuid-0"], locks).take(1)
+    with in_background(pytester, "0", "--gpus=all") as process:
+        wait_until(lambda: bool(list(locks.glob("ticket-*"))), process)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+    assert not list(locks.glob("ticket-*"))
+    held.give_back()
+
+
+def test_where_devices_cannot_be_leased_the_run_is_refused(pytester, run, locks):
+    locks.write_text("in the way")
+    pytester.makepyfile("def test_it(ranks): pass")
+    result = run("--gpus=all")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(
+        ["ERROR: mgpu-check: *locks is where devices are leased, but it is no directory; remove *"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("outer", "expected"),
+    [
+        (None, ["0", "1", "2"]),
+        ("3,5,7", ["3", "5", "7"]),
+        (" GPU-abc , MIG-1,2", ["GPU-abc", "MIG-1", "2"]),
+        ("6,4,2,-1,0", ["6", "4", "2"]),  # CUDA sees none from the first that is not valid
+    ],
+)
+def test_a_visible_device_is_named_by_its_entry_of_the_mask(outer, expected):
+    assert tokens_of({} if outer is None else {"CUDA_VISIBLE_DEVICES": outer}, 3) == expected
+
+
+@pytest.mark.parametrize(
+    ("uuids", "keys"),
+    [
+        (["GPU-AB", "cd"], ["ab", "cd"]),
+        (["", ""], ["index-0", "index-1"]),
+        (["ab", "ab"], ["ab", "ab-1"]),
+    ],
+)
+def test_a_device_is_known_by_its_uuid_however_it_is_written(uuids, keys):
+    assert keys_of([Device(i, "GPU", 1, (9, 0), uuid) for i, uuid in enumerate(uuids)]) == keys
+
+
+def test_short_waits_are_not_worth_a_line():
+    assert told([]) == told([0.2, 0.7]) == []
+    assert told([0.5, 11.8]) == ["2 tests waited 12.3 s, all together, for devices that others had"]
