@@ -6,22 +6,29 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from mgpu_check.command import launched
 from mgpu_check.version import __version__
 
 __all__ = ["main"]
 
 _COMMANDS = {
     "devices": "list the GPUs that torch sees here",
+    "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
     "selftest": "plant every known fault and show which check catches it",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 
+_OF_ONE_PROCESS = ("devices", "simulate")
+"""They do the same in every process that a launcher launches."""
+
 _HELP = f"""\
 usage: mgpu-check [--gpus=N|all] [--simulate[=cpu|cuda:I]] [--rank-timeout=SECONDS] [--strict-gpus] [pytest arguments]
+                  [FILE[::CHECK] ...]
        mgpu-check COMMAND ...
 
 Runs the packaged suite of multi-GPU checks; --simulate makes the GPUs in software, which proves code, never hardware.
 Without --gpus it takes all visible GPUs. Every argument of pytest works: -k NAME, -x, -n 2, --junitxml=FILE, ...
+A FILE of the suite, such as test_scatter.py, or a CHECK in it, runs that only.
 
 commands:
 {chr(10).join(f"  {name:<10}{text}" for name, text in _COMMANDS.items())}
@@ -30,6 +37,8 @@ examples:
   mgpu-check --gpus=4 --simulate        on any machine: is the code right?
   mgpu-check --gpus=8                   on a node with 8 GPUs: are code and hardware right?
   mgpu-check --gpus=8 -k allreduce -x   one property, up to the first failure
+  torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m mgpu_check --gpus=16
+                                        on two nodes with 8 GPUs each
 """
 
 
@@ -44,18 +53,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mgpu-check {__version__}")
         return 0
     if first in _COMMANDS:
-        command = importlib.import_module(f"mgpu_check.command.{first}")
-        return int(command.main(arguments[1:]))
-    if first and not first.startswith("-"):
+        if first in _OF_ONE_PROCESS:
+            return _command(first, arguments[1:])
+        return launched.run(arguments, lambda: _command(first, arguments[1:]))
+    from mgpu_check.command import suite
+
+    if first and not first.startswith("-") and not suite.names_a_check(first):
         print(
             f"mgpu-check: {first!r} is no command; choose one of {', '.join(_COMMANDS)}, or give options only to run "
-            "the packaged suite. To run tests of your own, use pytest: pytest --gpus=4 " + first,
+            f"the packaged suite, or one of its files: {', '.join(suite.files())}. To run tests of your own, use pytest: "
+            "pytest --gpus=4 " + first,
             file=sys.stderr,
         )
         return 4
-    from mgpu_check.command import suite
+    return launched.run(arguments, lambda: suite.main(arguments))
 
-    return suite.main(arguments)
+
+def _command(name: str, arguments: Sequence[str]) -> int:
+    command = importlib.import_module(f"mgpu_check.command.{name}")
+    return int(command.main(arguments))
 
 
 if __name__ == "__main__":

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 from _pytest.unittest import TestCaseFunction
 
-__all__ = ["SIZE_PARAMETER", "Needs", "needs_of", "sizes_of"]
+from mgpu_check.ranks.seats import WorldSize, spread
+
+__all__ = [
+    "HOST_PARAMETER",
+    "SIZE_PARAMETER",
+    "Needs",
+    "in_one_process",
+    "needs_of",
+    "placements",
+    "sizes_of",
+]
 
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
 
 SIZE_PARAMETER = "world_size_of_ranks"
 """The parameter by which a test with several sizes in its `ranks` mark becomes one test per size."""
+
+HOST_PARAMETER = "host_of_gpus"
+"""The parameter by which a test that runs in one process becomes one test per host."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +38,31 @@ class Needs:
     Attributes:
         where: "ranks" and "node" say where its body runs; "parent" is a test that calls `ranks.run` itself.
         count: devices it needs; 0 for all there are.
+        host: where its process is, for "node".
     """
 
     where: Literal["ranks", "node", "parent"]
     count: int
     backend: str | None = None
     timeout: float | None = None
+    host: int = 0
+
+
+def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
+    """World sizes by the names of the tests that they make: several for a size that fits on one host and on two.
+
+    Args:
+        per_host: number of devices of each host, empty on one machine.
+    """
+    found: dict[str, int] = {}
+    for size in sizes:
+        within = next((host for host, count in enumerate(per_host) if count >= size), None)
+        if within is None or size < 2 or len(per_host) < 2:
+            found[f"ranks={size}"] = size
+            continue
+        found[f"ranks={size}-within"] = WorldSize([size if host == within else 0 for host in range(len(per_host))])
+        found[f"ranks={size}-across"] = spread(size, per_host)
+    return found
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
@@ -44,6 +77,11 @@ def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
             f"mark ranks: unknown argument {unknown.pop()!r}; it takes sizes, backend= and timeout="
         )
     return tuple(_count("ranks", size) for size in mark.args)
+
+
+def in_one_process(item: pytest.Item) -> bool:
+    """Whether a test runs in the process that sees all devices of a host."""
+    return "gpus" in getattr(item, "fixturenames", ()) or item.get_closest_marker("gpus") is not None
 
 
 def _count(mark: str, value: object) -> int:
@@ -91,7 +129,8 @@ def needs_of(item: pytest.Item) -> Needs | None:
         if len(gpus_mark.args) != 1 or gpus_mark.kwargs:
             raise pytest.UsageError("mark gpus: it takes one argument, the number of devices: @pytest.mark.gpus(2)")
         count = _count("gpus", gpus_mark.args[0])
-    return Needs("parent" if "ranks" in arguments else "node", count)
+    host: Any = item.callspec.params.get(HOST_PARAMETER, 0) if hasattr(item, "callspec") else 0
+    return Needs("parent" if "ranks" in arguments else "node", count, host=host)
 
 
 def _is_our_fixture(item: pytest.Function, name: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from mgpu_check.command.suite import asks_for_gpus, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
+from mgpu_check.report.replay import CommandLine
 
 __all__ = ["Selftest", "main"]
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if not any(argument.partition("=")[0] == "--rank-timeout" for argument in arguments):
         arguments.append("--rank-timeout=20")
     plugin = Selftest(all_faults())
-    code = run(arguments, [plugin])
+    code = run(arguments, [plugin, CommandLine(("selftest",), tuple(arguments))])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
     return 0 if plugin.print_verdict() and code == pytest.ExitCode.OK else 1

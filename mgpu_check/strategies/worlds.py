@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from mgpu_check import settings
+from mgpu_check.ranks.seats import Seat, WorldSize, seats_for, spread
 
 __all__ = ["all_devices", "all_pairs", "device_counts", "device_pairs", "places", "world_sizes"]
 
@@ -24,35 +25,75 @@ def _when_drawn(draw: st.DrawFn, make: Callable[[], st.SearchStrategy[T]]) -> T:
     return draw(make())
 
 
-def _up_to(least: int, most: int | None, argument: str) -> st.SearchStrategy[int]:
-    available = _devices()
+def _devices_in_one_process() -> int:
+    return settings.active().gpus_of_host
+
+
+def _up_to(least: int, most: int | None, available: int, argument: str) -> st.SearchStrategy[int]:
     if least > available:
         raise ValueError(
-            f"{argument}: at least {least} were asked for, but the run has {available} (--gpus={available}); "
-            f"give it more with --gpus={least}"
+            f"{argument}: at least {least} were asked for, but the run has {available} for this test; "
+            f"--gpus={least} gives it more, and a mark of the test must not ask for less"
         )
     return st.integers(least, available if most is None else min(most, available))
 
 
+def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
+    per_host = settings.active().per_host
+    sizes = _up_to(least, most, _devices(), "world_sizes")
+    if len(per_host) < 2:
+        return sizes
+    # Simple ones first: shrinking goes towards them.
+    return st.sampled_from(
+        [
+            world
+            for size in range(least, min(most or sum(per_host), sum(per_host)) + 1)
+            for world in placed(size, per_host)
+        ]
+    )
+
+
+def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
+    """The ways in which a world of `size` lies on the hosts that are worth a try: within each, and across them."""
+    hosts = range(len(per_host))
+    found = [WorldSize([size if host == one else 0 for host in hosts]) for one in hosts if size <= per_host[one]]
+    spreads = [
+        spread(size, per_host[:count]).per_host
+        for count in range(2, len(per_host) + 1)
+        if size <= sum(per_host[:count])
+    ]
+    # As full as can be on the first hosts, and as empty as can be on the last: hosts with unequal numbers of ranks.
+    filled = seats_for(size, [Seat(host, slot) for host in hosts for slot in range(per_host[host])])
+    spreads.append(tuple(sum(seat.host == host for seat in filled) for host in hosts))
+    for counts in spreads:
+        world = WorldSize([*counts, *([0] * (len(per_host) - len(counts)))])
+        if world.per_host not in [other.per_host for other in found]:
+            found.append(world)
+    return found
+
+
 def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
     """World sizes from `least` to the number of devices of the run (or `most`, if that is less).
+
+    In a run on several hosts they also say how many of the ranks are on which: worlds that stay within one host, and
+    worlds that cross hosts.
 
     The number of devices is read when an example is drawn, so a module may hold the strategy before options are known.
 
     Raises:
         ValueError: when drawn, if the run has fewer than `least` devices.
     """
-    return _when_drawn(lambda: _up_to(least, most, "world_sizes"))
+    return _when_drawn(lambda: _worlds(least, most))
 
 
 def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Numbers of devices to spread work over, like `world_sizes`."""
-    return _when_drawn(lambda: _up_to(least, most, "device_counts"))
+    """Numbers of devices to spread work over, like `world_sizes`; in a run on several hosts, of one host."""
+    return _when_drawn(lambda: _up_to(least, most, _devices_in_one_process(), "device_counts"))
 
 
 def all_devices() -> st.SearchStrategy[int]:
-    """The number of devices of the run."""
-    return _when_drawn(lambda: st.just(_devices()))
+    """The number of devices of the run; in a run on several hosts, of the host where the test runs."""
+    return _when_drawn(lambda: st.just(_devices_in_one_process()))
 
 
 def places(*, cpu: bool = True) -> st.SearchStrategy[str]:
@@ -70,12 +111,12 @@ def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
 
 
 def _places(cpu: bool) -> list[str]:
-    return ["cpu"] * cpu + [f"cuda:{index}" for index in range(_devices())]
+    return ["cpu"] * cpu + [f"cuda:{index}" for index in range(_devices_in_one_process())]
 
 
 def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
     """All that `device_pairs` can draw in this run."""
     found = [(first, second) for first in _places(cpu) for second in _places(cpu) if first != second]
     if not found:
-        raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 (--gpus=1); give it more")
+        raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 for this test; give it more")
     return found

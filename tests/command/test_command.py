@@ -40,7 +40,7 @@ def test_version(command):
 
 def test_an_unknown_command_is_refused(command):
     text = command("device", code=4)
-    assert "'device' is no command; choose one of devices, selftest, simulate" in text
+    assert "'device' is no command; choose one of devices, pytest, selftest, simulate" in text
 
 
 def test_one_property_from_anywhere(command, tmp_path):

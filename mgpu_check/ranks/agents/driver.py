@@ -1,0 +1,121 @@
+"""The driver: the pytest process of a run that a launcher has launched; how it comes to be, and what it knows."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_check.ranks.agents.current import become
+from mgpu_check.ranks.agents.hub import Hub
+from mgpu_check.ranks.agents.launcher import AgentLauncher
+from mgpu_check.ranks.agents.variables import OF_LAUNCHERS, Place
+from mgpu_check.ranks.agents.versions import versions
+
+__all__ = ["Driver", "is_driver", "start_driver", "take_over"]
+
+_VARIABLE = "_MGPU_CHECK_DRIVER"
+_PATIENCE = 300.0
+
+
+def start_driver(
+    place: Place, listener: socket.socket, key: bytes, arguments: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start the driver in a session of its own: torchrun ends this process with all of its group, to start it anew."""
+    read, write = os.pipe()
+    # What becomes of this process says nothing; what becomes of torchrun does.
+    parent = os.pidfd_open(os.getppid()) if place.launcher == "torchrun" else None
+    passed = [read, listener.fileno(), *([] if parent is None else [parent])]
+    told = {"listener": listener.fileno(), "key": key.hex(), "size": place.size, "parent": parent}
+    told["command"] = _command_of(place)
+    with os.fdopen(write, "w") as pipe:
+        json.dump(told, pipe)
+    gone = {name for name in os.environ if OF_LAUNCHERS.fullmatch(name)}
+    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    environment[_VARIABLE] = str(read)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mgpu_check", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=passed,
+            start_new_session=True,
+        )
+    finally:
+        for fd in passed:
+            if fd != listener.fileno():
+                os.close(fd)
+        listener.close()
+
+
+def _command_of(place: Place) -> list[str]:
+    """The words that launched the process at `place`, up to the name of this package."""
+    plain = [sys.executable, "-m", "mgpu_check"]
+    if place.launcher == "srun":
+        return ["srun", f"--ntasks={place.size}", *plain]
+    if place.launcher == "torchrun":
+        try:
+            words = [word.decode() for word in Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")]
+            end = next(i for i, word in enumerate(words) if os.path.basename(word) in ("mgpu_check", "mgpu-check")) + 1
+        except (OSError, ValueError, StopIteration):
+            return plain
+        start = 1 if os.path.basename(words[1]) == "torchrun" else 0  # its interpreter comes first
+        return [os.path.basename(words[1]) if start else words[0], *words[start + 1 : end]]
+    return plain
+
+
+@dataclass
+class Driver:
+    """What the pytest process knows as driver of a launched run.
+
+    Attributes:
+        size: how many ranks were launched.
+        environment: of this process as it started.
+        command: the words by which such a run is launched, on each host.
+        exit_code: that of the run, when it is known.
+    """
+
+    size: int
+    hub: Hub
+    environment: Mapping[str, str]
+    command: tuple[str, ...]
+    exit_code: int = 70
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hub.finish(self.exit_code)
+
+    def launcher(self, patience: float) -> AgentLauncher:
+        """The launcher of this run, which waits `patience` seconds for agents."""
+        self.hub.patience = patience
+        return AgentLauncher(self.hub, f"{secrets.token_hex(4)}", versions(), self.environment)
+
+
+def is_driver() -> bool:
+    """Whether this process was started as one."""
+    return _VARIABLE in os.environ
+
+
+def take_over() -> Driver:
+    """Become the driver that this process was started as."""
+    with os.fdopen(int(os.environ.pop(_VARIABLE))) as file:
+        told = json.load(file)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # it may be ignored here, as in what a script has in its background
+    hub = Hub(
+        socket.socket(fileno=told["listener"]), bytes.fromhex(told["key"]), told["size"], told["parent"], _PATIENCE
+    )
+    hub.start()
+    driver = Driver(told["size"], hub, dict(os.environ), tuple(told["command"]))
+    become(driver)
+    return driver

@@ -1,0 +1,191 @@
+"""Runs beyond one machine, as a launcher starts them: several processes at once, of which none may survive."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+MARK = "MGPU_TEST_LAUNCH"
+_TIMEOUT = 240.0
+_REPLACED = re.compile(
+    r"MGPU_CHECK_|PYTEST_|SLURM_|TORCHELASTIC_|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|MASTER_|CI$"
+)
+
+
+def processes_with(value: str) -> list[int]:
+    """Processes whose environment, as they were started, has `value` for the variable that marks a launch."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if f"{MARK}={value}".encode() in environment.split(b"\0") and state != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for_the_end_of(pids: Sequence[int], timeout: float) -> None:
+    """Wait until all `pids` have ended."""
+    deadline = time.monotonic() + timeout
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(fd)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a launch.
+
+    Attributes:
+        codes: exit codes of what was launched.
+        output: standard output and error of all, one after the other.
+        verdicts: test -> "passed", "failed", "error" or "skipped", from the JUnit file.
+        texts: test -> what is said of its failure.
+    """
+
+    codes: list[int]
+    output: str
+    verdicts: dict[str, str]
+    texts: dict[str, str]
+
+
+class Launch:
+    """Processes that were launched together."""
+
+    def __init__(self, directory: Path, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
+        self.directory = directory
+        self.value = uuid.uuid4().hex
+        base = {name: value for name, value in os.environ.items() if not _REPLACED.match(name)}
+        self.logs = [directory / f"log-{self.value}-{index}" for index in range(len(commands))]
+        self.processes = []
+        for (command, variables), log in zip(commands, self.logs, strict=True):
+            with log.open("wb") as output:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=directory,
+                        env={**base, MARK: self.value, **variables},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                    )
+                )
+
+    def wait(self) -> Run:
+        """Wait for the end of all; nothing may survive them."""
+        deadline = time.monotonic() + _TIMEOUT
+        late = False
+        for process in self.processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late = True
+        # The driver is in a session of its own, and may report for a moment when its launcher was killed.
+        wait_for_the_end_of([] if late else processes_with(self.value), 15.0)
+        survivors = processes_with(self.value)
+        for pid in survivors:
+            os.kill(pid, signal.SIGKILL)
+        codes = [process.wait() for process in self.processes]
+        output = "\n".join(log.read_text(errors="replace") for log in self.logs)
+        assert not late, f"it did not end within {_TIMEOUT:g} s:\n{output}"
+        assert survivors == [], f"processes have survived the run:\n{output}"
+        verdicts, texts = _junit(self.directory / "result.xml")
+        return Run(codes, output, verdicts, texts)
+
+
+def _junit(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    verdicts: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    if path.exists():
+        for case in ElementTree.parse(path).iter("testcase"):
+            name = case.attrib.get("name", "")  # none of a test in which the run was interrupted
+            bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            verdicts[name] = {"failure": "failed"}.get(bad[0].tag, bad[0].tag) if bad else "passed"
+            texts[name] = "\n".join(f"{child.attrib.get('message', '')}\n{child.text or ''}" for child in bad)
+    return verdicts, texts
+
+
+PYTEST = ("-m", "mgpu_check", "pytest", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--junitxml=result.xml")
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where one torchrun is started.
+
+    Attributes:
+        address: by which the other reaches it.
+        prefix: what stands before its command; `options`: what follows it.
+    """
+
+    address: str = "127.0.0.1"
+    prefix: Sequence[str] = ()
+    options: Sequence[str] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+Torchrun = Callable[..., Launch]
+
+
+@pytest.fixture(scope="session")
+def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
+    """Start torchrun twice, with two ranks each, on the tests in `source`."""
+
+    def start(
+        source: str, *arguments: str, restarts: int = 0, nodes: tuple[Node, Node] = (Node(), Node()), gpus: int = 4
+    ) -> Launch:
+        directory = tmp_path_factory.mktemp("launch")
+        (directory / "test_it.py").write_text(source)
+        rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:{free_port()}", "--rdzv-id=test")
+        commands = []
+        for node in nodes:
+            command = [
+                *node.prefix,
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *rendezvous),
+                *(
+                    f"--local-addr={node.address}",
+                    f"--max-restarts={restarts}",
+                    f"--log-dir={directory}",
+                    *node.options,
+                ),
+                *(*PYTEST, f"--gpus={gpus}", "--simulate", "test_it.py", *arguments),
+            ]
+            commands.append((command, {"OMP_NUM_THREADS": "1", **node.variables}))
+        return Launch(directory, commands)
+
+    return start
+
+
+def launched_by(variables: Sequence[Mapping[str, str]], source: str, directory: Path, *arguments: str) -> Launch:
+    """Start one process for each of `variables`, as a launcher does that sets them, on the tests in `source`."""
+    (directory / "test_it.py").write_text(source)
+    command = [sys.executable, *PYTEST, "--simulate", "test_it.py", *arguments]
+    return Launch(directory, [(command, {"OMP_NUM_THREADS": "1", **own}) for own in variables])

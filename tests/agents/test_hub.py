@@ -1,0 +1,223 @@
+"""The driver's side of the connections, with agents that are sockets of this process, and with strangers."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from mgpu_check.ranks.agents.credentials import Stranger, new_key, present
+from mgpu_check.ranks.agents.hub import Hub
+from mgpu_check.ranks.agents.launcher import AgentLauncher, WrongLaunch
+from mgpu_check.ranks.agents.lines import Lines, line
+from mgpu_check.ranks.agents.meeting import listener_for
+from mgpu_check.ranks.agents.members import AgentGone
+from mgpu_check.ranks.seats import Seat
+
+KEY = new_key()
+VERSIONS = {"torch": "2.13"}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    one = Hub(listener_for("127.0.0.1"), KEY, size=2, parent=None, patience=0.2)
+    one.patience = 30.0
+    one.start()
+    yield one
+    one.finish(0)
+
+
+def connect(hub: Hub, key: bytes = KEY) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", hub.port))
+    connection.settimeout(10.0)
+    try:
+        present(connection, key, 10.0)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def join(hub: Hub, rank: int, **told: Any) -> socket.socket:
+    connection = connect(hub)
+    description = {
+        "rank": rank,
+        "local_rank": rank,
+        "local_size": 1,
+        "node": rank,
+        "host": f"host{rank}",
+        "launcher": "torchrun",
+        "final": False,
+        "address": "127.0.0.1",
+        "port": 1,
+        "devices": 0,
+        "versions": VERSIONS,
+    }
+    connection.sendall(line({"agent": {**description, **told}}))
+    return connection
+
+
+def gather(hub: Hub) -> AgentLauncher:
+    launcher = AgentLauncher(hub, "run", VERSIONS, {})
+    launcher.gather()
+    return launcher
+
+
+def test_agents_join_and_are_told_the_end(hub: Hub):
+    first, second = join(hub, 0), join(hub, 1)
+    launcher = gather(hub)
+    assert [host.name for host in launcher.hosts] == ["host0", "host1"]
+    ending = threading.Thread(target=hub.finish, args=(3,))
+    ending.start()
+    for agent in (first, second):
+        lines = Lines()
+        lines.feed(agent.recv(1000))
+        assert lines.next() == {"do": "end", "code": 3}
+        agent.close()
+    ending.join()
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.abort, ()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"x",
+        os.urandom(1 << 16),
+        pickle.dumps(Bomb()) * 1000,
+        line({"agent": {"rank": 0}}) * 100,
+        b"\0" * 10_000_000,
+    ],
+    ids=["nothing", "a byte", "noise", "a pickle", "a line", "much"],
+)
+def test_strangers_are_not_heard(hub: Hub, said: bytes):
+    with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+        try:
+            stranger.sendall(said)
+        except ConnectionError:
+            pass
+        agents = [join(hub, 0), join(hub, 1)]  # while it is still there
+        assert len(gather(hub).hosts) == 2
+        for agent in agents:
+            agent.close()
+
+
+def test_strangers_that_say_nothing_do_not_use_up_the_hub(hub: Hub):
+    strangers = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(200)]
+    agents = [join(hub, 0), join(hub, 1)]
+    assert len(gather(hub).hosts) == 2
+    for one in [*strangers, *agents]:
+        one.close()
+
+
+def test_a_wrong_key_is_refused(hub: Hub):
+    with pytest.raises((Stranger, OSError)):
+        connect(hub, new_key())
+    assert hub.agents == {}
+
+
+def test_an_agent_refuses_another_driver():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b" " * 100)
+        with pytest.raises(Stranger, match="no driver"):
+            present(ours, KEY, 10.0)
+
+
+def test_nobody_can_send_an_answer_back(hub: Hub):
+    """A stranger between two that listen gets from neither what the other wants to hear."""
+    with socket.create_connection(("127.0.0.1", hub.port)) as one:
+        greeting = one.recv(1000)
+        with socket.create_connection(("127.0.0.1", hub.port)) as other:
+            assert other.recv(1000)[:13] == greeting[:13]
+            other.sendall(greeting[13:] * 2)
+            one.sendall(greeting[13:] * 2)
+            assert one.recv(1000) == b"" and other.recv(1000) == b""
+
+
+def test_missing_agents_are_named(hub: Hub):
+    hub.patience = 0.3
+    with (
+        join(hub, 0),
+        pytest.raises(WrongLaunch, match=r"ranks 1, all of node 1 have not come within 0.3 s.*0 on host0"),
+    ):
+        hub.await_agents([0], 10.0)
+        gather(hub)
+
+
+def test_other_versions_are_named(hub: Hub):
+    told = {"versions": {"torch": "2.11"}}
+    with join(hub, 0), join(hub, 1, **told), pytest.raises(WrongLaunch, match=r"rank 1 on host1 has torch 2.11, but"):
+        gather(hub)
+
+
+def test_two_hosts_of_one_name_are_told_apart(hub: Hub):
+    with join(hub, 0, host="same"), join(hub, 1, host="same"):
+        assert [host.name for host in gather(hub).hosts] == ["same (node 0)", "same (node 1)"]
+
+
+def test_without_node_indices_hosts_go_by_name(hub: Hub):
+    nowhere = {"node": None, "local_rank": None}
+    with join(hub, 0, host="same", **nowhere), join(hub, 1, host="same", **nowhere):
+        launcher = gather(hub)
+        assert [host.ranks for host in launcher.hosts] == [(0, 1)]
+        assert launcher.host_name(0) == ""  # one machine
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, (0, 1)), (2, (1, 2)), (8, (1, 2))])
+def test_a_task_that_is_bound_to_one_gpu_has_that(hub: Hub, devices: int, expected: tuple[int, int]):
+    same = {"node": 0, "host": "one", "devices": devices}
+    with join(hub, 0, **same), join(hub, 1, **same):
+        assert gather(hub).binding(Seat(0, 1), [Seat(0, 0), Seat(0, 1)]) == expected
+
+
+def test_an_agent_that_is_lost_is_named(hub: Hub):
+    first = join(hub, 0)
+    join_second = join(hub, 1)
+    launcher = gather(hub)
+    with first:
+        agent, _, launched = hub.launch(1)
+        join_second.close()
+        with pytest.raises(AgentGone, match="the agent of rank 1 on host1 was lost"):
+            launched.result(10.0)
+        assert agent.gone == "the agent of rank 1 on host1 was lost"
+        assert launcher.losses() == [agent.gone]
+        assert launcher.losses() == []
+        with join(hub, 1):
+            assert hub.await_agents([0, 1], 10.0) == []
+
+
+def test_a_line_without_an_end_is_cut_off(hub: Hub):
+    with join(hub, 0) as agent:
+        hub.await_agents([0], 10.0)
+        with pytest.raises(OSError):  # which one depends on how far it comes
+            for _ in range(100):
+                agent.sendall(b" " * (1 << 20))
+        with hub.changed:
+            assert hub.changed.wait_for(lambda: 0 not in hub.agents, 10.0)
+
+
+def test_a_run_without_agents_ends(hub: Hub):
+    hub.interrupt = lambda: None  # type: ignore[method-assign]
+    hub.patience = 0.0
+    with hub.changed:
+        assert hub.changed.wait_for(lambda: hub.over is not None, 10.0)
+    assert "no agent has been connected" in str(hub.over)
+
+
+def test_time_is_short_for_whoever_connects():
+    ours, theirs = socket.socketpair()
+    started = time.monotonic()
+    with ours, theirs, pytest.raises(TimeoutError):
+        present(ours, KEY, 0.05)
+    assert time.monotonic() - started < 10.0

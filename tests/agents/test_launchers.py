@@ -1,0 +1,100 @@
+"""What else launches: srun, and whoever sets the classic variables; and launches that cannot work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.agents.conftest import free_port, launched_by
+
+TESTS = """
+import os, time
+
+import pytest, torch, torch.distributed as dist
+
+
+def place(rank):
+    x = torch.ones(2, device=rank.device)
+    dist.all_reduce(x)
+    return rank.index, rank.local_index, rank.node_index, os.environ["SLOT_OF_AGENT"], x[0].item()
+
+
+def test_places(ranks):
+    assert ranks.run(place) == EXPECTED
+
+
+@pytest.mark.ranks(timeout=3)
+def test_hangs(rank):
+    if rank.index == 1:
+        time.sleep(60)
+"""
+
+
+def of_srun(port: int) -> list[Mapping[str, str]]:
+    common = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "gpu[1-2]",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    places = [("0", "0"), ("0", "1"), ("1", "0")]
+    return [
+        {**common, "SLURM_PROCID": str(rank), "SLURM_NODEID": node, "SLURM_LOCALID": local, "SLOT_OF_AGENT": local}
+        for rank, (node, local) in enumerate(places)
+    ]
+
+
+def of_classic_variables(port: int, size: int = 2) -> list[Mapping[str, str]]:
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [{**common, "RANK": str(rank), "SLOT_OF_AGENT": str(rank)} for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (of_srun, [(0, 0, 0, "0", 3.0), (1, 1, 0, "1", 3.0), (2, 0, 1, "0", 3.0)]),
+        (of_classic_variables, [(0, 0, 0, "0", 2.0), (1, 1, 0, "1", 2.0)]),  # of one host, by its name
+    ],
+    ids=["srun", "classic variables"],
+)
+def test_ranks_are_where_the_launcher_put_them(variables, expected: Sequence[object], tmp_path: Path):
+    launch = launched_by(
+        variables(free_port()), TESTS.replace("EXPECTED", repr(expected)), tmp_path, f"--gpus={len(expected)}"
+    )
+    run = launch.wait()
+    assert run.verdicts == {"test_places": "passed", "test_hangs": "failed"}, run.output
+    assert run.codes == [1, *[0] * (len(expected) - 1)]
+
+
+def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path):
+    run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=3").wait()
+    assert "--gpus=3 (--gpus), but 2 ranks were launched" in run.output
+    assert run.codes == [4, 0]
+
+
+def test_agents_that_do_not_come_are_named(tmp_path: Path):
+    variables = of_classic_variables(free_port(), size=3)[:2]
+    run = launched_by(variables, TESTS, tmp_path, "--gpus=3", "--agent-timeout=3").wait()
+    # Rank 1 may be late, too: it imports torch.
+    text = r"3 ranks were launched, but the agents of ranks (1-)?2 have not come within 3 s; those that have: 0 on"
+    assert re.search(text, run.output), run.output
+    assert run.codes == [4, 0]
+
+
+def test_without_a_driver_all_end(tmp_path: Path):
+    source = "import os, signal\ndef test_it(ranks):\n    ranks.run(print)\n    os.kill(os.getpid(), signal.SIGKILL)"
+    run = launched_by(of_classic_variables(free_port()), source, tmp_path, "--gpus=2").wait()
+    assert "the driver has ended without a word, by signal SIGKILL" in run.output
+    assert run.codes == [70, 70]
+
+
+def test_xdist_is_refused(tmp_path: Path):
+    run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=2", "-n2").wait()
+    assert "-n is for one machine" in run.output
+    assert run.codes == [4, 0]

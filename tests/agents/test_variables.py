@@ -1,0 +1,111 @@
+"""What the variables of launchers mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_check.ranks.agents.variables import Place, first_host, place_of
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RESTART_COUNT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "alpha",
+    "MASTER_PORT": "29500",
+}
+SLURM = {
+    "SLURM_JOB_ID": "1001",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+}
+CLASSIC = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+
+
+def test_of_torchrun():
+    place = Place("torchrun", 5, 8, 1, 4, 1, "alpha", 29500, has_store=True, final=False)
+    assert place_of(TORCHRUN) == place
+
+
+@pytest.mark.parametrize(("name", "value", "attribute"), [("TORCHELASTIC_USE_AGENT_STORE", "False", "has_store")])
+def test_torchrun_may_keep_its_store_for_itself(name, value, attribute):
+    place = place_of({**TORCHRUN, name: value})
+    assert place is not None and getattr(place, attribute) is False
+
+
+def test_torchrun_without_restarts_is_final():
+    place = place_of({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})
+    assert place is not None and place.final
+
+
+def test_of_srun():
+    place = place_of(SLURM)
+    assert place is not None
+    assert (place.launcher, place.rank, place.size, place.local_rank, place.node) == ("srun", 3, 4, 1, 1)
+    assert place.address == "gpu07"  # where rank 0 is, and not where srun was called
+    assert place.final
+    assert {place_of({**SLURM, "SLURM_PROCID": str(rank)}).port for rank in range(4)} == {place.port}  # type: ignore[union-attr]
+    assert 15_000 <= place.port < 31_000
+
+
+def test_of_srun_with_an_address():
+    place = place_of({**SLURM, "MASTER_ADDR": "ib-gpu07", "MASTER_PORT": "12345"})
+    assert place is not None
+    assert (place.address, place.port) == ("ib-gpu07", 12345)
+
+
+def test_of_the_classic_variables():
+    assert place_of(CLASSIC) == Place("variables", 1, 2, None, None, None, "job-master-0", 23456)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {**CLASSIC, "WORLD_SIZE": "1", "RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "2"},  # what some tests set, with nowhere to meet
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1001"},  # the script of sbatch is no step
+        {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun --pty bash
+    ],
+)
+def test_alone(environment):
+    assert place_of(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "text"),
+    [
+        ({**CLASSIC, "RANK": "2"}, "rank 2 of 2"),
+        ({**CLASSIC, "MASTER_PORT": "http"}, "MASTER_PORT: 'http'"),
+        ({name: value for name, value in TORCHRUN.items() if name != "RANK"}, "RANK is not set"),
+    ],
+)
+def test_variables_that_cannot_be(environment, text):
+    with pytest.raises(ValueError, match=text):
+        place_of(environment)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node[01-03,07],gpu5", "node01"),
+        ("gpu[7,9]", "gpu7"),
+        ("a,b", "a"),
+        ("rack[2-3]-gpu", "rack2-gpu"),
+        ("10.0.0.4", "10.0.0.4"),
+    ],
+)
+def test_first_host(nodes, first):
+    assert first_host(nodes) == first
