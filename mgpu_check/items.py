@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.errors import RankHang
+from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.needs import Needs
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.pool import CannotTravel
 from mgpu_check.ranks.transport import ORIGINAL
+from mgpu_check.report.example import blob_of_this, is_final
+from mgpu_check.report.replay import BLOB
 from mgpu_check.session import GpuSession, abandoning
 from mgpu_check.shipping import bare, by_value
 
@@ -63,6 +65,7 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
     with by_value(modules), _settings_for_ranks(item):
+        session.drawn = handle is not None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
         setattr(counted, ORIGINAL, original)
@@ -70,9 +73,11 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
             item.obj = counted
         else:
             handle.inner_test = counted
+        session.in_body = True
         try:
             yield
         finally:
+            session.in_body = False
             if handle is None:
                 item.obj = original
             else:
@@ -113,7 +118,7 @@ def _sent(
         )
     pool = session.pool
     size = 0 if needs.where == "node" else needs.count or pool.devices
-    pool.prepare(size, needs.backend)
+    pool.prepare(size, needs.backend, needs.host)
     try:
         function = pool.function(bare(original), reused=True)
     except CannotTravel as error:
@@ -131,8 +136,10 @@ def _sent(
                     "draw everything before, with st.composite or flatmap"
                 )
         try:
-            with abandoning():
-                pool.call(function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout)
+            with abandoning(session):
+                pool.call(
+                    function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout, host=needs.host
+                )
         except CannotTravel as error:
             raise pytest.UsageError(f"{error}; make it in the test's body") from None
 
@@ -149,7 +156,13 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
             if drawn:
                 # Hypothesis does not see a BaseException as a failing example, and would print none.
                 shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
-                hang.add_note(f"Failing test case (not shrunk, because every try would hang): {shown}")
+                why = "no example brought it about" if isinstance(hang, AgentLost) else "every try would hang"
+                hang.add_note(f"Failing test case (not shrunk, because {why}): {shown}")
+                setattr(hang, BLOB, blob_of_this())
+            raise
+        except RankFailure as failure:
+            if drawn and is_final():
+                session.explain(failure)  # now: the ranks know their last failure only, and others may follow
             raise
         session.count_example()
         return result
@@ -176,7 +189,12 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
     if deadline == settings.get_profile("default").deadline:
         deadline = None
     phases = tuple(phase for phase in current.phases if phase is not Phase.explain)
-    function._hypothesis_internal_use_settings = settings(current, deadline=deadline, phases=phases)
+    function._hypothesis_internal_use_settings = settings(
+        current,
+        deadline=deadline,
+        phases=phases,
+        print_blob=True,  # for the line that repeats a failure, which stands in place of what Hypothesis says
+    )
     try:
         yield
     finally:

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import functools
 import os
 import re
+import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mgpu_check.beyond import is_launched, over, wrong_launch
 from mgpu_check.errors import RankFailure
-from mgpu_check.needs import SIZE_PARAMETER, Needs, needs_of, sizes_of
+from mgpu_check.needs import HOST_PARAMETER, SIZE_PARAMETER, Needs, in_one_process, needs_of, placements, sizes_of
 from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
 
 if TYPE_CHECKING:
     from mgpu_check.items import Absent
+    from mgpu_check.report.replay import Invocation
     from mgpu_check.session import GpuSession, Ranks
 
 SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
 NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
 MISUSE: pytest.StashKey[str] = pytest.StashKey()
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
+INVOCATION: pytest.StashKey[Invocation] = pytest.StashKey()
 WORKER_REPORT = "mgpu_check"
+WORKER_DEVICES = "mgpu_check_devices"
 
 
 # Help texts: lower case, no full stop, the default last.
@@ -41,11 +49,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--rank-timeout", metavar="SECONDS", default=None, help=f"{OPTIONS['rank_timeout'].help} (default: 60)"
     )
     group.addoption(
+        "--agent-timeout", metavar="SECONDS", default=None, help=f"{OPTIONS['agent_timeout'].help} (default: 300)"
+    )
+    group.addoption(
         "--strict-gpus",
         action="store_const",
         const="true",
         default=None,
         help=f"{OPTIONS['strict_gpus'].help} (default: skip, with counts)",
+    )
+    group.addoption(
+        "--gpu-replay",
+        metavar="EXAMPLE",
+        default=None,
+        help="run the one selected property with this example only, as the end of a failure's report gives it",
     )
     for name, option in OPTIONS.items():
         parser.addini(name, f"{option.help}; the same as {option.flag}", default=None)
@@ -90,6 +107,32 @@ def pytest_configure(config: pytest.Config) -> None:
     from mgpu_check.session import GpuSession
 
     config.stash[SESSION] = GpuSession(settings)
+    if config.getoption("gpu_replay"):
+        from mgpu_check.report import example
+
+        example.check(config.getoption("gpu_replay"))
+
+
+def _where(item: pytest.Item) -> str | None:
+    return item.stash[NEEDS].where if NEEDS in item.stash else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell an xdist worker, before it starts, what the user has called."""
+    node.workerinput[WORKER_REPORT] = dataclasses.asdict(_invocation(node.config))
+    session = node.config.stash[SESSION]
+    if session.settings.asked and node.gateway.spec.popen:
+        node.workerinput[WORKER_DEVICES] = session.hand_over()
+
+
+def _invocation(config: pytest.Config) -> Invocation:
+    if INVOCATION not in config.stash:
+        from mgpu_check.report import replay
+
+        told = getattr(config, "workerinput", {}).get(WORKER_REPORT)
+        config.stash[INVOCATION] = replay.Invocation.of(config) if told is None else replay.Invocation.told(told)
+    return config.stash[INVOCATION]
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -102,17 +145,40 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     gpus = session.config.stash[SESSION]
+    if session.config.getoption("usepdb", False) and session.config.pluginmanager.has_plugin("pdbinvoke"):
+        from mgpu_check.report.debugger import PostMortem
+
+        own = session.config.pluginmanager.unregister(name="pdbinvoke")
+        session.config.pluginmanager.register(PostMortem(own, _where), "pdbinvoke")
     if not gpus.settings.asked or session.config.option.collectonly:
         return
+    from mgpu_check.node.leases import LeaseError
     from mgpu_check.session import TooFewDevices
 
-    # Under pytest-xdist, the process that hands out the tests has looked already; a worker looks only to count "all".
-    if not hasattr(session.config, "workerinput") or gpus.settings.gpus is None:
-        try:
+    if wrong := wrong_launch(os.environ):
+        raise pytest.UsageError(f"mgpu-check: {wrong}")
+    gpus.on_wait = functools.partial(_tell, session.config)
+    # Under pytest-xdist, the process that hands out the tests has looked already.
+    told = getattr(session.config, "workerinput", None)
+    try:
+        if told is None:
             gpus.count_devices()
-        except TooFewDevices as error:
-            raise pytest.UsageError(f"mgpu-check: {error}") from None
-        activate(gpus.settings)
+        else:
+            gpus.take_over(told.get(WORKER_DEVICES), told["testrunuid"])
+    except (TooFewDevices, LeaseError) as error:
+        raise pytest.UsageError(f"mgpu-check: {error}") from None
+    activate(gpus.settings)
+    if told is None and session.config.pluginmanager.has_plugin("dsession"):
+        if is_launched():
+            raise pytest.UsageError("mgpu-check: -n is for one machine; here the ranks are those that were launched")
+        gpus.close()  # the workers have processes of their own
+
+
+def _tell(config: pytest.Config, line: str) -> None:
+    """Say something while a test waits, to the terminal itself."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+        print(f"\nmgpu-check: {line}", file=sys.stderr, flush=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -122,13 +188,17 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark = metafunc.definition.get_closest_marker("ranks")
-    if mark is not None and len(mark.args) > 1:
+    hosts = metafunc.config.stash[SESSION].settings.per_host
+    if mark is not None and (len(mark.args) > 1 or (mark.args and len(hosts) > 1)):
         try:
-            sizes = tuple(dict.fromkeys(sizes_of(mark)))
+            sizes = placements(sizes_of(mark), hosts)
         except pytest.UsageError:
             return  # told as an error of this test, not of the whole collection
         metafunc.fixturenames.append(SIZE_PARAMETER)
-        metafunc.parametrize(SIZE_PARAMETER, sizes, ids=[f"ranks={size}" for size in sizes])
+        metafunc.parametrize(SIZE_PARAMETER, list(sizes.values()), ids=list(sizes))
+    elif len(hosts) > 1 and in_one_process(metafunc.definition):
+        metafunc.fixturenames.append(HOST_PARAMETER)
+        metafunc.parametrize(HOST_PARAMETER, range(len(hosts)), ids=[f"host={host}" for host in range(len(hosts))])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -145,6 +215,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin to start up while pytest still sets up the first test."""
     gpus = session.config.stash[SESSION]
+    if session.config.getoption("gpu_replay") and not session.config.option.collectonly:
+        from mgpu_check.report import example
+
+        misuse = example.apply(session.config.getoption("gpu_replay"), session.items)
+        if misuse is not None and not hasattr(session.config, "workerinput"):
+            raise pytest.UsageError(misuse)
+        if misuse is not None:
+            for item in session.items:
+                item.stash[MISUSE] = misuse  # an error in a worker of xdist would look like a broken one
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpus.settings.asked and not session.config.option.collectonly:
         gpus.pool.start()
@@ -158,12 +237,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if needs is None:
         return
     session = item.config.stash[SESSION]
-    lack = session.lack(needs.count)
+    if item.config.getoption("trace", False) and needs.where != "parent":
+        from mgpu_check.report.debugger import REFUSED_TRACE
+
+        pytest.fail(REFUSED_TRACE, pytrace=False)
+    lack = session.lack(needs.count, needs.host if needs.where == "node" else None)
     if lack and session.settings.strict_gpus:
         pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
     if lack:
         raise pytest.skip.Exception(lack, _use_item_location=True)
-    session.begin_test(item.nodeid)
+    devices = session.begin_test(item.nodeid, needs.count)
+    activate(dataclasses.replace(session.settings, gpus=devices, host=needs.host))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -178,7 +262,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
             return (yield)
     except pytest.UsageError as error:
         misuse = str(error)
-    except RankFailure as error:
+    except BaseException as error:
+        session = pyfuncitem.config.stash[SESSION]
+        if pyfuncitem.config.getoption("gpu_replay") and type(error).__name__ == "DidNotReproduce" and session.examples:
+            return True  # Hypothesis calls it an error that the example passes; whoever repeats it hopes for that
+        if not isinstance(error, RankFailure):
+            raise
         mark = pyfuncitem.get_closest_marker("xfail")
         if mark is None or not mark.kwargs.get("raises") or error.__cause__ is None:
             raise
@@ -192,7 +281,11 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         if NEEDS in item.stash:
-            item.config.stash[SESSION].end_test(failed=item.stash.get(FAILED, True))
+            session = item.config.stash[SESSION]
+            activate(session.settings)
+            session.end_test(failed=item.stash.get(FAILED, True))
+            if reason := over():
+                item.session.shouldfail = f"mgpu-check: {reason}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -201,27 +294,40 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     if NEEDS not in item.stash:
         return (yield)
-    from mgpu_check.report import failures
+    from mgpu_check.report import failures, properties, replay
 
     session = item.config.stash[SESSION]
+    error = call.excinfo.value if call.excinfo is not None else None
+    replay.take_blobs(error)
     if call.when == "setup":
-        failures.add_identity(item)
-    if call.when == "call" or call.excinfo is not None:
+        properties.add_identity(item)
+    if call.when == "call" or error is not None:
         failures.add_output(item, session, call.when)
+        properties.add_usage(item, session)
     if call.when == "call":
-        item.stash[FAILED] = call.excinfo is not None
-        failures.add_properties(item, session)
+        item.stash[FAILED] = error is not None
     report = yield
-    failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")
+    if report.outcome == "failed":
+        failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")
+        lines = replay.lines_for(item, _invocation(item.config), error, item.config.getoption("gpu_replay"))
+        if item.config.option.tbstyle != "line":
+            failures.add_replay(report, lines)
+        properties.add_failure(item, error, lines)
+        report.user_properties = list(item.user_properties)
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gpus = session.config.stash[SESSION]
     gpus.finish()
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output[WORKER_REPORT] = {"deaths": gpus.deaths, "remarks": gpus.remarks}
+        output[WORKER_REPORT] = {"deaths": gpus.deaths, "remarks": gpus.remarks, "waits": gpus.waits}
+    if gpus.deaths and output is None:
+        from mgpu_check.report import idle
+
+        idle.add_case(session.config, gpus.deaths)
     if gpus.deaths and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -233,6 +339,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     session = node.config.stash[SESSION]
     session.deaths += told.get("deaths", [])
     session.remarks += told.get("remarks", [])
+    session.waits += told.get("waits", [])
 
 
 @pytest.hookimpl(trylast=True)
@@ -250,7 +357,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     session = request.config.stash[SESSION]
     if lack := session.lack(0):
         pytest.skip(lack)  # asked for by `request.getfixturevalue`, which nobody sees before
-    return Ranks(session.pool)
+    return Ranks(session)
 
 
 @pytest.fixture(scope="session")

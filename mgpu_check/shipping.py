@@ -36,16 +36,28 @@ class Shipped:
 
     Attributes:
         fault: name of a planted fault to have in the process meanwhile, or None.
+        drawn: its arguments may be those of an example of Hypothesis.
+        coverage: how coverage.py is to measure it, None where it is not.
     """
 
     function: Callable[..., Any]
     fault: str | None
     filters: tuple[Filter, ...]
+    drawn: bool = False
+    coverage: str | None = None
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check import in_rank  # in the rank: it imports torch
 
-        return in_rank.call(self.function, args, kwargs, filters=self.filters, fault=self.fault)
+        return in_rank.call(
+            self.function,
+            args,
+            kwargs,
+            filters=self.filters,
+            fault=self.fault,
+            drawn=self.drawn,
+            coverage=self.coverage,
+        )
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # Each room may import those that stand before it, and itself; "|" parts rooms of one level, which may import each other
 # only as said below.
 LEVELS = [
-    {"errors", "settings", "version"},
+    {"errors", "settings", "version", "asides", "tools"},
     {"node", "ranks"},
     {"numerics"},
     {"recipes"},
@@ -24,6 +24,7 @@ LEVELS = [
     {"strategies"},
     {"checks"},
     {"faults"},
+    {"beyond", "leasing", "shortage"},
     {"in_rank", "shipping", "session", "report"},
     {"suite"},
     {"needs"},

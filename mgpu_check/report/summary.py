@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mgpu_check import leasing
 from mgpu_check.report import table
 from mgpu_check.session import GpuSession
 
@@ -19,7 +20,7 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
         terminal.section("ranks that died while no test used them", red=True)
         for line in session.deaths:
             terminal.line(line, red=True)
-    for line in session.remarks:
+    for line in [*session.remarks, *leasing.told(session.waits)]:
         terminal.line(f"mgpu-check: {line}", yellow=True)
     skipped = [report for report in terminal.stats.get("skipped", []) if _for_want_of_devices(report)]
     if skipped:

@@ -103,8 +103,8 @@ def test_a_users_repository_with_every_kind_of_failure(run, pytester):
             "*Captured stderr of rank 3 of 4 call*",
             "err of 3",
             "rank 1 of 4 did not finish test_rank_1_sleeps within 1 s",
-            "rank 1 stopped in test_rank_1_sleeps (test_*.py:*)",
-            "ranks 0, 2-3 waited in barrier (test_*.py:*)",
+            "rank 1 is in test_rank_1_sleeps (test_*.py:*)",
+            "ranks 0, 2-3 are in barrier #1 (test_*.py:*)",
             "rank 3 of 4 died: exit code 3",
             "rank 0 of 4 died: signal SIGSEGV",
             "*in test_rank_0_crashes*",
@@ -287,3 +287,32 @@ def alive(directory: str) -> list[str]:
             except OSError:
                 continue
     return found
+
+
+def test_a_failure_that_does_not_come_again_is_told_as_flaky(run, pytester):
+    pytester.makepyfile(
+        """
+        import os, pytest
+        from hypothesis import given, settings, strategies as st
+
+        @pytest.mark.ranks(2)
+        @settings(database=None)
+        @given(n=st.integers(0, 100))
+        def test_flaky(rank, n):
+            if not os.path.exists(f"failed-{rank.index}"):
+                open(f"failed-{rank.index}", "w").close()
+                assert n == -1, "ONCE"
+        """
+    )
+    result = run(*GPUS)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*produces unreliable results: Failed on the first call but did not on a subsequent one",
+            "Failing test case: test_flaky(",
+            "ranks 0-1 of 2 raised AssertionError: ONCE",
+            "*repeat with*",
+            "*::test_flaky --gpu-replay=*",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*Exception Group*")

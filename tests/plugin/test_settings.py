@@ -23,6 +23,7 @@ def test_the_first_place_that_says_something_wins():
         "simulate": "environment variable MGPU_CHECK_SIMULATE",
         "rank_timeout": "default",
         "strict_gpus": "strict_gpus in the ini file",
+        "agent_timeout": "default",
     }
 
 

@@ -1,0 +1,32 @@
+"""Ranks that died while no test used them, as a case of their own in a JUnit file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+
+__all__ = ["add_case"]
+
+_CASE = "mgpu_check::ranks that died while no test used them"
+
+
+def add_case(config: pytest.Config, deaths: Sequence[str]) -> None:
+    """Add a failed case to the JUnit file, if one is written: who reads nothing else is to see red."""
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "LogXML" and hasattr(plugin, "pytest_runtest_logreport"):
+            # To this plugin only: no test has failed, so there is nothing that others could count, or run again.
+            plugin.pytest_runtest_logreport(report=_report("setup", "\n".join(deaths)))
+            plugin.pytest_runtest_logreport(report=_report("teardown", None))
+
+
+def _report(when: Literal["setup", "teardown"], error: str | None) -> pytest.TestReport:
+    return pytest.TestReport(
+        nodeid=_CASE,
+        location=("mgpu_check", None, _CASE.partition("::")[2]),
+        keywords={},
+        outcome="failed" if error else "passed",
+        longrepr=error,
+        when=when,
+    )
