@@ -1,0 +1,22 @@
+"""Shared by the tool's own tests."""
+
+from __future__ import annotations
+
+import pytest
+
+HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the fault matrix. Here, because under pytest-xdist the process that prints does not collect."""
+    reports = [report for name in ("passed", "failed") for report in terminalreporter.getreports(name)]
+    found = [dict(report.user_properties).get("matrix") for report in reports if report.when == "call"]
+    rows = sorted(str(row).split("\t") for row in found if row)
+    if not rows:
+        return
+    terminalreporter.section("fault matrix", sep="=")
+    widths = [max(len(row[i]) for row in [*rows, list(HEADINGS)]) for i in range(len(HEADINGS) - 1)]
+    for row in [list(HEADINGS), *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        terminalreporter.write_line("  ".join([*cells, row[-1][:100]]).rstrip())

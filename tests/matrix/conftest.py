@@ -1,0 +1,178 @@
+"""Runs the inner tests of each situation once, in processes of their own, and hands out what they wrote down."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+INNER = Path(__file__).parent / "inner"
+TIMEOUT = 2
+MARK = "MGPU_MATRIX_RUN"
+LONGEST = 600
+
+ARGUMENTS = {
+    "body": ("in_body.py", "--gpus=3"),
+    "setup": ("in_setup.py", "--gpus=3"),
+    "teardown": ("in_teardown.py", "--gpus=3"),
+    "shrinking": ("in_shrinking.py", "--gpus=3"),
+    "idle": ("while_idle.py", "--gpus=3"),
+    "between": ("between_tests.py", "--gpus=3"),
+    # Enough devices for a test on each worker.
+    "xdist": ("in_body.py", "--gpus=6", "-n", "2", "--dist=loadgroup"),
+}
+
+
+@dataclass
+class Row:
+    """What one fault has led to.
+
+    Attributes:
+        phases: function of the inner module, and phase -> what was written down of it.
+    """
+
+    phases: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def red(self) -> list[tuple[str, str]]:
+        """Where it was told."""
+        return [where for where, report in self.phases.items() if report["outcome"] != "passed"]
+
+
+@dataclass
+class Run:
+    """One inner run.
+
+    Attributes:
+        rows: by name of the fault.
+        kinds: name -> kind of all faults that there are.
+        deaths, remarks: the lines of the plugin at the end of a run.
+        code: exit code.
+        survivors: processes of it that were there when it had ended.
+    """
+
+    rows: dict[str, Row]
+    kinds: dict[str, str]
+    deaths: list[str]
+    remarks: list[str]
+    code: int
+    survivors: list[str]
+
+
+def _read(record: Path, code: int, survivors: list[str]) -> Run:
+    rows: dict[str, Row] = {}
+    end: dict[str, Any] = {"kinds": {}, "deaths": [], "remarks": []}
+    for line in record.read_text().splitlines():
+        entry = json.loads(line)
+        if entry["function"] == "run":
+            end = entry
+        else:
+            rows.setdefault(entry["name"], Row()).phases[entry["function"], entry["when"]] = entry
+    return Run(rows, end["kinds"], end["deaths"], end["remarks"], code, survivors)
+
+
+def _marked(mark: str) -> list[str]:
+    """Processes that were started by the run with this mark, whatever has become of their environment since."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                environment = (entry / "environ").read_bytes()
+                name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+            except OSError:
+                continue
+            if f"{MARK}={mark}".encode() in environment.split(b"\0") and rest.split()[0] != "Z":
+                found.append(f"{name} ({entry.name})")
+    return found
+
+
+def _run(situation: str, directory: Path) -> Run:
+    module, *options = ARGUMENTS[situation]
+    mark = uuid.uuid4().hex
+    record = directory / f"{situation}.jsonl"
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MGPU_", "PYTEST_")) and name != "CI"
+    }
+    environment |= {"PYTHONPATH": str(INNER), "PYTHONDONTWRITEBYTECODE": "1", MARK: mark}
+    common = ("--simulate", f"--rank-timeout={TIMEOUT}", "--hypothesis-seed=0", f"--record={record}")
+    common += (f"--basetemp={directory / situation}",)
+    with (directory / f"{situation}.txt").open("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", module, *options, *common],
+            cwd=INNER,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(LONGEST)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        survivors = _marked(mark)
+        output.seek(0)
+        assert record.exists(), output.read()
+    return _read(record, code, survivors)
+
+
+class Situations:
+    """The inner runs, each when it is first asked for, and together with those that will be."""
+
+    def __init__(self, directory: Path, shared: bool, wanted: list[str]) -> None:
+        """`shared`: other processes of this run use the same directory."""
+        self._directory = directory
+        self._shared = shared
+        self._wanted = wanted
+        # Ranks that hang cost time and no processor, so that three runs take little longer than one.
+        self._threads = ThreadPoolExecutor(3)
+        self._runs: dict[str, Future[Run]] = {}
+
+    def __getitem__(self, situation: str) -> Run:
+        for name in [situation] if self._shared else [situation, *self._wanted]:
+            if name not in self._runs:
+                self._runs[name] = self._threads.submit(self._once if self._shared else self._fresh, name)
+        return self._runs[situation].result()
+
+    def _fresh(self, situation: str) -> Run:
+        return _run(situation, self._directory)
+
+    def _once(self, situation: str) -> Run:
+        """By one of the processes that share the directory; the others read what it has left."""
+        with (self._directory / f"{situation}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = self._directory / f"{situation}.done"
+            if done.exists():
+                return _read(self._directory / f"{situation}.jsonl", *json.loads(done.read_text()))
+            run = self._fresh(situation)
+            done.write_text(json.dumps([run.code, run.survivors]))
+            return run
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="session")
+def situations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Situations]:
+    directory = tmp_path_factory.getbasetemp()
+    shared = hasattr(request.config, "workerinput")
+    if shared:
+        directory = directory.parent / "matrix"
+        directory.mkdir(exist_ok=True)
+    used = {getattr(item, "callspec", None) and item.callspec.params.get("situation") for item in request.session.items}
+    situations = Situations(directory, shared, [name for name in ARGUMENTS if name in used])
+    yield situations
+    situations.close()

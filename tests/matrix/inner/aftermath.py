@@ -1,0 +1,63 @@
+"""The test that comes after each fault; the modules of all situations have it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import faults
+
+GONE_WITHIN = 5.0
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            text = file.read()
+    except OSError:
+        return ""
+    return "" if text.rpartition(")")[2].split()[0] == "Z" else text.partition("(")[2].rpartition(")")[0]
+
+
+def strangers(server: int, expected: list[int]) -> list[str]:
+    """Processes below the fork server that are no ranks of now, once those have had time to go that are being killed."""
+    deadline = time.monotonic() + GONE_WITHIN
+    while True:
+        found, todo = [], [server]
+        while todo:
+            some = _children(todo.pop())
+            todo += some
+            found += [f"{name} ({pid})" for pid in some if pid not in expected and (name := _command(pid))]
+        if not found or time.monotonic() > deadline:
+            return found
+        os.sched_yield()
+
+
+def look(rank: Any) -> tuple[int, int, dict[str, Any]]:
+    return os.getpid(), os.getppid(), faults.observe(rank)
+
+
+def check(ranks: Any, clean: list[dict[str, Any]], record_property: Any) -> None:
+    """The next test passes, sees nothing of the fault, and nothing of it survives."""
+    pids, servers, seen = zip(*ranks.run(look, size=faults.SIZE), strict=True)
+    changed = {
+        f"rank {rank}: {what}": (before[what], now[what])
+        for rank, (before, now) in enumerate(zip(clean, seen, strict=True))
+        for what in before
+        if before[what] != now[what]
+    }
+    # Under pytest-xdist the ranks of a test may have other devices than those of the one before, which stay warm.
+    worlds = ranks._session.pool._worlds.values()
+    warm = [process.pid for world in worlds for process in world.processes.values()]
+    survivors = strangers(servers[0], [*pids, *warm])
+    record_property("changed", repr(changed) if changed else "")
+    record_property("survivors", ", ".join(survivors))

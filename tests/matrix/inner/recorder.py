@@ -1,0 +1,87 @@
+"""A plugin of the inner runs: writes down, as lines of JSON, how each test ended and how long it took to say so."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+from _pytest.stash import Stash
+
+SHOWN = 30_000
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each fault is followed by the test that looks at what it left, on the same worker."""
+    names = list(faults.FAULTS)
+    items.sort(key=lambda item: names.index(item.callspec.params["name"]))  # type: ignore[attr-defined]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(item.callspec.params["name"]))  # type: ignore[attr-defined]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput") and config.option.record:
+        config.pluginmanager.register(Recorder(Path(config.option.record)))
+
+
+class Recorder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, **row: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        properties = dict(report.user_properties)
+        function, _, name = report.nodeid.rpartition("::")[2].partition("@")[0].rstrip("]").partition("[")
+        self.write(
+            function=function,
+            name=name,
+            when=report.when,
+            outcome=report.outcome,
+            seconds=time.time() - float(properties.get("began", report.start)),
+            text=report.longreprtext[:SHOWN],
+            sections=[(title, len(text), text[-2000:]) for title, text in report.sections],
+            properties=properties,
+        )
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_terminal_summary(self, config: pytest.Config) -> Iterator[None]:
+        session = _session(config.stash)
+        kinds = {name: fault.kind for name, fault in faults.FAULTS.items()}
+        self.write(function="run", kinds=kinds, deaths=session.deaths, remarks=session.remarks)
+        return (yield)
+
+
+def _session(stash: Stash) -> Any:
+    from mgpu_check.plugin import SESSION
+
+    return stash[SESSION]
+
+
+@pytest.fixture(scope="session")
+def clean(ranks: Any) -> list[dict[str, Any]]:
+    """What fresh ranks see."""
+    return ranks.run(faults.observe, size=faults.SIZE)
+
+
+@pytest.fixture
+def warm(ranks: Any, clean: object) -> list[tuple[int, int]]:
+    """The ranks are up: what is timed after this is not their start."""
+    return ranks.run(_pids, size=faults.SIZE)
+
+
+def _pids() -> tuple[int, int]:
+    import os
+
+    return os.getpid(), os.getppid()

@@ -1,0 +1,51 @@
+"""Faults in ranks that have answered and wait."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from typing import Any
+
+import faults
+
+# These are about a call.
+IN_A_CALL = (
+    "unpicklable-result",
+    "unpicklable-argument",
+    "exit-7-after-the-last-collective",
+    "gathers-another-shape",
+    "huge-result",
+)
+
+
+class Armed:
+    """Ranks in which a fault happens when `go` is called."""
+
+    def __init__(self, ranks: Any, name: str, pipe: str) -> None:
+        self.fault = faults.FAULTS[name]
+        for rank in self.fault.culprits:
+            os.mkfifo(f"{pipe}{rank}")
+        self.told = [os.open(f"{pipe}{rank}", os.O_RDONLY | os.O_NONBLOCK) for rank in self.fault.culprits]
+        pids = ranks.run(faults.arm, name, pipe, size=faults.SIZE)
+        self.pids = [pids[rank] for rank in self.fault.culprits]
+
+    def go(self) -> None:
+        """Returns when it is over, or has begun and is never over, or the rank is dead."""
+        ends = [os.pidfd_open(pid) for pid in self.pids]
+        for pid in self.pids:
+            os.kill(pid, signal.SIGUSR1)
+        for told, end in zip(self.told, ends, strict=True):
+            said, files = b"", [told, end]
+            while not (said and self.fault.kind == "hang"):
+                ready, _, _ = select.select(files, [], [])
+                if end in ready:
+                    break
+                data = os.read(told, 2)
+                said += data
+                if not data and b"2" in said:
+                    break
+                if not data:
+                    files = [end]  # it has closed its end because it dies
+        for file in (*self.told, *ends):
+            os.close(file)

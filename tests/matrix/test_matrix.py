@@ -1,0 +1,389 @@
+"""The fault matrix: everything that can go wrong in a rank, in every situation, and what is told of it.
+
+A row is a fault in a situation. What goes wrong is red, names the rank at fault, the cause and the place, in time; the
+next test is green, finds clean ranks, and nothing of the fault is alive any more. What only leaves something behind is
+green, because a test may well change the state of its process: all that is asked is that the next one sees nothing of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SOURCE = (Path(__file__).parent / "inner" / "faults.py").read_text().splitlines()
+LINES = {
+    marker: number
+    for number, line in enumerate(SOURCE, 1)
+    for marker in [line.partition("# place: ")[2].strip()]
+    if marker
+}
+DEADLINE, TO_TELL = 2.0, 2.0
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is said of a fault; "{name}" stands for the line of `faults.py` with that marker.
+
+    Attributes:
+        cause: a regular expression for the line that names the rank and the cause.
+        places: what the report contains besides: where it was, and where the others were.
+    """
+
+    cause: str
+    places: tuple[str, ...] = ()
+
+
+MET = "last collective of rank 1: all_reduce #1 (faults.py:{meeting}), float32[2], sum"
+WAITED = "last collective of ranks 0, 2: barrier #2 (faults.py:{waiting}) (still in it)"
+MET_AGAIN = ": barrier #2 (faults.py:{waiting})"  # with the rank at fault, or they noticed that it was gone
+FINISHED = "ranks 0, 2 finished"
+
+
+def raised(error: str, place: str) -> Told:
+    return Told(rf"rank 1 of 3 raised {error}", (f"faults.py:{{{place}}}", MET, WAITED))
+
+
+def died(cause: str, *places: str) -> Told:
+    return Told(rf"rank 1 of 3 died: {cause}", (*places, MET, MET_AGAIN))
+
+
+def broke(cause: str) -> Told:
+    return Told(rf"rank 1 of 3 died: {cause}", (MET_AGAIN,))
+
+
+def no_answer(cause: str) -> Told:
+    return broke(f"it has written to its connection to the pytest process what is no answer: {cause}")
+
+
+LATE = r"rank 1 of 3 did not finish (test_fault|happen) within 2 s"
+STACKS = ("rank 1: stacks of all threads", "ranks 0, 2: stacks of all threads")
+IN_THE_BARRIER = ("ranks 0, 2 are in barrier #2 (faults.py:{waiting})", "faults.py:{waiting} in _wait")
+
+
+def hung(function: str, place: str) -> Told:
+    where = f"rank 1 is in {function} (faults.py:{{{place}}}), after all_reduce #1 (faults.py:{{meeting}})"
+    return Told(LATE, (where, f"faults.py:{{{place}}} in", *IN_THE_BARRIER, *STACKS))
+
+
+def alone(where: str, place: str) -> Told:
+    stack = f"faults.py:{{{place}}} in {place.replace('-', '_')}"
+    return Told(LATE, (f"rank 1 is in {where}", stack, FINISHED, STACKS[0]))
+
+
+# In a call: in the body, in setup, in teardown, while shrinking, under -n 2.
+IN_A_CALL = {
+    "raises": raised("ValueError: planted", "raises"),
+    "sys-exit": raised("SystemExit: 3", "sys-exit"),
+    "keyboard-interrupt": raised("KeyboardInterrupt", "keyboard-interrupt"),
+    "overflow": raised("RecursionError: maximum recursion depth exceeded", "overflow"),
+    "memory": raised("MemoryError", "memory"),
+    "memory-of-torch": raised("RuntimeError: .*can't allocate memory", "memory-of-torch"),
+    "memory-used-up": raised("MemoryError", "memory-used-up"),
+    "prints-50-mb": raised("ValueError: printed", "prints-50-mb"),
+    "unpicklable-result": Told(
+        r"rank 1 of 3 raised TypeError: the result, of type lock, cannot be sent to the pytest process: cannot pickle",
+        (FINISHED, "last collective of ranks 0-2: all_reduce #1 (faults.py:{meeting})"),
+    ),
+    # No rank is at fault, and none is reached.
+    "unpicklable-argument": Told(
+        r"(E +\S+CannotTravel: )?(test_fault|happen) cannot be called in another process: argument ('value'|2), of type lock, cannot be pickled"
+    ),
+    "unpicklable-error": raised(r"Difficult: <str\(\) of it raised RuntimeError>", "unpicklable-error"),
+    "exit-0": died("exit code 0"),
+    "exit-7-after-the-last-collective": Told(
+        r"rank 1 of 3 died: exit code 7",
+        ("last collective of rank 1: all_reduce #2 (faults.py:{exit-7-after-the-last-collective})",),
+    ),
+    "sigkill": died("signal SIGKILL"),
+    "sigsegv": died("signal SIGSEGV", "rank 1: stacks at the end", "faults.py:{sigsegv} in sigsegv"),
+    "sigterm": died("signal SIGTERM"),
+    "abort": died("signal SIGABRT", "rank 1: stacks at the end", "faults.py:{abort} in abort"),
+    "cpu-limit": died("signal SIGXCPU"),
+    # Gloo ends whichever rank notices; the shapes say which is the odd one.
+    "gathers-another-shape": Told(
+        r"rank \d of 3 died: signal SIGABRT",
+        (
+            "rank 1: all_gather #2 (faults.py:{gather}), float32[7]",
+            ": all_gather #2 (faults.py:{gather}), float32[3]",
+            "faults.py:{gather} in _gather",
+        ),
+    ),
+    "exit-of-a-thread": died("exit code 9"),
+    "closes-its-connection": broke("its connection to the pytest process was closed"),
+    "shuts-its-connection-down": broke("its connection to the pytest process was closed"),
+    "closes-all-files": died("exit code 70"),
+    "garbage": no_answer(".* is no message"),
+    "a-few-bytes-of-garbage": no_answer(".* is no message"),
+    "garbage-as-a-message": no_answer("it cannot be unpickled"),
+    "message-of-another-kind": no_answer("it is dict, not Outcome"),
+    "answer-to-another-call": no_answer("it answers another call"),
+    "message-that-cannot-be-loaded": no_answer("it cannot be unpickled: No module named 'no_such_module'"),
+    "kills-the-fork-server": Told("ranks 0-2 of 3 died: the fork server ended: killed by SIGKILL", (MET,)),
+    "sleeps": hung("sleeps", "sleeps"),
+    "spins-in-c": hung("match", "spins-in-c"),
+    "spins-in-c-without-the-lock": hung("spins_in_c_without_the_lock", "spins-in-c-without-the-lock"),
+    "deadlock": hung("deadlock", "deadlock"),
+    "collective-alone": alone("all_reduce #2 (faults.py:{collective-alone}), float32[4], sum", "collective-alone"),
+    "other-collective": Told(
+        LATE,
+        (
+            "rank 1 is in broadcast #2 (faults.py:{other-collective}), float32[4], src=1",
+            "ranks 0, 2 are in all_reduce #2 (faults.py:{other-collective-others}), float32[4], sum",
+            *STACKS,
+        ),
+    ),
+    "receives-what-nobody-sends": alone(
+        "recv (faults.py:{receives-what-nobody-sends}), float32[1], src=0", "receives-what-nobody-sends"
+    ),
+    "group-alone": Told(LATE, ("_process_group", "(faults.py:{group-alone})", FINISHED, STACKS[0])),
+    # It cannot write its stacks: what it was last in is known all the same.
+    "sigstop": Told(
+        LATE,
+        (
+            "rank 1 is stopped by a signal, such as SIGSTOP, or by a debugger, after all_reduce #1 (faults.py:{meeting})",
+            *IN_THE_BARRIER,
+            STACKS[1],
+        ),
+    ),
+    "deaf": hung("deaf", "deaf"),
+    "half-a-message": hung("half_a_message", "half-a-message"),
+}
+
+
+AFTERWARDS = "rank 1 of 3 died after its part of the test was done"
+NOT_AT_REST = r"rank 1 of 3 did not finish its answer at the end of the test within 2 s"
+ARMED = "after all_reduce #1 (faults.py:{arming})"
+
+
+def uncaught(error: str, place: str) -> Told:
+    """The main loop of a rank has no use for an exception from a signal handler."""
+    return Told(f"{AFTERWARDS}: exit code 70", (f"faults.py:{{{place}}}, in", error))
+
+
+def unasked(cause: str) -> Told:
+    return Told(f"{AFTERWARDS}: it has written to its connection to the pytest process what is no answer: {cause}")
+
+
+def idly(where: str, place: str, armed: bool = False) -> Told:
+    at = f"faults.py:{{{place}}} in"
+    return Told(NOT_AT_REST, (f"rank 1 is in {where}{f', {ARMED}' if armed else ''}", at, STACKS[0]))
+
+
+WHILE_IDLE = {
+    "raises": uncaught("ValueError: planted", "raises"),
+    "sys-exit": uncaught("SystemExit: 3", "sys-exit"),
+    "keyboard-interrupt": uncaught("KeyboardInterrupt", "keyboard-interrupt"),
+    "overflow": uncaught("RecursionError", "overflow"),
+    "memory": uncaught("MemoryError", "memory"),
+    "memory-of-torch": uncaught("can't allocate memory", "memory-of-torch"),
+    "memory-used-up": uncaught("MemoryError", "memory-used-up"),
+    "prints-50-mb": uncaught("ValueError: printed", "prints-50-mb"),
+    "unpicklable-error": uncaught("Difficult", "unpicklable-error"),
+    "exit-0": Told(f"{AFTERWARDS}: exit code 0"),
+    "sigkill": Told(f"{AFTERWARDS}: signal SIGKILL"),
+    "sigsegv": Told(f"{AFTERWARDS}: signal SIGSEGV", ("faults.py:{sigsegv} in sigsegv",)),
+    "sigterm": Told(f"{AFTERWARDS}: signal SIGTERM"),
+    "abort": Told(f"{AFTERWARDS}: signal SIGABRT", ("faults.py:{abort} in abort",)),
+    "cpu-limit": Told(f"{AFTERWARDS}: signal SIGXCPU"),
+    "exit-of-a-thread": Told(f"{AFTERWARDS}: exit code 9"),
+    "closes-its-connection": Told(f"{AFTERWARDS}: its connection to the pytest process was closed"),
+    # To the rank it looks as if the pytest process had done it, and it ends.
+    "shuts-its-connection-down": Told(f"{AFTERWARDS}: exit code 0"),
+    "closes-all-files": Told(f"{AFTERWARDS}: exit code 70"),
+    "garbage": unasked(".* is no message"),
+    "a-few-bytes-of-garbage": unasked("half a message"),
+    "garbage-as-a-message": unasked("it cannot be unpickled"),
+    "message-of-another-kind": unasked("nothing was asked"),
+    "answer-to-another-call": unasked("nothing was asked"),
+    "message-that-cannot-be-loaded": unasked("it cannot be unpickled: No module named 'no_such_module'"),
+    "kills-the-fork-server": Told("rank 1 of 3 died after its part .*: the fork server ended: killed by SIGKILL"),
+    "sleeps": idly("sleeps (faults.py:{sleeps})", "sleeps", armed=True),
+    "spins-in-c": idly("match (faults.py:{spins-in-c})", "spins-in-c", armed=True),
+    "spins-in-c-without-the-lock": idly(
+        "spins_in_c_without_the_lock (faults.py:{spins-in-c-without-the-lock})",
+        "spins-in-c-without-the-lock",
+        armed=True,
+    ),
+    "deadlock": idly("deadlock (faults.py:{deadlock})", "deadlock", armed=True),
+    "collective-alone": idly("all_reduce #2 (faults.py:{collective-alone}), float32[4], sum", "collective-alone"),
+    "other-collective": idly("broadcast #2 (faults.py:{other-collective}), float32[4], src=1", "other-collective"),
+    "receives-what-nobody-sends": idly(
+        "recv (faults.py:{receives-what-nobody-sends}), float32[1], src=0", "receives-what-nobody-sends"
+    ),
+    "group-alone": Told(NOT_AT_REST, ("_process_group", "(faults.py:{group-alone})", STACKS[0])),
+    "sigstop": Told(NOT_AT_REST, (f"rank 1 is stopped by a signal, such as SIGSTOP, or by a debugger, {ARMED}",)),
+    "deaf": idly("deaf (faults.py:{deaf})", "deaf", armed=True),
+    # Looked at before the end of the test, or waited for after it.
+    "half-a-message": Told(f"({AFTERWARDS}: it has written .* no answer: half a message|{NOT_AT_REST})"),
+}
+
+BETWEEN = {
+    "sigkill": Told("rank 1 of 3 died while no test used it: signal SIGKILL"),
+    "sigsegv": Told("rank 1 of 3 died while no test used it: signal SIGSEGV"),
+    "sigterm": Told("rank 1 of 3 died while no test used it: signal SIGTERM"),
+    "abort": Told("rank 1 of 3 died while no test used it: signal SIGABRT"),
+    "cpu-limit": Told("rank 1 of 3 died while no test used it: signal SIGXCPU"),
+    "kills-the-fork-server": Told("rank 1 of 3 died while no test used it: the fork server ended: killed by SIGKILL"),
+    "sigstop": Told("rank 1 of 3 did not run any more while no test used it: stopped by a signal"),
+}
+
+# Put back in the rank, or, where that cannot be, by a rank that takes its place: then a remark says what was left.
+STATE = {
+    "thread": "threads that still run: left",
+    "group": "",
+    "destroyed-group": "the default process group was destroyed",
+    "dtype": "",
+    "device": "",
+    "seed": "",
+    "environment": "",
+    "directory": "",
+    "vanished-directory": "",
+    "grad-mode": "",
+    "deterministic": "",
+    "threads-of-torch": "",
+    "module-path": "",
+    "signal-handler": "",
+    "blocked-signals": "",
+    "alarm-clock": "",
+    "file-mask": "",
+    "resource-limit": "",
+    "hard-resource-limit": "lowered resource limits",
+    "recursion-limit": "",
+    "collector": "",
+    "replaced-output": "",
+    "closed-output": "a closed stdout",
+    "at-exit": "",
+    "huge-result": "",
+    "children": "processes that still run: sleep",
+    "children-in-their-own-session": "processes that still run: sleep",
+    "orphans": "processes that still run: ",
+    "forks-and-returns-twice": "",
+}
+
+# What other rows tell as well is tried in the body and while idle only.
+VARIATIONS = {
+    *("memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"),
+    *("closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"),
+    *("message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"),
+    *("group-alone", "deaf", "half-a-message"),
+}
+IN_EVERY_CALL = {name: told for name, told in IN_A_CALL.items() if name not in VARIATIONS}
+IN_TEARDOWN = (
+    *("raises", "sys-exit", "unpicklable-result", "exit-0", "sigkill"),
+    *("sleeps", "other-collective", "sigstop"),
+)
+
+RED = {
+    "body": IN_A_CALL,
+    "setup": IN_EVERY_CALL,
+    "xdist": IN_A_CALL,
+    "shrinking": {name: told for name, told in IN_EVERY_CALL.items() if name != "kills-the-fork-server"}
+    # The next example of the same test finds no group.
+    | {"destroyed-group": Told("ranks 0-2 of 3 raised ValueError: Default process group has not been initialized")},
+    "idle": WHILE_IDLE,
+    "between": BETWEEN,
+    "teardown": {name: IN_A_CALL[name] for name in IN_TEARDOWN},
+}
+GREEN = {
+    situation: {name: remark for name, remark in STATE.items() if name not in RED[situation]}
+    for situation in ("body", "setup", "xdist", "shrinking")
+} | {"idle": {name: remark for name, remark in STATE.items() if name != "huge-result"}}
+
+WHERE = {
+    "body": ("test_fault", "call"),
+    "setup": ("test_fault", "setup"),
+    "xdist": ("test_fault", "call"),
+    "shrinking": ("test_fault", "call"),
+    "idle": ("test_fault", "teardown"),
+    "teardown": ("test_fault", "teardown"),
+}
+
+CASES = [(situation, name, True) for situation, faults in RED.items() for name in faults]
+CASES += [(situation, name, False) for situation, faults in GREEN.items() for name in faults]
+
+
+def lines(text: str) -> str:
+    return re.sub(r"\{([\w-]+)\}", lambda found: str(LINES[found[1]]), text)
+
+
+def check_told(told: Told, text: str) -> None:
+    assert re.search(rf"^{told.cause}", text, re.MULTILINE), text
+    text = text.replace('", line ', ":")  # Python's way to write a place
+    assert [place for place in told.places if lines(place) not in text] == [], text
+
+
+def check_example(kind: str, text: str) -> None:
+    """The smallest example, or of a hang the only one."""
+    if kind == "hang":
+        assert re.search(
+            r"Failing test case \(not shrunk, because every try would hang\): .*n=[23]$", text, re.MULTILINE
+        )
+    else:
+        assert "Failing test case: test_fault(" in text
+        assert "    n=2,\n" in text
+
+
+@pytest.mark.parametrize(
+    ("situation", "name", "red"), CASES, ids=[f"{situation}-{name}" for situation, name, _ in CASES]
+)
+def test_fault(situation: str, name: str, red: bool, situations: Any, record_property: Any) -> None:
+    run = situations[situation]
+    row = run.rows[name]
+    phases = row.phases
+    expected: list[tuple[str, str]] = []
+    if situation == "between":
+        told = [line for line in run.deaths if f"[{name}]" in line]
+        cause, report = "\n".join(told), phases["test_fault", "call"]
+    else:
+        expected = [WHERE[situation]] if red else []
+        report = phases.get(WHERE[situation], phases["test_fault", "setup"])
+        cause = report["text"]
+    after = phases.get(("test_next", "call"), {"properties": {}, "outcome": "missing"})
+    left = after["properties"].get("survivors", "unknown")
+    changed = after["properties"].get("changed", "unknown")
+    shown = re.search(RED[situation][name].cause, cause) if red else None
+    verdict = "red" if red and shown else "green" if not (red or row.red) else "WRONG"
+    next_test = "clean" if after["outcome"] == "passed" and not changed else "WRONG"
+    columns = (
+        f"{situation}-{name}",
+        verdict,
+        f"{report['seconds']:.2f}",
+        next_test,
+        left or "0",
+        shown[0] if shown else "",
+    )
+    record_property("matrix", "\t".join(columns))
+
+    assert row.red == expected
+    if red:
+        check_told(RED[situation][name], cause)
+        assert run.code == pytest.ExitCode.TESTS_FAILED
+    elif GREEN[situation][name]:
+        assert [line for line in run.remarks if f"[{name}]" in line and GREEN[situation][name] in line], run.remarks
+    kind = run.kinds[name]
+    if situation == "shrinking" and red and name not in ("destroyed-group", "unpicklable-argument"):
+        check_example(kind, cause)
+    if situation != "shrinking" or kind == "hang":
+        assert report["seconds"] <= DEADLINE + TO_TELL
+    if name == "prints-50-mb" and situation != "idle":
+        ((_, length, _),) = [section for section in report["sections"] if "stdout of rank 1" in section[0]]
+        assert length < 70_000
+    if situation == "teardown":
+        assert phases["test_fault", "teardown"]["properties"].get("torn down")
+    assert (after["outcome"], changed, left) == ("passed", "", "")
+
+
+@pytest.mark.parametrize("situation", RED)
+def test_nothing_survives_a_run(situation: str, situations: Any) -> None:
+    run = situations[situation]
+    assert run.survivors == []
+    assert set(run.rows) == {*RED[situation], *GREEN.get(situation, ())}
+
+
+def test_every_fault_is_in_the_matrix(situations: Any) -> None:
+    assert set(situations["between"].kinds) == {*IN_A_CALL, *STATE}
+    assert len(CASES) >= 100
