@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
+
+
+def pytest_configure() -> None:
+    """Shells start background jobs with SIGINT ignored, which the processes that tests interrupt would inherit."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

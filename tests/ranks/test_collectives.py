@@ -191,6 +191,7 @@ assert step(torch.ones(2)).tolist() == [2, 2]
 assert recorder.agreement() == ()
 dist.all_reduce(torch.ones(2))
 assert recorder.agreement()[0][:2] == ((0,), 1)
+dist.destroy_process_group()
 """
 
 
