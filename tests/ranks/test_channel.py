@@ -114,26 +114,29 @@ def test_a_rank_that_stops_in_the_middle_of_its_answer_is_a_hang(pool):
     assert info.value.ranks == (2,)
 
 
-def connection_of_this_process():
-    """In a rank: the file descriptor by which it talks to the pytest process."""
-    import os
-    import socket
-    import stat
+@pytest.fixture
+def find():
+    """What finds, in a rank, the file descriptor by which it talks to the pytest process."""
 
-    for fd in range(3, 256):
-        try:
-            if stat.S_ISSOCK(os.fstat(fd).st_mode):
-                with socket.socket(fileno=os.dup(fd)) as copy:
-                    if copy.family == socket.AF_UNIX:
-                        return fd
-        except OSError:
-            pass
-    raise LookupError
+    def connection_of_this_process():
+        import os
+        import socket
+        import stat
+
+        for fd in range(3, 256):
+            try:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                    with socket.socket(fileno=os.dup(fd)) as copy:
+                        if copy.family == socket.AF_UNIX:
+                            return fd
+            except OSError:
+                pass
+        raise LookupError
+
+    return connection_of_this_process
 
 
-def test_a_rank_that_writes_to_its_connection_is_named(pool):
-    find = connection_of_this_process
-
+def test_a_rank_that_writes_to_its_connection_is_named(pool, find):
     def body(rank):
         import os
 
@@ -145,9 +148,7 @@ def test_a_rank_that_writes_to_its_connection_is_named(pool):
     assert len(pool.run(os.getpid)) == 4
 
 
-def test_a_rank_that_closes_its_connection_is_named(pool):
-    find = connection_of_this_process
-
+def test_a_rank_that_closes_its_connection_is_named(pool, find):
     def body(rank):
         import os
 
