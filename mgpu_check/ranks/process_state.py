@@ -13,6 +13,7 @@ from typing import Any
 __all__ = ["ProcessState"]
 
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
+_SIGNALS = tuple(sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})))
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 
@@ -85,11 +86,7 @@ class ProcessState:
 
 def _handlers() -> dict[int, Any]:
     """Handler by signal; not of those that were set outside of Python."""
-    return {
-        int(number): handler
-        for number in signal.valid_signals()
-        if (handler := signal.getsignal(number)) is not None and number not in (signal.SIGKILL, signal.SIGSTOP)
-    }
+    return {number: handler for number in _SIGNALS if (handler := signal.getsignal(number)) is not None}
 
 
 def _umask() -> int:
