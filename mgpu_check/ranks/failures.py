@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ __all__ = [
 Key = TypeVar("Key")
 
 _MOST_HEADLINES = 3
+_ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")
+"""Of a peer, in errors of gloo: it differs from rank to rank, and says nothing to anybody."""
 
 NODE = -1
 """Index of the node process, where a rank's would stand."""
@@ -141,8 +144,9 @@ def error_of(
             blocks.append(_block(f"{who(ranks)}: stacks at the end", words))
     # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
     for ranks in alike(endings):
-        said = _grouped((raised[rank].failure.headline, rank) for rank in ranks)
-        headlines += [f"{who.full(some)} raised {headline}" for headline, some in said[:_MOST_HEADLINES]]
+        said = _grouped((_ADDRESS.sub("", raised[rank].failure.headline), rank) for rank in ranks)
+        for _, some in said[:_MOST_HEADLINES]:
+            headlines.append(f"{who.full(some)} raised {raised[some[0]].failure.headline}")
         others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
         if others:
             headlines.append(f"{who.full(others)} raised the same with other values")
