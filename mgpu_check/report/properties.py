@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from mgpu_check.needs import HOST_PARAMETER
 from mgpu_check.ranks.protocol import SEED
 from mgpu_check.report.replay import parts_of
 from mgpu_check.session import GpuSession
@@ -20,9 +21,10 @@ def add_identity(item: pytest.Item) -> None:
     module = getattr(item, "module", None)
     package, _, name = getattr(module, "__name__", "").rpartition(".test_")
     if package == "mgpu_check.suite":
-        title = (getattr(item, "function", item).__doc__ or item.name).strip().splitlines()[0]
+        title = (getattr(item, "function", item).__doc__ or item.name).strip().splitlines()[0].rstrip(".")
+        host = getattr(getattr(item, "callspec", None), "params", {}).get(HOST_PARAMETER)
         _set(item, "property", name)
-        _set(item, "check", title.rstrip("."))
+        _set(item, "check", title if host is None else f"{title} (node {host})")
 
 
 def add_usage(item: pytest.Item, session: GpuSession) -> None:
