@@ -300,7 +300,9 @@ def pytest_runtest_makereport(
     error = call.excinfo.value if call.excinfo is not None else None
     replay.take_blobs(error)
     if call.when == "setup":
-        properties.add_identity(item)
+        needs = item.stash[NEEDS]
+        several = needs.where == "node" and len(session.settings.per_host) > 1
+        properties.add_identity(item, needs.host if several else None)
     if call.when == "call" or error is not None:
         failures.add_output(item, session, call.when)
         properties.add_usage(item, session)

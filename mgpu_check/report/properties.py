@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from mgpu_check.needs import HOST_PARAMETER
 from mgpu_check.ranks.protocol import SEED
 from mgpu_check.report.replay import parts_of
 from mgpu_check.session import GpuSession
@@ -14,15 +13,18 @@ from mgpu_check.session import GpuSession
 __all__ = ["add_failure", "add_identity", "add_usage"]
 
 
-def add_identity(item: pytest.Item) -> None:
-    """Record of which property of the packaged suite a test is a check, and what it says. Begins the record of a try."""
+def add_identity(item: pytest.Item, host: int | None) -> None:
+    """Record of which property of the packaged suite a test is a check, and what it says. Begins the record of a try.
+
+    Args:
+        host: where it runs, if it is the same check on each of several hosts.
+    """
     ours = ("mgpu_check.failed_ranks", "mgpu_check.replay")  # of a try before this one, where failures are tried again
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
     module = getattr(item, "module", None)
     package, _, name = getattr(module, "__name__", "").rpartition(".test_")
     if package == "mgpu_check.suite":
         title = (getattr(item, "function", item).__doc__ or item.name).strip().splitlines()[0].rstrip(".")
-        host = getattr(getattr(item, "callspec", None), "params", {}).get(HOST_PARAMETER)
         _set(item, "property", name)
         _set(item, "check", title if host is None else f"{title} (node {host})")
 
