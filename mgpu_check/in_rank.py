@@ -20,9 +20,10 @@ from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
 from mgpu_check.asides import Collector
+from mgpu_check.breakpoints import refused, without_debugger
+from mgpu_check.coverage_of_ranks import Measuring
 from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.worker import EXPLAIN, at_rest, tell, without_engine
-from mgpu_check.tools import Measuring, refused, without_debugger
 
 __all__ = ["call"]
 

@@ -168,10 +168,10 @@ class GpuSession:
     def _new_pool(self, devices: int) -> RankPool:
         # Here, because every pytest run where this package is installed makes a session, and few need ranks.
         from mgpu_check.asides import deliver
+        from mgpu_check.coverage_of_ranks import coverage_here
         from mgpu_check.ranks.launcher import LocalLauncher
         from mgpu_check.ranks.pool import RankPool
         from mgpu_check.shipping import Shipped, warning_filters
-        from mgpu_check.tools import coverage_here
 
         self._agents = beyond.launcher_of_this_run(self.settings)
         return RankPool(

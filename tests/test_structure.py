@@ -16,7 +16,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # Each room may import those that stand before it, and itself; "|" parts rooms of one level, which may import each other
 # only as said below.
 LEVELS = [
-    {"errors", "settings", "version", "asides", "tools"},
+    {"errors", "settings", "version", "asides", "breakpoints", "coverage_of_ranks"},
     {"node", "ranks"},
     {"numerics"},
     {"recipes"},
