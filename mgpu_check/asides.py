@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from mgpu_check.grouping import grouped
+
 __all__ = ["Collector", "deliver"]
 
 _MOST_WARNINGS = 1000  # of one test, on one rank: a loop that makes a new text each time is not to fill the memory
@@ -117,7 +119,7 @@ def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     if not said or hypothesis is None or not hypothesis.currently_in_test_context():
         return
     notes = {rank: [note for many in what for note in many] for rank, what in said.get("notes", {}).items()}
-    for ranks, texts in _alike(notes):
+    for texts, ranks in grouped((tuple(texts), rank) for rank, texts in notes.items()):
         which = "" if len(ranks) == len(told) else f"{'rank' if len(ranks) == 1 else 'ranks'} "
         whose = f"{which}{', '.join(map(str, ranks))}: " if which else ""
         for text in texts:
@@ -135,13 +137,6 @@ def _flat(said: Mapping[int, list[tuple[Any, ...]]]) -> Iterator[Any]:
     for many in said.values():
         for some in many:
             yield from some
-
-
-def _alike(notes: Mapping[int, list[str]]) -> list[tuple[list[int], list[str]]]:
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for rank, texts in notes.items():
-        groups.setdefault(tuple(texts), []).append(rank)
-    return [(ranks, list(texts)) for texts, ranks in groups.items()]
 
 
 def _warn(warning: _Warning) -> None:

@@ -16,6 +16,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # Each room may import those that stand before it, and itself; "|" parts rooms of one level, which may import each other
 # only as said below.
 LEVELS = [
+    {"grouping"},
     {"errors", "settings", "version", "asides", "breakpoints", "coverage_of_ranks"},
     {"node", "ranks"},
     {"numerics"},

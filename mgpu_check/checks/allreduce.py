@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mgpu_check.errors import AllreduceMismatch
+from mgpu_check.grouping import grouped
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.reduction import reduced
@@ -49,18 +50,18 @@ def assert_allreduce_matches(
         )
     if not isinstance(results, Mapping) and len(held) != count:
         raise AllreduceMismatch(f"{what}: {len(held)} results for {count} contributions", ranks=range(len(held), count))
-    texts: dict[str, list[int]] = {}
-    for rank, result in sorted(held.items()):
-        text = _judge(result, should.value, should.tolerance, should.parts, rank, count)
-        if text:
-            texts.setdefault(text, []).append(rank)
-    if not texts:
+    judged = (
+        (_judge(result, should.value, should.tolerance, should.parts, rank, count), rank)
+        for rank, result in sorted(held.items())
+    )
+    found = grouped((text, rank) for text, rank in judged if text)
+    if not found:
         return
-    wrong = sorted(rank for ranks in texts.values() for rank in ranks)
+    wrong = sorted(rank for _, ranks in found for rank in ranks)
     first = should.parts[0]
     kind = f"{operation} of {count} x {tuple(first.shape)} {str(first.dtype).removeprefix('torch.')}"
     head = f"{what}: {kind} is wrong on {_ranks(wrong)}" + (f" (of {len(held)})" if len(held) > 1 else "")
-    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in list(texts.items())[:4]]
+    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in found[:4]]
     raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong)
 
 

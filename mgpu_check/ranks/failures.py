@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
+from mgpu_check.grouping import grouped, intervals
 from mgpu_check.ranks import transport
 from mgpu_check.ranks.protocol import Failure
 from mgpu_check.ranks.record import Entered, Record, parting
@@ -27,8 +27,6 @@ __all__ = [
     "error_of",
     "last_collectives",
 ]
-
-Key = TypeVar("Key")
 
 _MOST_HEADLINES = 3
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")
@@ -93,7 +91,7 @@ class Who:
         indices = sorted(ranks)
         if indices == [NODE]:
             return "the node process"
-        return f"{'rank' if len(indices) == 1 else 'ranks'} {_intervals(indices)}"
+        return f"{'rank' if len(indices) == 1 else 'ranks'} {intervals(indices)}"
 
     def full(self, ranks: Iterable[int]) -> str:
         """ "rank 2 of 4", with the hosts where there are several: "ranks 1, 5 of 8 (1 on alpha, 5 on beta)"."""
@@ -101,20 +99,10 @@ class Who:
         text = f"{self(indices)} of {self.size}" if self.size else self(indices)
         if not self.hosts:
             return text
-        on = _grouped((self.hosts[rank], rank) for rank in indices)
+        on = grouped((self.hosts[rank], rank) for rank in indices)
         if len(on) == 1:
             return f"{text} on {on[0][0]}"
-        return f"{text} ({', '.join(f'{_intervals(some)} on {host}' for host, some in on)})"
-
-
-def _intervals(indices: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+        return f"{text} ({', '.join(f'{intervals(some)} on {host}' for host, some in on)})"
 
 
 def error_of(
@@ -137,14 +125,14 @@ def error_of(
 
     headlines: list[str] = []
     blocks: list[str] = []
-    for cause, ranks in _grouped((end.cause, rank) for rank, end in died.items()):
+    for cause, ranks in grouped((end.cause, rank) for rank, end in died.items()):
         headlines.append(f"{who.full(ranks)} died: {cause}")
         words = next((died[rank].last_words for rank in ranks if died[rank].last_words), "")
         if words:
             blocks.append(_block(f"{who(ranks)}: stacks at the end", words))
     # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
     for ranks in alike(endings):
-        said = _grouped((_ADDRESS.sub("", raised[rank].failure.headline), rank) for rank in ranks)
+        said = grouped((_ADDRESS.sub("", raised[rank].failure.headline), rank) for rank in ranks)
         for _, some in said[:_MOST_HEADLINES]:
             headlines.append(f"{who.full(some)} raised {raised[some[0]].failure.headline}")
         others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
@@ -158,7 +146,7 @@ def error_of(
         headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")
         if halted := [rank for rank, end in interrupted.items() if end.stacks == HALTED]:
             headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
-    for stacks, ranks in _grouped((end.stacks, rank) for rank, end in interrupted.items() if end.stacks != HALTED):
+    for stacks, ranks in grouped((end.stacks, rank) for rank, end in interrupted.items() if end.stacks != HALTED):
         text = stacks or "no stacks: the process did not answer, as in uninterruptible sleep"
         blocks.append(_block(f"{who(ranks)}: stacks of all threads, when stopped", text))
     if finished:
@@ -203,7 +191,7 @@ def different_collectives(records: Mapping[int, Record], who: Who) -> str:
     parted = parting(records)
     if parted is None:
         return ""
-    groups = sorted(_grouped((_described(entry), rank) for rank, entry in parted.items()), key=lambda g: len(g[1]))
+    groups = sorted(grouped((_described(entry), rank) for rank, entry in parted.items()), key=lambda g: len(g[1]))
     (first, odd), *others = groups
     rest = " and ".join(f"{who(ranks)} entered {text}" for text, ranks in others)
     return f"{who.full(odd)} entered {first}, where {rest}"
@@ -211,7 +199,7 @@ def different_collectives(records: Mapping[int, Record], who: Who) -> str:
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
     """The ranks that differ from the most of them; none where there is no such majority."""
-    groups = sorted((ranks for _, ranks in _grouped((_described(e), r) for r, e in parted.items())), key=len)
+    groups = sorted((ranks for _, ranks in grouped((_described(e), r) for r, e in parted.items())), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
 
 
@@ -227,7 +215,7 @@ def last_collectives(records: Mapping[int, Record], who: Who) -> list[str]:
         ("none" if (last := record.last) is None else _described(last) + ends.get(last.state, ""), rank)
         for rank, record in records.items()
     )
-    return [f"last collective of {who(ranks)}: {text}" for text, ranks in _grouped(texts)]
+    return [f"last collective of {who(ranks)}: {text}" for text, ranks in grouped(texts)]
 
 
 def _exception(failure: Failure) -> BaseException | None:
@@ -259,7 +247,7 @@ def _hang_headlines(
             elsewhere.append((where + after, rank))
     culprits = _odd(parting(records) or {}) or [rank for _, rank in elsewhere or waiting]
     lines = [f"{who.full(culprits)} did not finish {doing} within {timeout:g} s"]
-    for text, ranks in (*_grouped(elsewhere), *_grouped(waiting)):
+    for text, ranks in (*grouped(elsewhere), *grouped(waiting)):
         lines.append(f"{who(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}")
     return lines
 
@@ -268,18 +256,11 @@ def _were(ranks: Collection[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
 
 
-def _grouped(pairs: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
-    groups: dict[Key, list[int]] = {}
-    for key, rank in pairs:
-        groups.setdefault(key, []).append(rank)
-    return list(groups.items())
-
-
 def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
     """The ranks that raised, those together that raised the same at the same place, if with other values."""
     failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
     kinds = (((f.headline.partition(":")[0], f.filename, f.lineno), rank) for f, rank in failures)
-    return [sorted(ranks) for _, ranks in _grouped(kinds)]
+    return [sorted(ranks) for _, ranks in grouped(kinds)]
 
 
 def _block(title: str, text: str) -> str:

@@ -13,7 +13,7 @@ from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.report.replay import parts_of
 from mgpu_check.session import GpuSession
 
-__all__ = ["add_output", "add_replay", "printable", "replace_traceback"]
+__all__ = ["add_output", "add_replay", "replace_traceback"]
 
 _REPLAY = "repeat with"
 _TOLD_BELOW = "Failed to reproduce exception"
@@ -35,7 +35,7 @@ def replace_traceback(
     """Show the ranks' story in place of the engine's traceback."""
     error = call.excinfo.value if call.excinfo is not None else None
     parts = parts_of(error)
-    if error is None or report.outcome != "failed" or not any(isinstance(p, (RankFailure, RankHang)) for p in parts):
+    if error is None or not any(isinstance(p, (RankFailure, RankHang)) for p in parts):
         return
     lines: list[str] = []
     for number, part in enumerate(parts, 1):
@@ -51,8 +51,8 @@ def replace_traceback(
     headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
     if len(parts) > 1:
         headline += f" (and {len(parts) - 1} more)"
-    crash = ReprFileLocation(place.path, place.lineno, printable(headline))
-    entry = ReprEntryNative([line + "\n" for line in printable("\n".join(lines)).split("\n")])
+    crash = ReprFileLocation(place.path, place.lineno, _printable(headline))
+    entry = ReprEntryNative([line + "\n" for line in _printable("\n".join(lines)).split("\n")])
     entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest itself prints that line
     report.longrepr = ReprExceptionInfo(ReprTraceback(entries, None, style="native"), crash)
 
@@ -77,7 +77,7 @@ def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
         report.longrepr = "\n".join([report.longrepr, f"{f' {_REPLAY} ':-^80}", *lines])
 
 
-def printable(text: str) -> str:
+def _printable(text: str) -> str:
     """`text` without lone surrogates, which neither files nor xdist's channels take."""
     return text.encode(errors="backslashreplace").decode()
 

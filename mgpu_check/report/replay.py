@@ -18,7 +18,7 @@ import pytest
 from mgpu_check.ranks.agents import current
 from mgpu_check.settings import OPTIONS
 
-__all__ = ["BLOB", "FLAG", "CommandLine", "Invocation", "is_explicit", "lines_for", "parts_of", "take_blobs"]
+__all__ = ["BLOB", "FLAG", "CommandLine", "Invocation", "lines_for", "parts_of", "take_blobs"]
 
 FLAG = "--gpu-replay"
 
@@ -155,7 +155,7 @@ def lines_for(
     flaky = error is not None and getattr(error, BLOB, None) is not None
     for part in [error] if flaky else parts_of(error):
         blob = getattr(part, BLOB, None)
-        extras.append([f"{FLAG}={blob}"] if blob else [] if part and is_explicit(part) else fallback)
+        extras.append([f"{FLAG}={blob}"] if blob else [] if part and _is_explicit(part) else fallback)
     return list(dict.fromkeys(invocation.line(item, extra) for extra in extras or [fallback]))
 
 
@@ -184,7 +184,7 @@ def take_blobs(error: BaseException | None) -> None:
             take_blobs(part)
 
 
-def is_explicit(error: BaseException) -> bool:
+def _is_explicit(error: BaseException) -> bool:
     """Whether an error comes from an ``@example``, which every run tries first."""
     return any("explicit test case" in note or "explicit example" in note for note in getattr(error, "__notes__", ()))
 

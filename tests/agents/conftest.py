@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import processes_with as started_with
+
 MARK = "MGPU_TEST_LAUNCH"
 _TIMEOUT = 240.0
 _REPLACED = re.compile(
@@ -27,17 +29,7 @@ _REPLACED = re.compile(
 
 def processes_with(value: str) -> list[int]:
     """Processes whose environment, as they were started, has `value` for the variable that marks a launch."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                environment = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if f"{MARK}={value}".encode() in environment.split(b"\0") and state != "Z":
-                found.append(int(entry.name))
-    return found
+    return list(started_with(MARK, value))
 
 
 def wait_for_the_end_of(pids: Sequence[int], timeout: float) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import processes_with
+
 INNER = Path(__file__).parent / "inner"
 TIMEOUT = 2
 MARK = "MGPU_MATRIX_RUN"
@@ -82,21 +84,6 @@ def _read(record: Path, code: int, survivors: list[str]) -> Run:
     return Run(rows, end["kinds"], end["deaths"], end["remarks"], code, survivors)
 
 
-def _marked(mark: str) -> list[str]:
-    """Processes that were started by the run with this mark, whatever has become of their environment since."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                environment = (entry / "environ").read_bytes()
-                name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-            except OSError:
-                continue
-            if f"{MARK}={mark}".encode() in environment.split(b"\0") and rest.split()[0] != "Z":
-                found.append(f"{name} ({entry.name})")
-    return found
-
-
 def _run(situation: str, directory: Path) -> Run:
     module, *options = ARGUMENTS[situation]
     mark = uuid.uuid4().hex
@@ -123,7 +110,7 @@ def _run(situation: str, directory: Path) -> Run:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-        survivors = _marked(mark)
+        survivors = [f"{name} ({pid})" for pid, name in processes_with(MARK, mark).items()]
         output.seek(0)
         assert record.exists(), output.read()
     return _read(record, code, survivors)

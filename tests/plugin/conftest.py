@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+
+from tests.conftest import processes_with as started_with
 
 MARK = "MGPU_TEST_RUN"
 
 
 def processes_with(value: str) -> list[int]:
     """Processes whose environment has `value` for the variable that marks a run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                environment = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                continue
-            if f"{MARK}={value}".encode() in environment.split(b"\0") and state != "Z":
-                found.append(int(entry.name))
-    return found
+    return list(started_with(MARK, value))
 
 
 @pytest.fixture

@@ -344,7 +344,7 @@ def test_pytest_cov_measures_what_ranks_run(run, pytester, parallel):
             measured.on_node()
 
         @pytest.mark.ranks(2)
-        @pytest.mark.xfail
+        @pytest.mark.xfail  # what a rank runs before it raises counts, too
         def test_fails(rank):
             measured.fails()
         """,

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from mgpu_check.errors import StartupFailure
+from mgpu_check.grouping import intervals
 from mgpu_check.ranks.agents.hub import Hub
 from mgpu_check.ranks.agents.members import Agent, AgentGone, Launched
 from mgpu_check.ranks.agents.remote import RemoteProcess
@@ -17,7 +17,7 @@ from mgpu_check.ranks.process import Process
 from mgpu_check.ranks.protocol import Surroundings
 from mgpu_check.ranks.seats import Seat
 
-__all__ = ["AgentLauncher", "WrongLaunch", "intervals"]
+__all__ = ["AgentLauncher", "WrongLaunch"]
 
 _START_TIMEOUT = 300.0  # as on one machine: the fork server imports torch first
 
@@ -204,14 +204,3 @@ class AgentLauncher:
         """The agents end what they have started when the run ends; until then they keep their fork servers."""
         with contextlib.suppress(AgentGone):
             self.collect()
-
-
-def intervals(numbers: Sequence[Any]) -> str:
-    """ "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -23,9 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Each fault is followed by the test that looks at what it left, on the same worker."""
     names = list(faults.FAULTS)
-    items.sort(key=lambda item: names.index(item.callspec.params["name"]))  # type: ignore[attr-defined]
+    items.sort(key=lambda item: names.index(_fault_of(item)))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(item.callspec.params["name"]))  # type: ignore[attr-defined]
+        item.add_marker(pytest.mark.xdist_group(_fault_of(item)))
+
+
+def _fault_of(item: pytest.Item) -> str:
+    assert isinstance(item, pytest.Function)
+    name: str = item.callspec.params["name"]
+    return name
 
 
 def pytest_configure(config: pytest.Config) -> None:

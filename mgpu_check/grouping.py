@@ -1,0 +1,29 @@
+"""What holds for several ranks, said once: those with the same thing to say together, and their numbers in short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+__all__ = ["grouped", "intervals"]
+
+Key = TypeVar("Key")
+
+
+def grouped(pairs: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
+    """Of what each rank says, each thing with the ranks that say it; both in the order in which they come."""
+    groups: dict[Key, list[int]] = {}
+    for key, rank in pairs:
+        groups.setdefault(key, []).append(rank)
+    return list(groups.items())
+
+
+def intervals(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
