@@ -21,6 +21,7 @@ __all__ = [
     "RankHang",
     "RankHangInFixture",
     "ReplicaMismatch",
+    "ScalingMismatch",
     "ShardError",
     "StartupFailure",
 ]
@@ -65,6 +66,24 @@ class GradientMismatch(CheckFailure):
 
 class ReplicaMismatch(CheckFailure):
     """Replicas that should hold the same values do not."""
+
+
+class ScalingMismatch(CheckFailure):
+    """What runs on several ranks does not do what it does on one device.
+
+    ``mistakes`` names the classes of mistakes that it looks like, the likeliest first; see ``docs/classes``.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), mistakes: Iterable[str] = ()) -> None:
+        super().__init__(message, ranks=ranks)
+        self.mistakes = tuple(mistakes)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_scaling, (str(self), self.ranks, self.mistakes))
+
+
+def _rebuild_scaling(message: str, ranks: tuple[int, ...], mistakes: tuple[str, ...]) -> ScalingMismatch:
+    return ScalingMismatch(message, ranks=ranks, mistakes=mistakes)
 
 
 class DeviceMismatch(CheckFailure):

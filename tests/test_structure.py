@@ -24,6 +24,7 @@ LEVELS = [
     {"specs"},
     {"strategies"},
     {"checks"},
+    {"gate"},
     {"faults"},
     {"beyond", "leasing", "shortage"},
     {"in_rank", "shipping", "session", "report"},

@@ -1,0 +1,207 @@
+"""The classes of mistakes that the gate tells apart, each with what to do about it and a page that explains it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CLASSES", "MistakeClass"]
+
+_PAGES = "https://github.com/mgpu-check/mgpu-check/blob/main/docs/classes/"
+
+
+@dataclass(frozen=True)
+class MistakeClass:
+    """A mistake that is made again and again in code for several devices.
+
+    Attributes:
+        name: "mean-of-means"; that of its page, too.
+        title: what goes wrong, in one clause.
+        advice: what to do, in one line.
+    """
+
+    name: str
+    title: str
+    advice: str
+
+    @property
+    def page(self) -> str:
+        """The address of its page."""
+        return f"{_PAGES}{self.name}.md"
+
+
+_ALL = (
+    # gradients
+    MistakeClass(
+        "gradients-not-synchronized",
+        "gradients of some parameters stay on each rank",
+        "hand every parameter that is trained to DistributedDataParallel, after the last change to the model, call the "
+        "wrapper and not the module inside, and set find_unused_parameters=True where a step leaves some unused",
+    ),
+    MistakeClass(
+        "world-size-factor",
+        "a result is off by a factor that depends on the number of ranks",
+        "average once: DistributedDataParallel divides by the world size already, all_reduce with SUM does not",
+    ),
+    MistakeClass(
+        "accumulation-factor",
+        "a result is off by the number of micro-batches",
+        "divide each micro-batch's loss by the number of micro-batches of its own window, the last and incomplete one "
+        "included, or sum and divide once by the count",
+    ),
+    MistakeClass(
+        "mean-of-means",
+        "a mean over each part's own samples or tokens is averaged over the parts",
+        "sum over each rank's own samples or tokens, and divide by the global count, all-reduced first",
+    ),
+    MistakeClass(
+        "clipped-before-synchronization",
+        "gradients are clipped on each rank before they are averaged",
+        "synchronize (and unscale) first, then clip by the norm of the whole gradient",
+    ),
+    MistakeClass(
+        "wrong-process-group",
+        "a collective runs over other ranks than those that hold the parts",
+        "pass group= to the collective, and divide by the size of that group, not of the world",
+    ),
+    MistakeClass(
+        "stale-gradients",
+        "gradients of an earlier step or micro-batch are added in",
+        "call optimizer.zero_grad() on every rank before each window, and do not reduce what is reduced already",
+    ),
+    MistakeClass(
+        "partial-result-added-on-every-rank",
+        "what is to be added once is added on every rank before the sum",
+        "add the bias (or residual) after the all_reduce, or on one rank only",
+    ),
+    # models
+    MistakeClass(
+        "batch-statistics-per-rank",
+        "BatchNorm takes the statistics of each rank's own shard",
+        "convert with torch.nn.SyncBatchNorm.convert_sync_batchnorm, or compare with a reference that takes the batch "
+        "shard by shard",
+    ),
+    MistakeClass(
+        "buffers-drift",
+        "buffers differ between ranks",
+        "leave broadcast_buffers=True, or synchronize running statistics before they are used or saved",
+    ),
+    MistakeClass(
+        "different-initialization",
+        "ranks start from different parameters",
+        "seed all ranks alike before the model is built, or broadcast the parameters from rank 0; offset seeds after that",
+    ),
+    MistakeClass(
+        "random-numbers-per-rank",
+        "a result depends on random numbers that are drawn rank by rank",
+        "draw what must be the same on all ranks from a generator with one seed; for the gate, switch dropout and "
+        "augmentation off",
+    ),
+    # data
+    MistakeClass(
+        "padding-counted",
+        "samples that were repeated to fill the last shards are counted",
+        "drop the repeated samples: keep the first len(dataset) after the gather, or use a sampler that does not pad",
+    ),
+    MistakeClass(
+        "dataset-not-split",
+        "every rank sees all samples",
+        "give the loader a DistributedSampler; split an IterableDataset by rank (and by worker) in its __iter__",
+    ),
+    MistakeClass(
+        "samples-missed",
+        "some samples are never seen",
+        "check the bounds of the shards; drop_last drops up to world size times batch size samples of each epoch",
+    ),
+    MistakeClass(
+        "epochs-not-reshuffled",
+        "each epoch visits the samples in the same order",
+        "call sampler.set_epoch(epoch) before each epoch",
+    ),
+    MistakeClass(
+        "split-differs-between-ranks",
+        "ranks split the data into training and validation differently",
+        "pass generator=torch.Generator().manual_seed(seed) to random_split, with one seed for all ranks",
+    ),
+    MistakeClass(
+        "not-scattered",
+        "what is no tensor goes to every replica whole",
+        "make tensors of lists before DataParallel scatters the batch",
+    ),
+    MistakeClass(
+        "gathered-in-other-order",
+        "gathered values are in the order of the ranks, not of the samples",
+        "undo the interleaving of the sampler: torch.stack(parts, dim=1).flatten(0, 1)",
+    ),
+    # collectives
+    MistakeClass(
+        "value-of-one-rank",
+        "a value that all ranks use is right on one of them, or is each rank's own",
+        "all_reduce where every rank needs the result; reduce and gather deliver to dst only",
+    ),
+    MistakeClass(
+        "uneven-gather",
+        "tensors of different sizes are gathered as if they were alike",
+        "gather the sizes first, pad to the longest, and cut the padding off again",
+    ),
+    MistakeClass(
+        "aliased-gather-list",
+        "the list that a collective fills holds one tensor several times",
+        "allocate each entry: [torch.empty_like(x) for _ in range(world_size)]",
+    ),
+    MistakeClass(
+        "result-discarded",
+        "a collective ran on a temporary copy, and its result was dropped",
+        "keep the contiguous copy, reduce it, and copy it back",
+    ),
+    MistakeClass(
+        "strided-view",
+        "a collective ran on a view with gaps",
+        "communicate tensor.contiguous(), and copy the result back",
+    ),
+    MistakeClass(
+        "not-waited",
+        "the result of an asynchronous collective is used before it is there",
+        "call wait() on the handle before the tensor is read, changed or freed",
+    ),
+    MistakeClass(
+        "wrong-reduction",
+        "values are combined by another operation than one device applies",
+        "choose the op that matches: SUM of sums and counts, MAX of flags; a mean or norm of parts is none of the whole",
+    ),
+    # control flow
+    MistakeClass(
+        "decision-per-rank",
+        "ranks decide by values of their own what all must do alike",
+        "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a rate or the end",
+    ),
+    # precision
+    MistakeClass(
+        "low-precision-overflow",
+        "a sum over ranks overflows the narrow dtype that it is communicated in",
+        "divide before the sum, or reduce in float32",
+    ),
+    MistakeClass(
+        "low-precision-arithmetic",
+        "values are rounded to a narrower dtype than on one device",
+        "reduce and accumulate in float32",
+    ),
+    # state
+    MistakeClass(
+        "state-not-restored",
+        "something is not saved, or not loaded, with a checkpoint",
+        "save and load optimizer, scheduler, scaler, sampler position and RNG states beside the parameters",
+    ),
+    MistakeClass(
+        "restored-on-one-rank",
+        "a checkpoint is loaded on some ranks only",
+        "load on every rank (map_location to its own device), or broadcast what one rank has loaded, the optimizer included",
+    ),
+    MistakeClass(
+        "evaluation-differs",
+        "ranks give different answers in evaluation mode",
+        "synchronize buffers before evaluation, and call eval() on every rank",
+    ),
+)
+
+CLASSES: dict[str, MistakeClass] = {entry.name: entry for entry in _ALL}
+"""All classes by name."""
