@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
-__all__ = ["World", "world_sizes_of"]
+from mgpu_check.errors import RankFailure, RankHang
+
+__all__ = ["World", "noting", "world_sizes_of"]
 
 
 class World(Protocol):
@@ -59,3 +62,14 @@ def world_sizes_of(ranks: World, world_sizes: Iterable[int] | None) -> list[int]
             "(more with --gpus=N)"
         )
     return sorted(set(sizes))
+
+
+@contextlib.contextmanager
+def noting(doing: str) -> Iterator[None]:
+    """Have errors of ranks say what the gate was at: "world size 2, steps 3 to 6"."""
+    try:
+        yield
+    except (RankFailure, RankHang) as error:
+        # A note, because the message is written anew when the ranks explain their assertions.
+        error.add_note(f"while checking {doing}")
+        raise
