@@ -1,0 +1,135 @@
+"""The pages of the classes of mistakes: the wrong program of each is refuted by its name, and the right one passes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+
+from mgpu_check.gate.classes import CLASSES
+
+PAGES = Path(__file__).parents[2] / "docs" / "classes"
+KINDS = ("wrong", "right")
+LONGEST = 900  # seconds for all pages
+
+# How a program is handed to the gate, by the function that it is written for.
+CALLS = {
+    "make_loader": "assert_loader_covers(ranks, make_loader)",
+    "train": "assert_resume_continues(ranks, train)",
+    "evaluate": "assert_evaluation_agrees(ranks, evaluate, build=build, batch=batch)",
+    "step": "assert_step_scales(ranks, step, build=build, batch=batch, **options)",
+}
+
+CASE = """
+
+def test_{kind}(ranks):
+    import pytest
+    from mgpu_check import {function}
+    from mgpu_check.errors import ScalingMismatch
+
+    options = {{name: globals()[name] for name in ("reference", "sizes") if name in globals()}}
+    refuted = None
+    try:
+        {call}
+    except ScalingMismatch as mismatch:
+        refuted = mismatch
+    if "{kind}" == "right":
+        assert refuted is None, str(refuted)
+    else:
+        assert refuted is not None, "the gate passes the wrong program"
+        assert refuted.mistakes[:1] == ("{name}",), str(refuted)
+"""
+
+
+def programs(name: str) -> dict[str, str]:
+    """The programs of a page, each complete: what the right one does not define is as in the wrong one."""
+    text = (PAGES / f"{name}.md").read_text()
+    blocks = dict(re.findall(r"^```python (wrong|right)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
+    return {kind: blocks["wrong"] + ("\n\n" + blocks["right"] if kind == "right" else "") for kind in blocks}
+
+
+def case(name: str, kind: str) -> str:
+    """A test module of the program, and what is to come of it."""
+    program = programs(name)[kind]
+    call = next(call for function, call in CALLS.items() if re.search(rf"^def {function}\(", program, re.MULTILINE))
+    return program + CASE.format(kind=kind, name=name, call=call, function=call.partition("(")[0])
+
+
+@pytest.fixture(scope="session")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What came of each program, by the name of its module: its failure, or nothing. All in one run, with warm ranks.
+
+    Workers of pytest-xdist share it: the first that asks runs them.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    directory = shared / "pages"
+    with FileLock(shared / "pages.lock"):
+        if not (directory / "out.xml").exists():
+            _run(directory)
+    found = {}
+    for one in ET.parse(directory / "out.xml").getroot().iter("testcase"):
+        trouble = [*one.iter("failure"), *one.iter("error"), *one.iter("skipped")]
+        found[str(one.get("classname"))] = "\n".join(problem.text or "" for problem in trouble)
+    return found
+
+
+def _run(directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / "pytest.ini").write_text("[pytest]\nfilterwarnings =\n    error\n")
+    for name in CLASSES:
+        for kind in KINDS:
+            (directory / f"test_{module(name, kind)}.py").write_text(case(name, kind))
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MGPU_CHECK_", "PYTEST_")) and name != "CI"
+    }
+    options = ("--gpus=4", "--simulate", "--rank-timeout=60", "--hypothesis-seed=0", "--junitxml=out.xml")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=LONGEST,
+        check=False,
+    )
+    assert (directory / "out.xml").exists(), ran.stdout + ran.stderr
+
+
+def module(name: str, kind: str) -> str:
+    return f"{name.replace('-', '_')}_{kind}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_program_of_a_page(verdicts, name, kind):
+    verdict = verdicts[f"test_{module(name, kind)}"]
+    assert not verdict, verdict
+
+
+def test_every_class_has_a_page_and_every_page_a_class():
+    assert {path.stem for path in PAGES.glob("*.md")} - {"README"} == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_page_has_both_programs_and_says_what_the_class_says(name):
+    text = (PAGES / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}\n")
+    assert len(re.findall(r"^```python (?:wrong|right)$", text, flags=re.MULTILINE)) == len(programs(name)) == 2
+    words = " ".join(text.split()).lower()
+    assert CLASSES[name].title.lower() in words
+    assert CLASSES[name].advice.lower() in words
+
+
+def test_the_index_has_a_row_for_each_page():
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\) \| (.+?) \| (.+?) \|$", (PAGES / "README.md").read_text(), re.MULTILINE)
+    assert [(name, link, title) for name, link, title, _ in rows] == [
+        (name, f"{name}.md", known.title) for name, known in CLASSES.items()
+    ]
