@@ -23,23 +23,20 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch._decomp import get_decompositions
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import plain
+from mgpu_check.numerics.perturbation import Perturbed
 
-__all__ = ["Measurement", "Step", "deviations", "full_precision", "measure_step"]
+__all__ = ["PAIRS", "Measurement", "Step", "assess", "deviations", "full_precision", "measure_step"]
 
 Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A step as a function: named inputs, parameters and what else it depends on -> named results. It must compute in the
 dtype of what it is given, from nothing else, without randomness."""
 
-_PAIRS = 3  # of perturbations: a decision as close as rounding errors go unnoticed in about one of a thousand
+PAIRS = 3
+"""Of perturbations: a decision as close as rounding errors goes unnoticed in about one of a thousand."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def measure_step(
     inputs: Mapping[str, torch.Tensor],
     *,
     singles: Sequence[Mapping[str, torch.Tensor]] = (),
-    pairs: int = _PAIRS,
+    pairs: int = PAIRS,
     seed: int = 0,
 ) -> Measurement:
     """Measure what `step` gives for `inputs`, and how far rounding in their dtype may lead from it.
@@ -98,33 +95,58 @@ def measure_step(
     roundoff = max(unit_roundoff(dtype) for dtype in floating)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in narrow.items()}
     reference = {name: plain(value).double() for name, value in step(dict(wide)).items()}
-    errors = {name: torch.zeros_like(value) for name, value in reference.items()}
-    for single in singles or (step(dict(narrow)),):
+    ran: list[Mapping[str, torch.Tensor]] = [*singles] or [step(dict(narrow))]
+    for single in ran:
         if single.keys() != reference.keys():
             raise ValueError(f"measure_step: singles have {sorted(single)}, but the step gives {sorted(reference)}")
-        for name, value in single.items():
-            errors[name] = torch.maximum(errors[name], (plain(value).double() - reference[name]).abs())
     # Moved by as many roundoffs as the largest of so many random errors has standard deviations.
     spread = deviations(sum(value.numel() for value in reference.values()))
     generator = torch.Generator().manual_seed(seed)
-    moved = {name: torch.zeros_like(value) for name, value in reference.items()}
+    moved: list[Mapping[str, torch.Tensor]] = []
     for _ in range(pairs):
         before = generator.get_state()
-        for size in (spread * roundoff, -spread * roundoff):
+        for direction in (1, -1):
             generator.set_state(before)
-            with _Perturbed(size, generator):
-                results = step({name: value.clone() for name, value in wide.items()})
-            for name, value in results.items():
-                moved[name] = torch.maximum(moved[name], (plain(value).double() - reference[name]).abs())
-    envelope = {name: _envelope(value) for name, value in moved.items()}
+            with Perturbed(direction * spread, generator, roundoff):
+                moved.append(step({name: value.clone() for name, value in wide.items()}))
+    return assess(reference, ran, moved, roundoff, spread)
+
+
+def assess(
+    reference: Mapping[str, torch.Tensor],
+    singles: Sequence[Mapping[str, torch.Tensor]],
+    moved: Sequence[Mapping[str, torch.Tensor]],
+    roundoff: float,
+    spread: float,
+) -> Measurement:
+    """What a step must give, and how far rounding may lead from it, by what was measured.
+
+    Args:
+        reference: the results in the best precision there is, as float64.
+        singles: results of steps on one device in the precision of the parallel step.
+        moved: results of steps whose every operator was perturbed by `spread` unit roundoffs, in pairs of directions.
+        roundoff: the unit roundoff of the parallel step.
+        spread: see `deviations`.
+    """
+    exact = {name: plain(value).double() for name, value in reference.items()}
+    errors = {name: _farthest(value, [single[name] for single in singles]) for name, value in exact.items()}
+    envelope = {name: _envelope(_farthest(value, [one[name] for one in moved])) for name, value in exact.items()}
     amplification = _amplification(envelope, errors, spread)
-    rounding = {name: spread * roundoff * value.abs() for name, value in reference.items()}
+    rounding = {name: spread * roundoff * value.abs() for name, value in exact.items()}
     # From the parallel step to a single-device one, and from there to the reference.
     tolerance = {
-        name: torch.maximum(amplification[name] * value, rounding[name]) + _anywhere(errors[name], reference[name])
+        name: torch.maximum(amplification[name] * value, rounding[name]) + _anywhere(errors[name], exact[name])
         for name, value in envelope.items()
     }
-    return Measurement(reference, tolerance, amplification)
+    return Measurement(exact, tolerance, amplification)
+
+
+def _farthest(value: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
+    """How far, element by element, any of the others is from `value`."""
+    distance = torch.zeros_like(value)
+    for other in others:
+        distance = torch.maximum(distance, (plain(other).double() - value).abs())
+    return distance
 
 
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -147,7 +169,7 @@ def _amplification(
     be, up to the largest ratio of all results.
     """
     seen = {name: spread * _rms(errors[name]) / _rms(value) if _rms(value) else 0.0 for name, value in envelope.items()}
-    largest = max(1.0, *seen.values())
+    largest = max([1.0, *seen.values()])
     return {
         name: max(1.0, min(largest, ratio / math.sqrt(_least_mean_square(errors[name].numel()))))
         for name, ratio in seen.items()
@@ -162,52 +184,6 @@ def _least_mean_square(count: int) -> float:
     below = -3.719  # the quantile 1e-4 of the standard normal distribution
     root = 1 - 2 / (9 * max(count, 1)) + below * math.sqrt(2 / (9 * max(count, 1)))
     return max(root, 1e-3) ** 3
-
-
-# Operators that subtract what nearly cancels before they give a result: taken apart, so that its parts are perturbed.
-_COMPOSED = get_decompositions(
-    [
-        torch.ops.aten._log_softmax,
-        torch.ops.aten._log_softmax_backward_data,
-        torch.ops.aten._softmax,
-        torch.ops.aten._softmax_backward_data,
-        torch.ops.aten.native_batch_norm_backward,
-        torch.ops.aten.native_group_norm_backward,
-        torch.ops.aten.native_layer_norm_backward,
-    ]
-)
-
-
-class _Perturbed(TorchDispatchMode):
-    """Multiplies every float64 result of an operator by 1 ± size, each element with a random sign of its own."""
-
-    def __init__(self, size: float, generator: torch.Generator) -> None:
-        super().__init__()
-        self.size, self.generator = size, generator
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _COMPOSED:
-            with self:
-                return _COMPOSED[func](*args, **(kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        schema = func._schema
-        made: list[Any] = []
-        # A result that aliases an argument without writing to it is a view: nothing was computed.
-        if not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns):
-            made += tree_leaves(result)
-        if not schema.returns:
-            made += tree_leaves([a for a, part in zip(args, schema.arguments, strict=False) if _written(part)])
-        for tensor in made:
-            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64 and tensor.device.type == "cpu":
-                sign = torch.randint(0, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
-                tensor.mul_(1 - self.size + 2 * self.size * sign)
-        return result
-
-
-def _written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _rms(value: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ import re
 __all__ = ["is_engine", "is_installed"]
 
 # By the end of the path, because the stacks of another host come with the paths of that host.
-_ENGINE = re.compile(r"/mgpu_check/(ranks/(\w+/)?\w+|in_rank|shipping|asides|tools|node/simulated/\w+)\.py$")
+_ENGINE = re.compile(r"/mgpu_check/(ranks/(\w+/)?\w+|in_rank|shipping|asides|tools|gate/\w+|node/simulated/\w+)\.py$")
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
 _OURS = "/mgpu_check/"
 

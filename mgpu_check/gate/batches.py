@@ -1,0 +1,149 @@
+"""The global batches of a scenario, made on every rank from one seed, and what is done to them to provoke."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+__all__ = ["changed", "digest_of", "make_batches", "samples_in", "seed_everything", "wider"]
+
+_IGNORED = -100
+"""What torch's losses take for "no label" unless told otherwise."""
+
+_NOTHING = ctypes.c_char()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of torch, Python and, where it is imported, NumPy."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def make_batches(
+    batch: Callable[[int], Any] | None,
+    drawn: Sequence[Any],
+    samples: int,
+    steps: int,
+    change: str,
+    factor: float,
+    seed: int,
+) -> list[Any]:
+    """The global batch of each step. Equal arguments give equal batches, as far as the user's function does."""
+    batches = []
+    for step in range(steps):
+        seed_everything(1000 * seed + step)
+        made = drawn[step] if batch is None else batch(samples)
+        batches.append(changed(made, change, factor=factor, seed=1000 * seed + step) if change else made)
+    return batches
+
+
+def samples_in(batch: Any) -> int:
+    """Length of the first dimension that the tensors of a batch have in common, mostly.
+
+    That of the most of them; of the first tensor where none is more frequent. 0 for a batch without tensors.
+    """
+    lengths = [leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return max(lengths, key=lengths.count) if lengths else 0
+
+
+def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -> Any:
+    """`batch` with its samples in another order, repeated, of another size, or padded; see `CHANGES`.
+
+    Only tensors whose first dimension is that of the samples change. A batch that has nothing to be changed in that
+    way (no floating-point data to scale, no padding) comes back as it is.
+
+    - "scaled": floating-point values times `factor`, so that limits on norms, or of narrow dtypes, are reached.
+    - "ragged": in labels that have padding (-100), or masks, each sample keeps another part of its positions.
+    - "sorted": by the first value of each sample, so that ranks get samples of different size.
+    - "duplicated": the second half of the samples repeats the first.
+    - "permuted": in random order.
+    """
+    leaves, spec = tree_flatten(batch)
+    count = samples_in(batch)
+    generator = torch.Generator().manual_seed(seed)
+    mine = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves]
+    if change == "scaled":
+        new = [
+            leaf * factor if own and leaf.is_floating_point() else leaf for leaf, own in zip(leaves, mine, strict=True)
+        ]
+    elif change == "ragged":
+        new = _ragged(leaves, mine, count, generator)
+    else:
+        order = _order(change, leaves, mine, count, generator)
+        new = [leaf[order] if own else leaf for leaf, own in zip(leaves, mine, strict=True)]
+    return tree_unflatten(new, spec)
+
+
+def _order(
+    change: str, leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: torch.Generator
+) -> torch.Tensor:
+    if change == "permuted":
+        return torch.randperm(count, generator=generator)
+    if change == "duplicated":
+        return torch.arange(count) % max(1, (count + 1) // 2)
+    assert change == "sorted", change
+    first = next((leaf for leaf, own in zip(leaves, mine, strict=True) if own), None)
+    if first is None or not first.numel() or first.is_complex():
+        return torch.arange(count)
+    order: torch.Tensor = first.reshape(count, -1)[:, 0].argsort(stable=True)
+    return order
+
+
+def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: torch.Generator) -> list[Any]:
+    """The same valid length for each sample in all that tells which positions count, by what is valid there already."""
+    padded = [own and _is_padded(leaf) for leaf, own in zip(leaves, mine, strict=True)]
+    longest = max((leaf.shape[1] for leaf, has in zip(leaves, padded, strict=True) if has), default=0)
+    if not longest:
+        return list(leaves)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+    new = []
+    for leaf, has in zip(leaves, padded, strict=True):
+        if not has:
+            new.append(leaf)
+            continue
+        labels = not _is_mask(leaf)
+        valid = (leaf != _IGNORED) if labels else (leaf != 0)
+        # Of the positions that count, the first ones; those that count nowhere are left as they are.
+        beyond = valid & (valid.cumsum(1) > lengths.view(-1, *[1] * (leaf.dim() - 1)))
+        new.append(leaf.masked_fill(beyond, _IGNORED if labels else 0))
+    return new
+
+
+def _is_padded(leaf: torch.Tensor) -> bool:
+    if leaf.dim() < 2 or (leaf.is_floating_point() and not _is_mask(leaf)):
+        return False
+    return _is_mask(leaf) or bool((leaf == _IGNORED).any())
+
+
+def _is_mask(leaf: torch.Tensor) -> bool:
+    if leaf.dtype == torch.bool:
+        return True
+    binary = bool(((leaf == 0) | (leaf == 1)).all())
+    return binary and leaf.shape[-1] > 2 and bool((leaf == 1).any())
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """A checksum of dtype, shape and bits."""
+    here = tensor.detach().cpu().contiguous()
+    memory = (ctypes.c_char * (here.numel() * here.element_size())).from_address(
+        here.data_ptr() or ctypes.addressof(_NOTHING)
+    )
+    checksum = hashlib.blake2b(memory, digest_size=12)
+    checksum.update(f"{here.dtype}{tuple(here.shape)}".encode())
+    return checksum.hexdigest()
+
+
+def wider(value: Any) -> Any:
+    """`value` with float32 tensors in float64, in any structure."""
+    return tree_map(
+        lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf, value
+    )

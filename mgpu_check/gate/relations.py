@@ -1,0 +1,230 @@
+"""Which relations hold between what ranks have left, and what one device has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mgpu_check.gate.measuring import Expected
+from mgpu_check.gate.observing import Observation
+from mgpu_check.grouping import intervals
+from mgpu_check.numerics.compare import Difference, difference, show
+
+__all__ = ["AGREE", "FINITE", "PARITY", "REPEATS", "Verdict", "close", "judge", "repeats"]
+
+PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
+
+
+@dataclass
+class Verdict:
+    """What holds for each observable.
+
+    Attributes:
+        relations: name -> relation -> whether it holds; None where it does not apply or cannot be told.
+        details: name -> element, values and ratio, of what is wrong.
+        wrong: name -> the ranks whose value is not that of one device.
+        split: names of values that ranks do not agree on.
+        skipped: name -> why it is not judged.
+        remarks: what else there is to know.
+    """
+
+    relations: dict[str, dict[str, bool | None]] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, list[int]] = field(default_factory=dict)
+    split: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return all(value is not False for relations in self.relations.values() for value in relations.values())
+
+
+def judge(
+    expected: Expected,
+    seen: Sequence[Observation],
+    kinds: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+) -> Verdict:
+    """Compare what each rank has left with what one device has, and ranks with each other.
+
+    Args:
+        seen: in rank order; without values on ranks other than 0 where those are many and equal.
+        kinds: what to look at, of `observing.KINDS`.
+        tolerance: what the user grants, as a fraction of the largest magnitude of a tensor: for all, or by name; None
+            for what was measured.
+    """
+    verdict = Verdict()
+    first = seen[0]
+    left_out = _left_out(expected, first)
+    names = {**expected.single.kinds, **first.kinds}
+    for name, kind in names.items():
+        if kind not in kinds:
+            continue
+        if kind in left_out:
+            verdict.skipped[name] = left_out[kind]
+            continue
+        relations: dict[str, bool | None] = {}
+        allowed = _allowed(expected, name, tolerance)
+        relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
+        relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
+        relations[FINITE] = _finite(expected, seen, name)
+        verdict.relations[name] = relations
+    for name, text in expected.single.others.items():
+        if "returned" in kinds and name in first.others and any(one.others.get(name) != text for one in seen):
+            verdict.relations[name] = {PARITY: False}
+            verdict.details[name] = f"got {first.others.get(name)}, expected {text}"
+            verdict.wrong[name] = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
+    verdict.remarks += sorted({f"not judged: {reason}" for reason in verdict.skipped.values()})
+    return verdict
+
+
+def repeats(
+    verdict: Verdict, expected: Expected, seen: Sequence[Observation], again: Sequence[Observation],
+    tolerance: float | Mapping[str, float] | None,
+) -> None:
+    """Add to `verdict` whether a second run has left the same."""
+    for name, relations in verdict.relations.items():
+        same = [
+            one.digests.get(name) == other.digests.get(name)
+            or close(one.values.get(name), other.values.get(name), _allowed(expected, name, tolerance))
+            for one, other in zip(seen, again, strict=True)
+        ]
+        relations[REPEATS] = all(same)
+        if not all(same) and name not in verdict.details:
+            ranks = [rank for rank, equal in enumerate(same) if not equal]
+            verdict.details[name] = f"a second run gives other values, {_who(ranks)}"
+
+
+def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
+    """Whether two values are equal within `allowed`. Without a value, which large ones are on ranks other than 0: no."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    return difference(one, other, allowed) is None
+
+
+def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
+    """Kinds that are not judged, and why."""
+    out: dict[str, str] = {}
+    reference, step = expected.single, first
+    returned = [value for name, value in step.values.items() if step.kinds[name] == "returned" and value.is_floating_point()]
+    parameters = {name: value for name, value in step.values.items() if step.kinds[name] == "params"}
+    account = sum(value.numel() for value in returned) >= sum(value.numel() for value in parameters.values()) > 0
+    if account:
+        told = "the step returns as many numbers as there are parameters, which stand for them"
+        gradients = {name: value for name, value in step.values.items() if step.kinds[name] == "grads"}
+        out["grads"] = f"gradients; {told}"
+        if _tells(returned, parameters) or not _tells(returned, gradients):
+            out["params"] = f"parameters; {told}"
+            out["optimizer"] = f"the optimizer's state; {told}"
+    if expected.by_reference:
+        for kind, what in (("grads", "gradients"), ("params", "parameters")):
+            if kind in step.touched and kind not in reference.touched:
+                out.setdefault(kind, f"{what}; the reference leaves them as they were")
+    return out
+
+
+def _tells(returned: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor]) -> bool:
+    """Whether what was returned has the very bits of all of these values, one by one or one after the other."""
+    if not values:
+        return False
+    flat = torch.cat([value.flatten() for value in values.values()])
+    if any(one.numel() == flat.numel() and torch.equal(one.flatten(), flat) for one in returned):
+        return True
+    return all(
+        any(one.shape == value.shape and torch.equal(one, value) for one in returned) for value in values.values()
+    )
+
+
+def _allowed(expected: Expected, name: str, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
+    exact = expected.exact.get(name)
+    if exact is None:
+        return 0.0
+    relative = given.get(name) if isinstance(given, Mapping) else given
+    if relative is None:
+        return expected.tolerance[name]
+    finite = exact[exact.isfinite()]
+    return relative * float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _parity(
+    verdict: Verdict, expected: Expected, seen: Sequence[Observation], name: str, allowed: torch.Tensor | float
+) -> bool | None:
+    first = seen[0]
+    if name not in expected.single.values or name in expected.undetermined:
+        return None
+    right = expected.exact.get(name, expected.single.values[name])
+    if name not in first.values:
+        verdict.wrong[name] = list(range(len(seen)))
+        verdict.details[name] = "missing on rank 0"
+        return False
+    found: dict[int, str] = {}
+    for rank, one in enumerate(seen):
+        if rank and one.digests.get(name) == first.digests[name]:
+            if 0 in found:
+                found[rank] = found[0]
+            continue
+        value = one.values.get(name)
+        if value is None:
+            continue  # that it differs from rank 0's is said as such
+        if value.shape != right.shape:
+            found[rank] = f"has shape {list(value.shape)}, expected {list(right.shape)}"
+        elif (off := difference(value, right, allowed)) is not None:
+            found[rank] = _describe(off)
+    if not found:
+        return True
+    verdict.wrong[name] = sorted(found)
+    some = next(iter(found))
+    ranks = "" if len(found) == len(seen) else f", {_who(found)}"
+    verdict.details[name] = found[some] + ranks
+    return False
+
+
+def _agreement(
+    verdict: Verdict,
+    expected: Expected,
+    seen: Sequence[Observation],
+    name: str,
+    kind: str,
+    allowed: torch.Tensor | float,
+) -> bool | None:
+    if len(seen) == 1:
+        return None
+    held = [one for one in seen if name in one.digests]
+    if kind == "optimizer" and len(held) < len(seen):
+        return None  # sharded
+    if len({one.digests.get(name) for one in seen}) == 1:
+        return True
+    if kind == "buffers" and name in seen[0].broadcast:
+        return None  # rank 0's count: the next forward sends them
+    values = [one.values.get(name) for one in seen]
+    if all(close(value, values[0], allowed) for value in values):
+        return True
+    verdict.split.append(name)
+    if name not in verdict.details:
+        others = [rank for rank, value in enumerate(values) if not close(value, values[0], allowed)]
+        verdict.details[name] = f"{_who(others)} differ from rank 0"
+    return False
+
+
+def _finite(expected: Expected, seen: Sequence[Observation], name: str) -> bool | None:
+    value = expected.exact.get(name)
+    if value is None:
+        return None
+    for one in seen:
+        got = one.values.get(name)
+        if got is not None and got.shape == value.shape and bool((value.isfinite() & ~got.isfinite()).any()):
+            return False
+    return True
+
+
+def _describe(off: Difference) -> str:
+    if not isinstance(off.expected, (int, float)) or not off.expected:
+        return str(off)
+    return f"{off} (ratio {show(off.got / off.expected, torch.float32)})"
+
+
+def _who(ranks: Collection[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(sorted(ranks))}"

@@ -1,0 +1,192 @@
+"""The gate in one call: the same step on one device and on several trains the same model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+from hypothesis.reporting import with_reporter
+
+from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gate.families import SEVERAL_STEPS, Sizes, families
+from mgpu_check.gate.investigation import investigate
+from mgpu_check.gate.observing import KINDS, Program
+from mgpu_check.gate.scenario import Scenario
+from mgpu_check.gate.trial import Trial, Trials
+from mgpu_check.gate.worlds import World, world_sizes_of
+
+__all__ = ["assert_metric_scales", "assert_step_scales"]
+
+_EXAMPLES = 24
+_MOST_SHRINKS = 40
+"""Cases that are run to find a smaller one, once one has failed."""
+
+
+def assert_step_scales(
+    ranks: World,
+    step: Callable[..., Any],
+    *,
+    build: Callable[[], Any],
+    batch: Callable[[int], Any] | st.SearchStrategy[Any],
+    reference: Callable[..., Any] | None = None,
+    world_sizes: Iterable[int] | None = None,
+    sizes: Sizes = None,
+    observe: Collection[str] = KINDS,
+    tolerance: float | Mapping[str, float] | None = None,
+    max_examples: int | None = None,
+    single_process: bool = False,
+) -> None:
+    """Assert that a training step on several ranks does what it does on one device.
+
+    The step runs on every rank of each world size drawn, on the same global batch, from the same seed. All that it leaves
+    is compared with one device: gradients, parameters, buffers, the optimizer's state, what it returns. Ranks must agree
+    with each other, and a second run must repeat the first. Tensors are compared within a tolerance that is measured on the
+    step itself (`mgpu_check.numerics.steps`): the reference is computed in float64, and perturbed by rounding errors.
+
+    Args:
+        ranks: the fixture of that name.
+        step: ``step(model, batch, rank) -> mapping of named tensors or numbers, or None``: the parallel step, called on
+            every rank with the global batch, of which it takes its part. `model` and `batch` are on the CPU, as they are
+            built; the step moves them to ``rank.device``, or stays on the CPU. What it returns must be the same on all
+            ranks. Where it returns as many numbers as there are parameters, these stand for the gradients that it
+            leaves. A class is called with (model, rank) first, and keeps what must outlive one step: an optimizer, the
+            wrapped model.
+        build: ``build() -> nn.Module``, or a tuple or mapping of them; called on every rank under the same seed.
+        batch: ``batch(n)``: a global batch of n samples, called on every rank under the same seed: tensors in any
+            structure, their first dimension that of the samples. Or a Hypothesis strategy of global batches.
+        reference: ``reference(model, batch)``, what one device does; it returns what `step` does. Default: the step
+            itself at world size 1. A parameter called `world_size` is given the world size under test, for references
+            that go through the batch shard by shard.
+        world_sizes: those to try; default the powers of two up to ``ranks.size``, and it.
+        sizes: batch sizes: a strategy of integers, an integer, several, "divisible" for multiples of the world size, or a
+            function from the world size to a strategy. Default: divisible by it and not, below it, at it and above.
+        observe: what is compared, of "grads", "params", "buffers", "optimizer", "returned" and "rng".
+        tolerance: granted instead of the measured one: a fraction of the largest magnitude of each tensor, for all or by
+            name.
+        max_examples: cases to try, about; default 24.
+        single_process: one process drives all devices, as with nn.DataParallel: the step runs in one process, and
+            ``rank.size`` is the number of devices.
+
+    Raises:
+        ScalingMismatch: a relation does not hold; names the smallest case, every observable with its relations, and the
+            likely mistake. `.ranks` holds the ranks, `.mistakes` the classes.
+        RankHang: ranks did not return in time.
+        ValueError: an argument is wrong, or the step cannot be compared: it fails on one device, or `batch` gives other
+            batches when it is called again under the same seed.
+    """
+    __tracebackhide__ = True
+    _check_arguments(observe, tolerance, max_examples)
+    allowed = world_sizes_of(ranks, world_sizes)
+    drawn = batch if isinstance(batch, st.SearchStrategy) else None
+    if drawn is not None and sizes is not None:
+        raise ValueError("assert_step_scales: sizes and a strategy of batches are both given; batches bring their sizes")
+    program = Program(step, build, None if drawn is not None else batch, reference, single_process)  # type: ignore[arg-type]
+    trials = Trials(ranks, program, frozenset(observe), tolerance, _name_of(step))
+    for kind in families(allowed, sizes, drawn, max_examples or _EXAMPLES):
+        if kind.name == SEVERAL_STEPS and not trials.trains:
+            continue
+        failed = _search(trials, kind.scenarios, kind.examples)
+        if failed is not None:
+            report = investigate(trials, failed, allowed)
+            raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
+    trials.finish()
+
+
+def assert_metric_scales(
+    ranks: World,
+    metric: Callable[..., Any],
+    *,
+    build: Callable[[], Any],
+    batch: Callable[[int], Any] | st.SearchStrategy[Any],
+    reference: Callable[..., Any] | None = None,
+    world_sizes: Iterable[int] | None = None,
+    sizes: Sizes = None,
+    tolerance: float | Mapping[str, float] | None = None,
+    max_examples: int | None = None,
+) -> None:
+    """Assert that a metric over several ranks is that of one device, for every number of samples.
+
+    ``metric(model, batch, rank)`` evaluates this rank's part of the global batch, and returns the metric of all of it: the
+    same on every rank. All arguments are those of `assert_step_scales`; what is left in the model is not looked at.
+
+    Raises:
+        ScalingMismatch: the metric differs from that of one device, or between ranks.
+        ValueError: see `assert_step_scales`; or the metric returns nothing.
+    """
+    __tracebackhide__ = True
+    assert_step_scales(
+        ranks,
+        metric,
+        build=build,
+        batch=batch,
+        reference=reference,
+        world_sizes=world_sizes,
+        sizes=sizes,
+        observe=("returned",),
+        tolerance=tolerance,
+        max_examples=max_examples,
+    )
+
+
+def _check_arguments(
+    observe: Collection[str], tolerance: float | Mapping[str, float] | None, max_examples: int | None
+) -> None:
+    unknown = [kind for kind in observe if kind not in KINDS]
+    if isinstance(observe, str) or unknown or not observe:
+        raise ValueError(f"assert_step_scales: observe={observe!r}; choose some of {', '.join(KINDS)}")
+    given = tolerance.values() if isinstance(tolerance, Mapping) else () if tolerance is None else (tolerance,)
+    if any(not isinstance(value, (int, float)) or not 0 <= value < 1 for value in given):
+        raise ValueError(
+            f"assert_step_scales: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, for "
+            "all tensors or by name, or leave it out to have it measured"
+        )
+    if max_examples is not None and (not isinstance(max_examples, int) or max_examples < 1):
+        raise ValueError(f"assert_step_scales: max_examples={max_examples!r}; give an integer of at least 1")
+
+
+def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
+    """The smallest failure that Hypothesis finds among some scenarios; None where all are right, or there are none."""
+    found: list[Trial] = []
+    budget = [examples, _MOST_SHRINKS]
+
+    @hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        derandomize=True,  # a gate says the same of the same code each time
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+    )
+    @hypothesis.given(scenarios)
+    def try_one(scenario: Scenario) -> None:
+        if found:
+            budget[1] -= 1
+            if budget[1] < 0 and not trials.knows(scenario):
+                return
+        trial = trials.run(scenario)
+        if trial is not None:
+            found.append(trial)
+            raise _Failed
+
+    with with_reporter(lambda text: None):  # the gate has a better account of the failing example
+        try:
+            try_one()
+        except Unsatisfiable:
+            return None
+        except _Failed:
+            return found[-1]
+    return None
+
+
+class _Failed(AssertionError):
+    """A scenario has failed; Hypothesis looks for a smaller one."""
+
+
+def _name_of(step: Callable[..., Any]) -> str:
+    return getattr(step, "__name__", type(step).__name__)

@@ -1,0 +1,76 @@
+"""Arithmetic with random rounding errors of a chosen size, to see which digits of a result it determines.
+
+Monte Carlo arithmetic: D. S. Parker, *Monte Carlo Arithmetic*, UCLA CSD-970002, 1997.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._decomp import get_decompositions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mgpu_check.numerics.bounds import unit_roundoff
+
+__all__ = ["Perturbed"]
+
+# Operators that subtract what nearly cancels before they give a result: taken apart, so that its parts are perturbed.
+_COMPOSED = get_decompositions(
+    [
+        torch.ops.aten._log_softmax,
+        torch.ops.aten._log_softmax_backward_data,
+        torch.ops.aten._softmax,
+        torch.ops.aten._softmax_backward_data,
+        torch.ops.aten.native_batch_norm_backward,
+        torch.ops.aten.native_group_norm_backward,
+        torch.ops.aten.native_layer_norm_backward,
+    ]
+)
+
+
+class Perturbed(TorchDispatchMode):
+    """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its own.
+
+    u is the unit roundoff of the dtype of the result; that of `stands_for` where it is float64, in which a narrower dtype
+    is computed more exactly. Whole numbers that are small for the dtype, counts for instance, stay as they are, because
+    they are exact. On the CPU, and on simulated and real devices.
+
+    Args:
+        spread: in unit roundoffs; with the other sign, and the generator in the same state, in the other direction.
+        generator: of the signs, on the CPU.
+        stands_for: unit roundoff of the dtype that float64 stands for.
+    """
+
+    def __init__(self, spread: float, generator: torch.Generator, stands_for: float) -> None:
+        super().__init__()
+        self.spread, self.generator, self.stands_for = spread, generator, stands_for
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _COMPOSED:
+            with self:
+                return _COMPOSED[func](*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        made: list[Any] = []
+        # A result that aliases an argument without writing to it is a view: nothing was computed.
+        if not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns):
+            made += tree_leaves(result)
+        if not schema.returns:
+            made += tree_leaves([a for a, part in zip(args, schema.arguments, strict=False) if _written(part)])
+        for tensor in made:
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.device.type != "meta":
+                roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
+                size = self.spread * roundoff
+                sign = torch.randint(0, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
+                factor = (1 - size + 2 * size * sign).to(tensor.device)
+                whole = (tensor == tensor.round()) & (tensor.abs() <= 0.25 / roundoff)
+                tensor.mul_(torch.where(whole, 1, factor))
+        return result
+
+
+def _written(argument: Any) -> bool:
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
