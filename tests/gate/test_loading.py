@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 GPUS = ("--gpus=4", "--simulate", "--rank-timeout=60")
 
 COMMON = """

@@ -1,0 +1,122 @@
+"""The gate for checkpoints: a run that is interrupted and resumed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gate.report import Report
+from mgpu_check.gate.restored import Entries, explained
+from mgpu_check.gate.worlds import World, noting, world_sizes_of
+from mgpu_check.grouping import intervals
+
+if TYPE_CHECKING:
+    from mgpu_check.ranks.rank import Rank
+
+__all__ = ["assert_resume_continues"]
+
+_SEED, _OTHER_SEED = 20, 2_000_003
+
+
+def assert_resume_continues(
+    ranks: World,
+    train: Callable[[Rank, Path, int, int], Any],
+    *,
+    steps: int = 3,
+    world_sizes: Iterable[int] | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Assert that training `steps` steps, saving, loading, and training `steps` more is training 2 * `steps` in one go.
+
+    At each world size `train` runs, on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 * steps in
+    the directory where that has saved. All generators (torch on CPU and devices, Python, NumPy where imported) are
+    seeded alike before the runs that begin at 0, and otherwise before the resumed one, so that random numbers which
+    matter have to be restored too. Every entry of the state that the resumed run ends with must be, on each rank, that
+    of the uninterrupted run: to the bit, where two uninterrupted runs agree to the bit; else no element may be off by more
+    than 8 times the largest difference between those two in the tensor. What is no floating-point number and differs
+    between those two, as a time of day does, is not compared.
+
+    The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank; `train`
+    and what it refers to travel anew with each call, globals of the test's module and of conftests included. Globals of
+    modules that ranks import, as of an installed package, stay: `train` must not keep state there.
+
+    Generators are not judged by themselves, since many a loader draws a seed that it does not use. Those from which steps
+    draw are named where results differ; return their states from `train` to have them held.
+
+    Args:
+        ranks: the fixture.
+        train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is above
+            0 it loads what an earlier call has saved in `directory` (a `pathlib.Path`, one for all ranks); at the end it
+            saves there. Returns a mapping of names to what makes up the state: tensors on any device, numbers, texts,
+            lists and mappings of these, or objects with ``state_dict()``: model, optimizer, scheduler, scaler, sampler.
+            After a failure it is also called with `start` equal to `stop`, to see what loading restores.
+        steps: how many to train before and after; enough that an epoch ends, if the position in the data is to be seen.
+        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
+        tolerance: how far an element may be off, as a part of the largest magnitude in its tensor, in place of what two
+            runs tell.
+
+    Raises:
+        ScalingMismatch: at the smallest world size at which the resumed run ends otherwise. ``.ranks`` are those where it
+            does.
+        ValueError: an argument is not valid, `train` returns no mapping, or the later steps change nothing.
+    """
+    __tracebackhide__ = True
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"steps is {steps!r}; give an int of at least 1")
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"tolerance is {tolerance!r}; give a number of at least 0, or None to have it measured")
+    for size in world_sizes_of(ranks, world_sizes):
+        with tempfile.TemporaryDirectory(prefix="mgpu-check-resume-") as root:
+            _check(ranks, train, steps, size, tolerance, Path(root))
+
+
+def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path) -> None:
+    __tracebackhide__ = True
+    from mgpu_check.gate.states import compare, train_and_keep
+
+    def run(start: int, stop: int, name: str, directory: str, seed: int) -> Path:
+        (root / directory).mkdir(exist_ok=True)
+        with noting(f"steps {start} to {stop} at world size {size}"):
+            problems = ranks.run(train_and_keep, train, root / directory, start, stop, seed, root / name, size=size)
+        for problem in filter(None, problems):
+            raise ValueError(problem)
+        return root / name
+
+    def compared(got: Path, runs: list[Path], earlier: Path) -> Entries:
+        return Entries(ranks.run(compare, got, runs, earlier, tolerance, size=size))
+
+    half = run(0, steps, "half", "checkpoint", _SEED)
+    shutil.copytree(root / "checkpoint", root / "saved")
+    resumed = run(steps, 2 * steps, "resumed", "checkpoint", _OTHER_SEED)
+    whole = [run(0, 2 * steps, name, f"of {name}", _SEED) for name in ("whole", "again")]
+    ends = compared(resumed, whole, half)
+    if not ends.state_moves:
+        raise ValueError(
+            f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so that nothing can be "
+            "told; train from step start to step stop, and return the model and the optimizer"
+        )
+    if not ends.wrong:
+        return
+    remarks = []
+    loaded = None
+    try:
+        loaded = compared(run(steps, steps, "loaded", "saved", _OTHER_SEED), [half], half)
+    except (RankFailure, RankHang, ValueError) as error:
+        # What does not hold is known already; this is only to say why.
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        remarks.append(f"what loading restores could not be seen: train(rank, directory, {steps}, {steps}): {first}")
+    observables, findings = explained(ends, loaded)
+    name, detail, wrong = ends.first_wrong
+    report = Report(
+        f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {name} on "
+        f"rank(s) {intervals(wrong)}: {detail}",
+        {"world size": size, "steps": f"{steps} + {steps}"},
+        observables,
+        findings,
+        remarks,
+    )
+    raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes)

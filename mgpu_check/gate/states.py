@@ -1,0 +1,188 @@
+"""What makes up the state of a training run: taken on each rank, kept in files, compared there. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_check.gate.seeds import seed_all
+from mgpu_check.numerics.compare import difference, plain
+from mgpu_check.ranks.rank import Rank
+
+__all__ = ["Row", "Train", "compare", "digest_of", "flattened", "kept", "load", "train_and_keep"]
+
+Train = Callable[[Rank, Path, int, int], Any]
+
+GENERATORS = "random numbers of "
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# Of two runs, the largest difference is a poor estimate of how far a third may be off; each may be off on its own side.
+_ROOM = 8.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one entry of the state compares, on one rank.
+
+    Attributes:
+        same: whether it is what it should be; None where two uninterrupted runs do not say what that is.
+        got, expected: digests, "" where there is no such entry.
+        moved: it differs from what it was at the earlier step.
+    """
+
+    name: str
+    same: bool | None
+    detail: str
+    got: str
+    expected: str
+    moved: bool
+
+
+def train_and_keep(train: Train, directory: Path, start: int, stop: int, seed: int, file: Path, rank: Rank) -> str:
+    """Run a part of the training under `seed`, and keep the state that it returns. Returns what is wrong with that."""
+    seed_all(seed)
+    state = train(rank, directory, start, stop)
+    # Before anything else here could draw: the generators as training leaves them.
+    generators = {f"{GENERATORS}{name}": value for name, value in _generators(rank).items()}
+    if not isinstance(state, Mapping):
+        return (
+            f"train(rank, directory, {start}, {stop}) returned a {type(state).__name__}; return a mapping of names to what "
+            "makes up the state: tensors, numbers, state dicts, or objects with state_dict()"
+        )
+    flat = flattened(state)
+    if not flat:
+        return "train returned an empty mapping; return the model and the optimizer, at least"
+    torch.save({**flat, **generators}, kept(file, rank))
+    return ""
+
+
+def kept(directory: Path, rank: Rank) -> Path:
+    """Where the state of a rank is kept."""
+    directory.mkdir(exist_ok=True)
+    return directory / f"{rank.index}.pt"
+
+
+def load(directory: Path, rank: Rank) -> dict[str, Any]:
+    """What was kept there."""
+    state: dict[str, Any] = torch.load(kept(directory, rank), weights_only=False)
+    return state
+
+
+def flattened(value: Any, name: str = "") -> dict[str, Any]:
+    """The state as tensors on the CPU (floats as float64), numbers and texts, by dotted name."""
+    if isinstance(value, torch.Tensor):
+        return {name: plain(value).clone()}
+    if isinstance(value, torch.Generator):
+        return {name: value.get_state().clone()}
+    if isinstance(value, float):
+        return {name: torch.tensor(value, dtype=torch.float64)}
+    if value is None or isinstance(value, bool | int | str | bytes | complex):
+        return {name: value}
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
+        return {name: torch.as_tensor(value).clone()}
+    if not isinstance(value, Mapping) and callable(getattr(value, "state_dict", None)):
+        value = value.state_dict()
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(str(key), part) for key, part in enumerate(value)]
+    else:
+        return {name: _ADDRESS.sub("", repr(value))}
+    found: dict[str, Any] = {}
+    for key, part in parts:
+        found.update(flattened(part, f"{name}.{key}" if name else key))
+    return found
+
+
+def _generators(rank: Rank) -> dict[str, str]:
+    """A digest of each generator that code draws from without being told to."""
+    states: dict[str, bytes] = {
+        "torch (CPU)": plain(torch.get_rng_state()).numpy().tobytes(),
+        "Python": repr(random.getstate()).encode(),
+    }
+    if torch.cuda.is_available():
+        states["torch (device)"] = plain(torch.cuda.get_rng_state(rank.device)).numpy().tobytes()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["NumPy"] = repr(
+            [part if not hasattr(part, "tolist") else part.tolist() for part in numpy.random.get_state()]
+        ).encode()
+    return {name: hashlib.blake2b(state, digest_size=16).hexdigest() for name, state in states.items()}
+
+
+def compare(got: Path, runs: list[Path], earlier: Path, tolerance: float | None, rank: Rank) -> list[Row]:
+    """Compare the state kept in `got` with that of `runs`, which should all be the same, entry by entry.
+
+    Args:
+        runs: one or two.
+        earlier: a state that is not expected to be the same: what is as it was there, nothing has changed since.
+        tolerance: see `assert_resume_continues`.
+    """
+    new, old = load(got, rank), load(earlier, rank)
+    first, second = load(runs[0], rank), load(runs[-1], rank)
+    rows = []
+    for name in dict.fromkeys([*first, *new]):
+        if name not in new or name not in first:
+            same: bool | None = False if (name in first) == (name in second) else None
+            detail = "is missing" if name in first else "is there, where it should not be"
+        elif (noise := _noise(first[name], second.get(name))) is None:
+            same, detail = None, "differs between two uninterrupted runs"
+        else:
+            detail = _difference(new[name], first[name], noise, tolerance)
+            same = not detail
+        moved = name not in old or bool(_difference(first.get(name), old[name], 0.0, None))
+        rows.append(Row(name, same, detail, digest_of(new.get(name)), digest_of(first.get(name)), moved))
+    return rows
+
+
+def digest_of(value: Any) -> str:
+    """Equal for equal values; "" for what is not there."""
+    if value is None:
+        return ""
+    if isinstance(value, torch.Tensor):
+        tensor = plain(value)
+        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+        data = real.reshape(-1).view(torch.uint8).numpy().tobytes() if real.numel() else b""
+        return hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data, digest_size=16).hexdigest()
+    return f"{type(value).__name__} {value!r}"
+
+
+def _noise(one: Any, other: Any) -> float | None:
+    """The largest difference between two runs that should be the same; None where they cannot be compared."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return 0.0 if type(one) is type(other) and one == other else None
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    if digest_of(one) == digest_of(other):
+        return 0.0
+    if not one.dtype.is_floating_point:
+        return None
+    return float((one.double() - other.double()).abs().nan_to_num(0.0).max())
+
+
+def _difference(got: Any, expected: Any, noise: float, tolerance: float | None) -> str:
+    """How they differ by more than is granted, in words; nothing where they do not."""
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        same = type(got) is type(expected) and got == expected
+        return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"got {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    if expected.is_complex():
+        got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    granted = _ROOM * noise
+    if tolerance is not None and expected.dtype.is_floating_point and expected.numel():
+        granted = tolerance * float(expected.double().abs().max())
+    found = difference(got, expected, granted)
+    return "" if found is None else str(found)
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) and len(value) == 32 else repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"

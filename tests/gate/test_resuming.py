@@ -1,0 +1,183 @@
+"""The gate for checkpoints: each thing that is forgotten is named, and code that forgets nothing passes."""
+
+from __future__ import annotations
+
+GPUS = ("--gpus=2", "--simulate", "--rank-timeout=60")
+
+CODE = """
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from mgpu_check import assert_resume_continues
+from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
+
+def rng(rank):
+    return {"cpu": torch.get_rng_state(), "device": torch.cuda.get_rng_state(rank.device), "python": random.getstate()}
+
+def set_rng(state, rank):
+    torch.set_rng_state(state["cpu"])
+    torch.cuda.set_rng_state(state["device"], rank.device)
+    random.setstate(state["python"])
+
+def training(*forgotten, dropout=0.0, momentum=0.9, per_rank_rng=True, loads=lambda rank: True, returned=(), wrap_first=False,
+             wait=False):
+    def train(rank, directory, start, stop):
+        torch.manual_seed(7) if "init" in forgotten else None
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(dropout), nn.BatchNorm1d(4), nn.Linear(4, 1)).to(rank.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        parallel = DistributedDataParallel(model) if wrap_first else None
+        if start and loads(rank):
+            saved = torch.load(directory / f"{rank.index if per_rank_rng else 0}.pt", map_location="cpu", weights_only=False)
+            for name, part in (("model", model), ("optimizer", optimizer), ("scheduler", scheduler)):
+                if name not in forgotten:
+                    part.load_state_dict(saved[name])
+            if "rng" not in forgotten:
+                set_rng(saved["rng"], rank)
+        if not start:
+            torch.manual_seed(100 + rank.index)  # dropout differs between ranks
+            torch.cuda.manual_seed(100 + rank.index)
+        parallel = parallel or DistributedDataParallel(model)
+        data = torch.randn(64, 3, generator=torch.Generator().manual_seed(1))
+        for step in range(start, stop):
+            position = step if "position" not in forgotten else step - start
+            batch = data[position * 8:(position + 1) * 8][rank.index::rank.size].to(rank.device)
+            optimizer.zero_grad()
+            parallel(batch).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": rng(rank)}
+        saved = {name: part if name == "rng" else part.state_dict() for name, part in parts.items()}
+        torch.save(saved, directory / f"{rank.index}.pt")
+        return {name: part for name, part in parts.items() if name in (returned or ("model", "optimizer", "scheduler"))}
+    return train
+
+def refuted(ranks, train, *mistakes, match, **options):
+    with pytest.raises(ScalingMismatch, match=match) as caught:
+        assert_resume_continues(ranks, train, **options)
+    assert caught.value.mistakes == mistakes, str(caught.value)
+    return str(caught.value)
+
+def test_all_restored(ranks):
+    assert_resume_continues(ranks, training(dropout=0.5))
+    assert_resume_continues(ranks, training(), world_sizes=[1], steps=2)
+
+def test_nothing_else_draws(ranks):
+    assert_resume_continues(ranks, training("rng"))  # no random number matters
+
+def test_momentum(ranks):
+    text = refuted(ranks, training("optimizer"), "state-not-restored", match=r"resumed at step 3 .* after step 6, model.0.weight")
+    assert "right after loading, on no rank as saved: optimizer.state.0.momentum_buffer" in text
+    assert "smallest case: world size 2, steps 3 + 3" in text
+
+def test_schedule(ranks):
+    text = refuted(ranks, training("scheduler"), "state-not-restored", match="does not continue")
+    assert "scheduler.last_epoch" in text and "got 3, expected 6" in text
+
+def test_model(ranks):
+    text = refuted(ranks, training("model"), "state-not-restored", match="model.0.weight on rank.s. 0-1: element")
+    assert "on no rank as saved: model.0.weight" in text
+
+def test_random_numbers(ranks):
+    text = refuted(ranks, training("rng", dropout=0.5), "state-not-restored", match="does not continue")
+    assert "right after loading, on no rank as saved: random numbers of torch" in text
+
+def test_random_numbers_that_are_returned_are_held(ranks):
+    assert_resume_continues(ranks, training(dropout=0.5, returned=["model", "rng"]))
+
+def test_random_numbers_of_rank_0_on_all(ranks):
+    text = refuted(ranks, training(dropout=0.5, per_rank_rng=False), "state-not-restored", match="does not continue")
+    assert "on rank 1: what rank 0 had; each rank must save and load its own" in text
+
+def test_what_is_not_returned(ranks):
+    text = refuted(ranks, training("optimizer", returned=["model"]), "state-not-restored", match="model.0.weight")
+    assert "what train does not return (the optimizer" in text
+
+def test_position_in_the_data(ranks):
+    text = refuted(ranks, training("position"), "state-not-restored", match="model.0.weight")
+    assert "the position in the data" in text
+
+def test_loaded_on_rank_0(ranks):
+    # DistributedDataParallel hands the parameters of rank 0 to the others, but not its optimizer.
+    text = refuted(ranks, training(loads=lambda rank: rank.index == 0), "restored-on-one-rank", match="does not continue")
+    assert "optimizer.state.0.momentum_buffer" in text and "on rank 1" in text
+    text = refuted(
+        ranks, training(loads=lambda rank: rank.index == 0, wrap_first=True), "restored-on-one-rank", match="model.0.weight"
+    )
+    assert "model.0.weight" in text.partition("seen: ")[2]
+
+def test_where_a_call_of_no_steps_fails(ranks):
+    inner = training("optimizer")
+    def train(rank, directory, start, stop):
+        assert stop > start, "no steps"
+        return inner(rank, directory, start, stop)
+    text = refuted(ranks, train, "state-not-restored", match="does not continue")
+    assert "could not be seen: train(rank, directory, 3, 3): " in text and "no steps" in text
+    assert "at the end differ model.0.weight" in text
+    inner = training(loads=lambda rank: rank.index == 0, wrap_first=True)
+    text = refuted(ranks, train, "restored-on-one-rank", "state-not-restored", match="does not continue")
+
+def noisy(size):
+    def train(rank, directory, start, stop):
+        state = torch.load(directory / "it.pt") if start else {"x": torch.ones(8, dtype=torch.float64), "steps": 0}
+        for step in range(start, stop):
+            # As kernels that add atomically: another order, another rounding. The generator is none that could be seeded.
+            state["x"] += 1 + 1e-9 * (torch.rand(8, dtype=torch.float64, generator=torch.Generator().manual_seed(time.time_ns())) - 0.5)
+            state["steps"] += 1
+        if start and size:
+            state["x"] += size
+        if rank.index == 0:
+            torch.save(state, directory / "it.pt")
+        return {**state, "time": time.time_ns()}
+    return train
+
+def test_what_cannot_be_repeated_to_the_bit(ranks):
+    assert_resume_continues(ranks, noisy(0.0))
+    text = refuted(ranks, noisy(1e-6), "state-not-restored", match=r"x on rank.s. 0-1: element .* ±")
+    assert "differs between two uninterrupted runs" in text
+    assert_resume_continues(ranks, noisy(1e-6), tolerance=1e-6)
+    text = refuted(ranks, noisy(1e-4), "state-not-restored", match="x on", tolerance=1e-6)
+    assert "seen: right after loading, on no rank as saved: x\\n" in text  # and not the time
+
+COUNTER = []
+
+def test_globals_of_the_test_carry_nothing(ranks):
+    def train(rank, directory, start, stop):
+        COUNTER.extend(range(start, stop))
+        return {"count": len(COUNTER)}
+    refuted(ranks, train, "state-not-restored", match="count on rank.s. 0-1: got 3, expected 6")
+
+def test_errors_of_ranks_say_where(ranks):
+    def train(rank, directory, start, stop):
+        if start:
+            raise KeyError("optimizer")
+        return {"stop": stop}
+    with pytest.raises(RankFailure, match="KeyError") as caught:
+        assert_resume_continues(ranks, train)
+    assert caught.value.__notes__ == ["while checking steps 3 to 6 at world size 2"]
+
+def test_misuse(ranks):
+    for options, match in [({"steps": 0}, "steps is 0"), ({"tolerance": -1.0}, "tolerance is -1.0"), ({"world_sizes": [0]}, "has 0")]:
+        with pytest.raises(ValueError, match=match):
+            assert_resume_continues(ranks, training(), **options)
+    for train, match in [
+        (lambda rank, directory, start, stop: None, "returned a NoneType; return a mapping"),
+        (lambda rank, directory, start, stop: {}, "empty mapping"),
+        (lambda rank, directory, start, stop: {"same": 1}, "the same state after steps 0 to 6 as after steps 0 to 3"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            assert_resume_continues(ranks, train)
+"""
+
+
+def test_resuming(run, pytester):
+    pytester.makepyfile(test_it=CODE)
+    run(*GPUS).assert_outcomes(passed=16)
