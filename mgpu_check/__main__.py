@@ -12,13 +12,14 @@ from mgpu_check.version import __version__
 __all__ = ["main"]
 
 _COMMANDS = {
+    "compare": "run a training script on one device and on ranks: compare --gpus=4 -- train.py --args",
     "devices": "list the GPUs that torch sees here",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
     "selftest": "plant every known fault and show which check catches it",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 
-_OF_ONE_PROCESS = ("devices", "simulate")
+_OF_ONE_PROCESS = ("compare", "devices", "simulate")
 """They do the same in every process that a launcher launches."""
 
 _HELP = f"""\

@@ -25,6 +25,7 @@ LEVELS = [
     {"strategies"},
     {"checks"},
     {"gate"},
+    {"compare"},
     {"faults"},
     {"beyond", "leasing", "shortage"},
     {"in_rank", "shipping", "session", "report"},

@@ -1,0 +1,164 @@
+"""``mgpu-check compare --gpus=4 -- train.py --args``: does a training script do on four ranks what it does on one device?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from mgpu_check.command import simulate
+
+__all__ = ["main"]
+
+_USAGE = (
+    "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--html=FILE] [--json=FILE]\n"
+    "                          -- script.py [args...]\n"
+    "       mgpu-check compare [...] -- -m module [args...]"
+)
+_EPILOG = """\
+exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
+other parameters, the script is not repeatable, or it makes no optimizer step; 4 wrong usage; 130 interrupted.
+What a script must do to be comparable: docs/compare.md.
+"""
+_CODES = {"equal": 0, "differs": 1, "not comparable": 2}
+_WRONG_USAGE = 4
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _number(least: int, what: str) -> type[int]:
+    def parse(text: str) -> int:
+        try:
+            n = int(text)
+        except ValueError:
+            n = least - 1
+        if n < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}; give an integer of at least {least}")
+        return n
+
+    return parse  # type: ignore[return-value]  # what argparse takes for a type
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+    return value
+
+
+def _backing(text: str) -> str:
+    return simulate._backing(text)
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent} for {path.name}")
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mgpu-check compare",
+        usage=_USAGE,
+        description="Run a training script as it is on one device and on N ranks, and name the first optimizer step and "
+        "parameter that part ways.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--gpus", type=_number(2, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
+    add(
+        "--simulate",
+        type=_backing,
+        nargs="?",
+        const="cpu",
+        metavar="DEVICE",
+        help="make the GPUs in software, on the CPU or on a real GPU; proves code, never hardware",
+    )
+    add("--steps", type=_number(1, "number of steps"), metavar="N", help="compare N optimizer steps (default: all)")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="end a run in which no rank gets further for so long (default: 300)",
+    )
+    add("--html", type=_writable, metavar="FILE", help="write a page with the curves of loss and deviation")
+    add("--json", type=_writable, metavar="FILE", help="write the verdict, and what was compared, for programs")
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and the script with its arguments: after ``--``, or from ``-m`` or the first name on."""
+    takes_a_word = ("--gpus", "--steps", "--timeout", "--html", "--json")
+    position = 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--":
+            return list(argv[:position]), list(argv[position + 1 :])
+        if word == "-m" or not word.startswith("-"):
+            break
+        position += 2 if word in takes_a_word else 1
+    return list(argv[:position]), list(argv[position:])
+
+
+def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Of the run on one device, and of the ranks."""
+    if backing is not None:
+        return simulate.environment(1, backing), simulate.environment(gpus, backing)
+    several = dict(os.environ)
+    visible = several.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0]
+    return {**several, "CUDA_VISIBLE_DEVICES": first}, several
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    for another in _ENDING:
+        signal.signal(another, signal.SIG_IGN)  # the end of the processes is not to be interrupted
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare what the script of `argv` does on one device and on ranks; the exit code, see ``--help``."""
+    parser = _parser()
+    try:
+        own, program = _split(argv)
+        given = parser.parse_args(own)
+        command = simulate._command(program, parser)
+    except SystemExit as stop:
+        return _WRONG_USAGE if stop.code else 0
+    from mgpu_check.compare.comparison import Plan, compare
+    from mgpu_check.compare.page import write_page
+    from mgpu_check.compare.result import write_json
+
+    simulated = f"SIMULATED {given.simulate}" if given.simulate else ""
+    single, several = _environments(given.gpus, given.simulate)
+    plan = Plan(command, shlex.join(program), given.gpus, single, several, simulated, given.timeout, given.steps)
+    note = f"; {simulated} x{given.gpus}: proves code, never hardware" if simulated else ""
+    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)
+    kept = {number: signal.signal(number, _interrupted) for number in _ENDING}
+    try:
+        done = compare(plan, lambda line: print(f"  {line}", flush=True))
+    except KeyboardInterrupt:
+        print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
+        return 130
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    print(f"\n{done.verdict.report}")
+    if given.html:
+        write_page(given.html, done)
+    if given.json:
+        write_json(given.json, done)
+    if simulated:
+        print(f"{done.verdict.kind}, on {given.gpus} {simulated} GPUs")
+    return _CODES[done.verdict.kind]

@@ -1,0 +1,182 @@
+"""A run on one device and a run on several ranks, side by side: the same step, the same parameter, the same samples."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mgpu_check.compare.trace import Parameter, Step, Summary, Trace, chunk_sizes, positions
+
+__all__ = ["Aligned", "Deviation", "Kind", "Samples", "deviation", "of_kind"]
+
+Kind = Literal["before", "gradient", "parameter"]
+"""Which of a step's tensors: the parameter before the first step, the gradient, the parameter after the step."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far a tensor is from the expected one.
+
+    Attributes:
+        size: of the number that is furthest off, in proportion to the tensor (see `Summary.entries`).
+        what: which number that is: "norm", "sum of elements 0 to 9", "element [3, 1]".
+        got, expected: its values.
+    """
+
+    size: float
+    what: str = ""
+    got: float = 0.0
+    expected: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.what:
+            return "there is none" if math.isinf(self.size) else ""
+        return f"{self.what}: {self.got:.7g} instead of {self.expected:.7g}"
+
+
+def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int]) -> Deviation:
+    """How far `got` is from `expected`; infinitely where one of them is none, or not finite where the other is."""
+    if got is None or expected is None:
+        return Deviation(0.0 if got is expected else math.inf)
+    if got == expected:
+        return Deviation(0.0)
+    count = max(math.prod(shape), 1)
+    worst = Deviation(0.0)
+    pairs = zip(_names(shape), got.entries(count), expected.entries(count), strict=True)
+    for name, (value, size_here), (wanted, size) in pairs:
+        if value == wanted or (math.isnan(value) and math.isnan(wanted)):
+            continue
+        # Where the expected tensor is zero, what is there is all of it.
+        apart = abs(value - wanted) / (size or size_here)
+        apart = apart if math.isfinite(apart) else math.inf
+        # Elements say more than sums, where they are not nearer to right.
+        if apart > worst.size or (apart >= worst.size / 2 and name.startswith("element")):
+            worst = Deviation(max(apart, worst.size), name, value, wanted)
+    return worst
+
+
+def _names(shape: Sequence[int]) -> list[str]:
+    count = math.prod(shape)
+    names, start = ["norm"], 0
+    for size in chunk_sizes(count):
+        names.append(f"sum of elements {start} to {start + size - 1} of {count}" if size > 1 else "sum")
+        start += size
+    return [*names, *(f"element {_index(position, shape)}" for position in positions(count))]
+
+
+def _index(position: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        index.append(position % size)
+        position //= size
+    return index[::-1]
+
+
+def of_kind(step: Step, kind: Kind) -> dict[str, Summary | None]:
+    """That of a step's tensors, by parameter."""
+    if kind == "gradient":
+        return step.gradients
+    return dict(step.before if kind == "before" else step.parameters)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What the ranks have seen at a step, and what one device has, as multisets of digests."""
+
+    one: Counter[int]
+    ranks: tuple[Counter[int], ...]
+
+    @property
+    def together(self) -> Counter[int]:
+        total: Counter[int] = Counter()
+        for part in self.ranks:
+            total += part
+        return total
+
+    @property
+    def known(self) -> bool:
+        """Whether a model was seen to be called, on one device and on the ranks."""
+        return bool(self.one) and any(self.ranks)
+
+    @property
+    def same(self) -> bool:
+        return self.together == self.one
+
+    @property
+    def common(self) -> int:
+        """How many samples of one device the ranks have seen, too."""
+        return (self.together & self.one).total()
+
+    @property
+    def repeated_on_each_rank(self) -> bool:
+        """Whether all ranks have seen the same samples."""
+        return len(self.ranks) > 1 and bool(self.ranks[0]) and all(part == self.ranks[0] for part in self.ranks)
+
+    @property
+    def counts(self) -> list[int]:
+        return [part.total() for part in self.ranks]
+
+
+@dataclass
+class Aligned:
+    """Both runs. Steps are counted from 1 for people, and from 0 here.
+
+    Attributes:
+        one: the trace of the one device.
+        ranks: those of the ranks, in their order.
+        names: parameters that both have, in the order of the model.
+        missing: those that one device trains, and no rank.
+        extra: those that ranks train, and one device does not.
+    """
+
+    one: Trace
+    ranks: list[Trace]
+    names: list[str] = field(init=False)
+    missing: list[str] = field(init=False)
+    extra: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        there = {name for trace in self.ranks for name in trace.parameters}
+        ordered = sorted(self.one.parameters.values(), key=lambda parameter: parameter.order)
+        self.names = [p.name for p in ordered if p.name in there]
+        self.missing = [p.name for p in ordered if p.name not in there]
+        self.extra = sorted(there - self.one.parameters.keys())
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that all have made."""
+        return min(len(trace.steps) for trace in (self.one, *self.ranks))
+
+    def parameter(self, name: str) -> Parameter:
+        return self.one.parameters[name]
+
+    def found(self, step: int, kind: Kind, name: str) -> tuple[Summary | None, dict[int, Summary | None]]:
+        """A tensor of a step: on one device, and on the ranks that have it and whose shape is the same."""
+        expected = of_kind(self.one.steps[step], kind).get(name)
+        shape = self.parameter(name).shape
+        here = {}
+        for trace in self.ranks:
+            values = of_kind(trace.steps[step], kind)
+            if name in values and trace.parameters[name].shape == shape:
+                here[trace.rank] = values[name]
+        return expected, here
+
+    def samples(self, step: int) -> Samples:
+        return Samples(
+            Counter(self.one.steps[step].seen), tuple(Counter(trace.steps[step].seen) for trace in self.ranks)
+        )
+
+    def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
+        """On one device; over the ranks, the mean by samples where their numbers are known; of each rank."""
+        here = [trace.steps[step].loss for trace in self.ranks]
+        known = [loss for loss in here if loss is not None]
+        if len(known) < len(here):
+            return self.one.steps[step].loss, None, here
+        weights = self.samples(step).counts
+        if not all(weights):
+            weights = [1] * len(known)
+        mean = math.fsum(w * loss for w, loss in zip(weights, known, strict=True)) / sum(weights)
+        return self.one.steps[step].loss, mean, here

@@ -1,0 +1,124 @@
+"""All runs of a comparison, one after the other, and what comes of them.
+
+One after the other because a script may write files, and because two that share a device would share its memory, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.processes import Run, run
+from mgpu_check.compare.rounding import Rounding, repeatability
+from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused
+
+__all__ = ["Comparison", "Plan", "compare"]
+
+_SEED = 1  # of the perturbations
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be run.
+
+    Attributes:
+        command: the Python, the script and its arguments.
+        shown: the script and its arguments, as reports show them.
+        world: number of ranks.
+        single, several: environments of the run on one device and of the ranks.
+        simulated: how, as in "SIMULATED cpu"; empty for what is there.
+        timeout: seconds without progress after which a run is ended.
+        steps: how many optimizer steps are compared; None: all.
+    """
+
+    command: Sequence[str]
+    shown: str
+    world: int
+    single: Mapping[str, str]
+    several: Mapping[str, str]
+    simulated: str
+    timeout: float
+    steps: int | None
+
+
+@dataclass
+class Comparison:
+    """The runs that were made, in order, and the verdict."""
+
+    plan: Plan
+    runs: list[Run] = field(default_factory=list)
+    aligned: Aligned | None = None
+    rounding: Rounding | None = None
+    verdict: Verdict = field(default_factory=lambda: refused("nothing was run"))
+
+
+def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
+    """Run the script on one device and on the ranks, and on one device again as far as that is needed.
+
+    Args:
+        tell: called with a line about each run when it has ended.
+    """
+    made = Comparison(plan)
+    made.verdict = _verdict(made, tell)
+    return made
+
+
+def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
+    plan = made.plan
+    one = _run(made, tell, "one device", 1)
+    if one.failed:
+        return of_failure(one, one.failed, one_device=True)
+    if not one.traces[0].steps:
+        return refused(
+            "no optimizer step was seen on one device",
+            ["train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process"],
+        )  # fmt: skip
+    several = _run(made, tell, f"{plan.world} ranks", plan.world)
+    if several.failed:
+        return of_failure(several, several.failed, one_device=False)
+    silent = [trace.rank for trace in several.traces if not trace.steps]
+    if silent:
+        return refused(f"no optimizer step was seen on ranks {silent}, though one device makes some")
+    made.aligned = aligned = Aligned(one.traces[0], several.traces)
+    if found := _found_what_was_left(made.runs):
+        return found
+    again = _run(made, tell, "one device, again", 1)
+    if again.failed:
+        return of_failure(again, again.failed, one_device=True)
+    if found := _found_what_was_left(made.runs):
+        return found
+    repeat = repeatability(one.traces[0], again.traces[0])
+    if repeat is not None and repeat.step == 0:
+        return judge(aligned, None, repeat)
+    moved = _run(made, tell, "one device, moved by roundoffs", 1, moved=_SEED)
+    if moved.failed:
+        return of_failure(moved, moved.failed, one_device=True)
+    made.rounding = Rounding(one.traces[0], [moved.traces[0], again.traces[0]])
+    return judge(aligned, made.rounding, repeat)
+
+
+def _run(made: Comparison, tell: Callable[[str], None], label: str, world: int, moved: int | None = None) -> Run:
+    plan = made.plan
+    environment = plan.single if world == 1 else plan.several
+    done = run(label, plan.command, environment, world, timeout=plan.timeout, steps=plan.steps, moved=moved)
+    made.runs.append(done)
+    steps = sorted({ended.steps for ended in done.ranks})
+    number = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    tell(f"{label}: {number} optimizer steps, {done.seconds:.1f} s")
+    return done
+
+
+def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:
+    """Whether the last run has loaded a file that an earlier one wrote, and so begun elsewhere."""
+    written = {event["file"] for earlier in runs[:-1] for trace in earlier.traces for event in trace.of("save")}
+    last = runs[-1]
+    for trace in last.traces:
+        for event in trace.of("load"):
+            own = [e for t in last.traces for e in t.of("save") if e["file"] == event["file"]]
+            if event["file"] in written - {None} and not any(e["after"] <= event["after"] for e in own):
+                return refused(
+                    f"the run “{last.label}” has loaded {event['file']}, which an earlier run of this comparison wrote",
+                    ["have the script save elsewhere, or not at all, for the comparison; remove that file"],
+                )
+    return None

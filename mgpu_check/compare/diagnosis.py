@@ -1,0 +1,288 @@
+"""What a difference looks like: the classes of mistakes that the traces are evidence of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mgpu_check.compare.scene import Scene, updates
+from mgpu_check.gate.report import Finding
+from mgpu_check.grouping import grouped, intervals
+
+__all__ = ["Diagnosis", "diagnose"]
+
+_FACTOR = 1e-3  # what looks like a factor: what is left of a tensor when the factor is taken out
+_SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
+
+
+@dataclass
+class Diagnosis:
+    """What is said of a scene.
+
+    Attributes:
+        comparable: the difference is one of the training step, and not of what the step was given.
+        why: for what is not comparable: what the step was given, in a clause.
+        todo: what to do about that, a line each.
+    """
+
+    comparable: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    why: str = ""
+    todo: list[str] = field(default_factory=list)
+
+
+def diagnose(scene: Scene) -> Diagnosis:
+    """What the first step that parts ways looks like."""
+    if scene.kind == "before":
+        return _start(scene)
+    samples = scene.samples
+    if samples.known and (not samples.same or scene.kind is None):
+        return _samples(scene)
+    if scene.kind == "gradient":
+        return _gradient(scene)
+    return _update(scene)
+
+
+def _start(scene: Scene) -> Diagnosis:
+    aligned = scene.aligned
+    if not scene.apart["before"]:
+        return Diagnosis(
+            comparable=False,
+            why="the ranks agree with each other, but start from other parameters than one device",
+            todo=["seed every process alike before the model is built, and build it before random numbers are drawn"],
+        )
+    restored = _restored(scene)
+    if restored:
+        return Diagnosis(
+            findings=[Finding("restored-on-one-rank", f"{restored}, and ranks start from other parameters")]
+        )
+    names = ", ".join(scene.apart["before"][:3])
+    return Diagnosis(
+        findings=[Finding("different-initialization", f"before its first step, ranks 0-{len(aligned.ranks) - 1} differ in {names}")]
+    )  # fmt: skip
+
+
+def _restored(scene: Scene) -> str:
+    """Which ranks have called load_state_dict how often until this step; nothing where all have alike."""
+    calls = [
+        (len([e for e in trace.of("restore") if e["after"] <= scene.step]), trace.rank) for trace in scene.aligned.ranks
+    ]
+    groups = grouped(calls)
+    if len(groups) == 1:
+        return ""
+    parts = [f"{count} time{'s' * (count != 1)} on {_ranks(ranks)}" for count, ranks in groups]
+    return "load_state_dict was called " + ", ".join(parts)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank{'s' * (len(numbers) != 1)} {intervals(numbers)}"
+
+
+def _samples(scene: Scene) -> Diagnosis:
+    samples, world = scene.samples, len(scene.aligned.ranks)
+    step = scene.step + 1
+    if samples.repeated_on_each_rank:
+        return Diagnosis(
+            findings=[
+                Finding(
+                    "dataset-not-split",
+                    f"at step {step} all {world} ranks saw the same {samples.counts[0]} samples",
+                )
+            ]
+        )
+    repeated = _repeated_epoch(scene)
+    if repeated:
+        return Diagnosis(findings=[repeated])
+    together, one = samples.together, samples.one
+    said = (
+        f"step {step}: the ranks together saw {together.total()} samples, of which {samples.common} are those of one "
+        f"device, which saw {one.total()}: the script is not comparable as it is"
+    )
+    if together.total() == world * one.total():
+        return Diagnosis(
+            comparable=False,
+            why=said,
+            todo=[
+                f"each rank takes a batch as large as one device does ({one.total()}); for the same global batch divide "
+                "it: batch_size=global_batch // world_size"
+            ],
+        )
+    surplus = together - one
+    if not one - together and surplus and _padded(scene):
+        return Diagnosis(
+            comparable=False,
+            findings=[
+                Finding(
+                    "padding-counted",
+                    f"at step {step} {surplus.total()} samples came again, to give each rank as many as the others",
+                )
+            ],
+            why=said,
+            todo=["take a multiple of the global batch, or drop_last=True for sampler and loader, for the comparison"],
+        )
+    return Diagnosis(
+        comparable=False,
+        why=said,
+        todo=[
+            "let both see the same global batch at each step: one seed for the order of the samples on all ranks, "
+            f"a sampler that splits it ({_SAMPLER}), also at world size 1",
+            "draw augmentation from the sample's own index, or switch it off, for the comparison",
+        ],
+    )
+
+
+def _padded(scene: Scene) -> bool:
+    world = len(scene.aligned.ranks)
+    events = [event for trace in scene.aligned.ranks for event in trace.of("sampler")]
+    return any(not event["drop_last"] and event["length"] % world for event in events)
+
+
+def _repeated_epoch(scene: Scene) -> Finding | None:
+    """Whether the ranks see, at this step, what they saw in an earlier epoch, for want of set_epoch."""
+    epochs: dict[int, list[dict[str, Any]]] = {}
+    for event in scene.aligned.ranks[0].of("sampler"):
+        if event["shuffle"] and not event["set_epoch"] and event["after"] <= scene.step:
+            epochs.setdefault(event["sampler"], []).append(event)
+    for iterations in epochs.values():
+        first, last = iterations[0]["after"], iterations[-1]["after"]
+        if last == first:
+            continue
+        twin = first + scene.step - last
+        if scene.aligned.samples(twin).ranks == scene.samples.ranks:
+            return Finding(
+                "epochs-not-reshuffled",
+                f"epoch {len(iterations)} begins at step {last + 1}; at step {scene.step + 1} the ranks saw the samples "
+                f"of step {twin + 1} again, and set_epoch was never called",
+            )
+    return None
+
+
+def _gradient(scene: Scene) -> Diagnosis:
+    apart = scene.apart["gradient"]
+    if apart:
+        names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
+        evidence = f"at step {scene.step + 1} each rank goes into the optimizer with a gradient of its own for {names}"
+        return Diagnosis(findings=[Finding("gradients-not-synchronized", evidence)])
+    found = _clipped(scene) or _factor(scene) or _modules(scene) or _means(scene)
+    return found or Diagnosis()
+
+
+def _clipped(scene: Scene) -> Diagnosis | None:
+    norms = [
+        (event["norm"], trace.rank, event["most"])
+        for trace in scene.aligned.ranks
+        for event in trace.of("clip")
+        if event["after"] == scene.step
+    ]
+    values = [norm for norm, _, _ in norms]
+    if not norms or max(values) - min(values) <= scene.rounding.margin * 2.0**-22 * max(values):
+        return None
+    said = ", ".join(f"{norm:.5g} on rank {rank}" for norm, rank, _ in norms[:4])
+    evidence = f"clip_grad_norm_(…, {norms[0][2]:g}) found the norms {said}: of gradients that were not yet the same"
+    return Diagnosis(findings=[Finding("clipped-before-synchronization", evidence)])
+
+
+def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:
+    """The factor by which all of (got, expected) differ; None where there is none, or it is 1."""
+    kept = [(g, e) for g, e in pairs if math.isfinite(g) and math.isfinite(e)]
+    square = math.fsum(e * e for _, e in kept)
+    if not square:
+        return None
+    factor = math.fsum(g * e for g, e in kept) / square
+    left = math.fsum((g - factor * e) ** 2 for g, e in kept)
+    if abs(factor - 1) < 10 * _FACTOR or left > (_FACTOR * factor) ** 2 * square:
+        return None
+    return factor
+
+
+def _factor(scene: Scene) -> Diagnosis | None:
+    pairs = []
+    for wrong in scene.wrong["gradient"]:
+        expected, here = scene.aligned.found(scene.step, "gradient", wrong.name)
+        got = here[wrong.worst_rank]
+        if got is not None and expected is not None and expected.norm:
+            pairs += [
+                (g / expected.norm, e / expected.norm) for g, e in zip(got.samples, expected.samples, strict=True)
+            ]
+    factor = common_factor(pairs)
+    if factor is None:
+        return None
+    what = f"at step {scene.step + 1} the gradient is {factor:.4g} times that of one device"
+    return _of_factor(scene, factor, what)
+
+
+def _of_factor(scene: Scene, factor: float, what: str) -> Diagnosis | None:
+    world = len(scene.aligned.ranks)
+    micro = max(len(trace.steps[scene.step].losses) for trace in scene.aligned.ranks)
+    for mistake, number, name in (
+        ("world-size-factor", world, "the world size"),
+        ("accumulation-factor", micro, "the number of micro-batches"),
+    ):
+        if number > 1 and any(abs(factor / value - 1) < 10 * _FACTOR for value in (number, 1 / number)):
+            return Diagnosis(findings=[Finding(mistake, f"{what}: {name}{' inverted' if factor < 1 else ''}")])
+    return None
+
+
+def _modules(scene: Scene) -> Diagnosis | None:
+    """What makes a model compute otherwise where its batch is split."""
+    events = [event for event in scene.aligned.ranks[0].of("module") if event["after"] <= scene.step]
+    norms = sorted({name for event in events for name in event["batch_norms"]})
+    if norms:
+        evidence = (
+            f"the model has {', '.join(norms)} in training mode, over {scene.samples.counts[0]} samples on rank 0"
+        )
+        return Diagnosis(findings=[Finding("batch-statistics-per-rank", evidence)])
+    random = sorted({name for event in events for name in event["dropouts"]})
+    random += [event["what"] for event in scene.aligned.ranks[0].of("random") if not random]
+    if random:
+        return Diagnosis(
+            comparable=False,
+            findings=[
+                Finding("random-numbers-per-rank", f"{', '.join(random)} draws a mask of its own on each rank"),
+            ],
+            why=f"step {scene.step + 1}: {', '.join(random)} drops other elements on ranks than on one device",
+            todo=["set the probability to 0 for the comparison"],
+        )
+    return None
+
+
+def _means(scene: Scene) -> Diagnosis | None:
+    counts = scene.samples.counts
+    if all(counts) and len(set(counts)) > 1:
+        parts = ", ".join(str(count) for count in counts[:8])
+        evidence = f"at step {scene.step + 1} ranks saw {parts} samples, and their gradients count alike"
+        return Diagnosis(findings=[Finding("mean-of-means", evidence)])
+    one, mean, _ = scene.aligned.losses(scene.step)
+    if one is None or mean is None or scene.rounding.of_loss(scene.step) * abs(one) >= abs(mean - one):
+        return None
+    if scene.aligned.samples(scene.step).known and common_factor([(mean, one)]) is not None:
+        evidence = (
+            f"at step {scene.step + 1}, from the same samples, the mean over ranks of their losses is {mean:.7g}, and the "
+            f"loss of one device {one:.7g}: each rank divides by a count of its own"
+        )
+        return Diagnosis(findings=[Finding("mean-of-means", evidence)])
+    return None
+
+
+def _update(scene: Scene) -> Diagnosis:
+    """The gradients are right, and what the optimizer has made of them is not."""
+    restored = _restored(scene)
+    if restored:
+        return Diagnosis(findings=[Finding("restored-on-one-rank", f"{restored}, and the same gradient led elsewhere")])
+    step = scene.step + 1
+    if scene.apart["parameter"]:
+        evidence = f"at step {step} all ranks have the gradient of one device, and change {scene.apart['parameter'][0]} by other amounts"
+        return Diagnosis(findings=[Finding("decision-per-rank", evidence)])
+    pairs = []
+    for wrong in scene.wrong["parameter"]:
+        changes = updates(scene, wrong.name)
+        size = max((abs(wanted) for _, wanted in changes), default=0.0)
+        pairs += [(got / size, wanted / size) for got, wanted in changes if size]
+    factor = common_factor(pairs)
+    if factor is not None:
+        what = f"at step {step} the gradient is that of one device, and the change {factor:.4g} times (a learning rate by world size?)"
+        return _of_factor(scene, factor, what) or Diagnosis()
+    return Diagnosis()

@@ -1,0 +1,87 @@
+"""In the script's process: the names of parameters, from the modules that own them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["Names", "unwrapped"]
+
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "CheckpointWrapper")
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's own module, without what torch has put around it."""
+    while True:
+        inner = None
+        if type(module).__name__ in _WRAPPERS:
+            inner = getattr(module, "module", None) or getattr(module, "_fsdp_wrapped_module", None)
+        elif type(module).__name__ == "OptimizedModule":
+            inner = getattr(module, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
+
+
+class Names:
+    """The models of a script, as they are called, and what their parameters are called.
+
+    A parameter is called as in the model that has it; where models share a name, those of the second and later ones have
+    the name of its class before it.
+    """
+
+    def __init__(self) -> None:
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._seen: set[int] = set()
+        self._names: dict[int, tuple[str, int]] = {}
+        self._taken: set[str] = set()
+
+    def called(self, module: nn.Module) -> None:
+        """An outermost module was called."""
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self._models.append(weakref.ref(module))
+
+    def name(self, parameter: torch.Tensor, otherwise: str) -> tuple[str, int]:
+        """Its name, and its place in the model; `otherwise` and a last place where no module that was called has it."""
+        if id(parameter) not in self._names:
+            self._learn()
+        if id(parameter) not in self._names:
+            self._names[id(parameter)] = self._unique(otherwise, ""), 10**6 + len(self._names)
+        return self._names[id(parameter)]
+
+    def _learn(self) -> None:
+        for reference in self._models:
+            module = reference()
+            if module is None:
+                continue
+            for name, parameter in _parameters(module, "", set()):
+                if id(parameter) not in self._names:
+                    model = type(unwrapped(module)).__name__
+                    self._names[id(parameter)] = self._unique(name, model), len(self._names)
+
+    def _unique(self, name: str, model: str) -> str:
+        tried = [name, *([f"{model}.{name}"] if model else [])]
+        number = 2
+        while (made := tried.pop(0)) in self._taken:
+            if not tried:
+                tried.append(f"{model or 'parameter'}#{number}.{name}")
+                number += 1
+        self._taken.add(made)
+        return made
+
+
+def _parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    module = unwrapped(module)
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _parameters(child, f"{prefix}{name}.", seen)

@@ -1,0 +1,49 @@
+"""In the script's process: move results by a few unit roundoffs, to see how fast rounding errors grow in this script.
+
+Monte Carlo arithmetic, as in :mod:`mgpu_check.numerics.steps`, at the grain of modules: what each innermost module gives,
+and each gradient, is multiplied by 1 ± size, each element with a random sign of its own. Several ranks add up the same
+numbers in another order, which moves results by as much.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["Perturbation"]
+
+_ROUNDOFFS = 4.0  # what a sum over a batch may be off by, more than what a single rounding is
+
+
+class Perturbation:
+    """Draws signs from a generator of its own, so that the script's random numbers stay what they are."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def output(self, value: Any) -> Any:
+        """`value`, the result of a module, with its floating-point tensors moved; in lists, tuples and dicts, too."""
+        if isinstance(value, torch.Tensor):
+            return value * self._factors(value) if _is_moved(value) else value
+        if type(value) in (list, tuple):
+            return type(value)(self.output(part) for part in value)
+        if type(value) is dict:
+            return {key: self.output(part) for key, part in value.items()}
+        return value
+
+    def gradients(self, gradients: list[torch.Tensor | None]) -> None:
+        """Move each in place."""
+        for gradient in gradients:
+            if gradient is not None and _is_moved(gradient):
+                gradient.mul_(self._factors(gradient))
+
+    def _factors(self, like: torch.Tensor) -> torch.Tensor:
+        # In the dtype itself: 1 ± 4u are among its numbers.
+        size = _ROUNDOFFS * torch.finfo(like.dtype).eps / 2
+        signs = torch.randint(0, 2, like.shape, generator=self._generator, dtype=torch.int8, device="cpu")
+        return (1 + size * (2 * signs - 1)).to(dtype=like.dtype, device=like.device)
+
+
+def _is_moved(value: torch.Tensor) -> bool:
+    return value.is_floating_point() and value.layout is torch.strided and not hasattr(value, "full_tensor")

@@ -1,0 +1,305 @@
+"""One run of the script: its processes, with the variables of torchrun, from their start to their end.
+
+Plain processes and not those of the engine's fork server: that has imported torch already, and a script as it is may set
+what torch reads when it is imported, must be ``__main__`` for the processes that it starts itself, and is not to find a
+process group, or anything else, that it has not made.
+
+Nothing stays behind. Traces, output and stacks are files without a name, which the kernel takes back with their last
+process; each process is a process group of its own that is killed at the end, and dies with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+from mgpu_check.compare.trace import Trace, read
+from mgpu_check.ranks.agents.variables import OF_LAUNCHERS
+from mgpu_check.ranks.process import describe_exit
+from mgpu_check.ranks.stacks import Place, place_of
+from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+
+__all__ = ["Ended", "Run", "run"]
+
+_INTERVAL = 0.02  # between two looks at the processes
+_GRACE = 5.0  # for the others, when one has failed: they may have more to say than that their peer is gone
+_STACKS_TIMEOUT = 1.0
+_TAIL = 8192
+_PR_SET_CHILD_SUBREAPER = 36
+_BOOTSTRAP = Path(__file__).parent / "bootstrap"
+
+
+@dataclass
+class Ended:
+    """One process of a run, at its end.
+
+    Attributes:
+        exit_code: as in `subprocess`; None where we have ended it.
+        how: "finished"; "stopped" at the last step that was asked for; "failed", with an exit code of its own; "killed",
+            because another rank had failed; "hung".
+        stderr: the last lines of it.
+        place: where it was when it hung.
+    """
+
+    rank: int
+    exit_code: int | None
+    how: Literal["finished", "stopped", "failed", "killed", "hung"]
+    trace: Trace | None
+    stderr: str
+    place: Place | None = None
+
+    @property
+    def steps(self) -> int:
+        return len(self.trace.steps) if self.trace else 0
+
+    def __str__(self) -> str:
+        reached = f"after step {self.steps}" if self.steps else "before its first optimizer step"
+        if self.how == "failed":
+            return f"rank {self.rank} ended with {describe_exit(self.exit_code)} {reached}"
+        where = f", in {self.place}" if self.place else ""
+        what = {"killed": "was waiting", "hung": "did not go on", "finished": "finished", "stopped": "was stopped"}
+        return f"rank {self.rank} {what[self.how]} {reached}{where}"
+
+
+@dataclass
+class Run:
+    """All processes of a run, in rank order; `first` is the rank that failed, or hung, before the others."""
+
+    label: str
+    ranks: list[Ended]
+    seconds: float
+    first: int | None
+
+    @property
+    def failed(self) -> Ended | None:
+        return None if self.first is None else self.ranks[self.first]
+
+    @property
+    def traces(self) -> list[Trace]:
+        return [ended.trace or Trace(ended.rank, len(self.ranks)) for ended in self.ranks]
+
+
+class _Process:
+    """A process that is recorded, with the files that it writes."""
+
+    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], told: dict[str, object]) -> None:
+        self.rank = rank
+        with contextlib.ExitStack() as undo:
+            self.trace, self.stacks, self.stdout, self.stderr = (
+                undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(4)
+            )
+            fds = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno()}
+            self.process = subprocess.Popen(
+                command,
+                env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**told, **fds})},
+                stdin=subprocess.DEVNULL,
+                stdout=self.stdout,
+                stderr=self.stderr,
+                pass_fds=list(fds.values()),
+                process_group=0,
+            )
+            self.files = undo.pop_all()
+        self.killed = False
+        self.place: Place | None = None
+
+    def size(self) -> int:
+        return os.fstat(self.trace.fileno()).st_size
+
+    def stopped(self) -> bool:
+        size = self.size()
+        return b'\n{"event":"stopped"' in os.pread(self.trace.fileno(), 200, max(0, size - 200))
+
+    def ask_for_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, STACKS_SIGNAL)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.killed = True
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def ended(self, hung: bool) -> Ended:
+        data = _content(self.trace, 0)
+        trace = read(data) if data else None
+        stopped = trace is not None and bool(trace.of("stopped"))
+        code = None if self.killed else self.process.returncode
+        if code is not None:
+            how = "failed" if code else "finished"
+        else:
+            how = "stopped" if stopped else "hung" if hung else "killed"
+        lines = _content(self.stderr, _TAIL).decode(errors="replace").strip().splitlines()
+        return Ended(self.rank, code, how, trace, "\n".join(lines[-12:]), self.place)  # type: ignore[arg-type]
+
+
+def _content(file: IO[bytes], last: int) -> bytes:
+    """What was written to the file; of its end `last` bytes, or all where that is 0."""
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, max(0, size - last) if last else 0)
+
+
+def run(
+    label: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    world: int,
+    *,
+    timeout: float,
+    steps: int | None = None,
+    moved: int | None = None,
+) -> Run:
+    """Run `command` in `world` processes, and wait for all of them.
+
+    Args:
+        environment: theirs, without the variables of a launcher.
+        timeout: seconds in which at least one rank must get further: start, make an optimizer step, or note an event.
+        steps, moved: see `mgpu_check.compare.recorder.install`.
+    """
+    began = time.monotonic()
+    root = Path(__file__).parents[2]
+    told: dict[str, object] = {
+        "home": str(root),
+        "runner": os.getpid(),
+        "signal": int(STACKS_SIGNAL),
+        "steps": steps,
+        "moved": moved,
+    }
+    processes: list[_Process] = []
+    before = _adopt()
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
+        port = listener.getsockname()[1]
+        try:
+            for rank in range(world):
+                variables = _variables(environment, rank, world, port)
+                processes.append(_Process(rank, command, variables, told))
+            # They can connect already, and are served from now on.
+            undo.enter_context(_store(listener, port, world))
+            first, hung = _wait(processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+            _end_orphans(before)
+            ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
+            for process in processes:
+                process.files.close()
+    return Run(label, ended, time.monotonic() - began, first)
+
+
+@contextlib.contextmanager
+def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
+    """Where the ranks meet: torchrun's agent has a store, too, so that no rank has to bind a port that may be taken."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
+        "127.0.0.1", port, world + 1, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    yield
+    del store
+
+
+def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
+    """The environment of a rank: as torchrun sets it on one machine."""
+    made = {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
+    inherited = [part for part in made.get("PYTHONPATH", "").split(os.pathsep) if part]
+    made["PYTHONPATH"] = os.pathsep.join([str(_BOOTSTRAP), *inherited])
+    for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
+        made[name] = str(rank)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):
+        made[name] = str(world)
+    made.update(
+        GROUP_RANK="0",
+        GROUP_WORLD_SIZE="1",
+        ROLE_NAME="default",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RUN_ID="mgpu-check",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    made.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it for several ranks; here all runs are to sum up alike
+    made.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round otherwise, and hooks do not see inside
+    return made
+
+
+def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bool]:
+    """Until all have ended or stopped, or cannot any more; who failed first, and whether that is a hang."""
+    sizes = [0] * len(processes)
+    moved_at = time.monotonic()
+    failed: tuple[int, float] | None = None
+    while True:
+        now = time.monotonic()
+        codes = [process.process.poll() for process in processes]
+        if failed is None:
+            wrong = [process.rank for process, code in zip(processes, codes, strict=True) if code]
+            if wrong:
+                failed = wrong[0], now
+        open_ = [p for p, code in zip(processes, codes, strict=True) if code is None and not p.stopped()]
+        if not open_ or (failed is not None and now > failed[1] + _GRACE):
+            return (failed[0] if failed else None), False
+        if (grown := [process.size() for process in processes]) != sizes:
+            sizes, moved_at = grown, now
+        if now > moved_at + timeout:
+            _look(open_)
+            if failed is not None:
+                return failed[0], False
+            # Those that wait for the others are in a collective; who is not has kept them waiting.
+            alone = [p for p in open_ if p.place is None or p.place.collective is None]
+            return (alone or open_)[0].rank, True
+        time.sleep(_INTERVAL)
+
+
+def _adopt() -> set[int]:
+    """Have what the processes leave behind become children of this one; those that it has already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return set(_children())
+
+
+def _children() -> list[int]:
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _end_orphans(before: set[int]) -> None:
+    """End what has left its process group; its own children come here in turn."""
+    deadline = time.monotonic() + _GRACE
+    while (left := set(_children()) - before) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def _look(processes: Sequence[_Process]) -> None:
+    """Find out where each of them is."""
+    for process in processes:
+        process.ask_for_stacks()
+    deadline = time.monotonic() + _STACKS_TIMEOUT
+    waiting = list(processes)
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_INTERVAL)
+        for process in list(waiting):
+            process.place = place_of(_content(process.stacks, 0).decode(errors="replace"))
+            if process.place is not None:
+                waiting.remove(process)
+    time.sleep(_INTERVAL)  # the last may have been written in part
+    for process in processes:
+        process.place = place_of(_content(process.stacks, 0).decode(errors="replace"))

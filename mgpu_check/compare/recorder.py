@@ -1,0 +1,179 @@
+"""In the script's process: hooks on optimizers, modules and backward that write its trace. Nothing of the script changes.
+
+What is recorded is what the script's own calls show: see `docs/compare.md`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mgpu_check.compare import witnesses
+from mgpu_check.compare.naming import Names, unwrapped
+from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.summaries import digests, inputs_of, summaries
+from mgpu_check.compare.trace import FORMAT, VERSION, Writer
+
+__all__ = ["install"]
+
+
+def install(fd: int, steps: int | None, moved: int | None) -> None:
+    """Record this process from now on.
+
+    Args:
+        fd: file descriptor that the trace goes to.
+        steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
+        moved: seed of perturbations; None: none.
+    """
+    rank, world = witnesses.place()
+    recorder = Recorder(Writer(fd), steps, None if moved is None else Perturbation(moved))
+    recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
+    register_module_forward_pre_hook(recorder.enter)
+    register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
+    register_optimizer_step_pre_hook(recorder.before_step)
+    register_optimizer_step_post_hook(recorder.after_step)
+    torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
+    witnesses.install(recorder.note, world)
+
+
+class Recorder:
+    """What is known of the script between two steps."""
+
+    def __init__(self, writer: Writer, steps: int | None, perturbation: Perturbation | None) -> None:
+        self.writer, self.last, self.perturbation = writer, steps, perturbation
+        self.names = Names()
+        self.done = 0
+        self._here = threading.local()  # replicas of DataParallel are called in threads of their own
+        self._kinds: set[tuple[str, str]] = set()
+        self._indices: dict[int, int] = {}
+        self._optimizers: dict[int, int] = {}
+        self._held: list[Any] = []  # what is known by its id must stay alive
+        self._losses: list[float] = []
+        self._samples: list[list[int]] = []
+        self._waiting = True  # for the first inputs of a micro-batch
+        self._before: dict[int, list[float]] = {}
+        self._gradients: dict[int, list[float] | None] = {}
+
+    def note(self, event: str, **what: object) -> None:
+        self.writer.write(event, after=self.done, **what)
+
+    # modules
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._here.depth = getattr(self._here, "depth", 0) + 1
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self._here.depth -= 1
+        if not self._here.depth and output is not None and not getattr(self._here, "backward", False):
+            self._outermost(module, args, kwargs)
+        if self.perturbation is None or output is None or module._modules:
+            return None
+        return self.perturbation.output(output)
+
+    def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() or next(module.parameters(), None) is None:
+            return
+        self.names.called(module)
+        if not (torch.is_grad_enabled() and module.training):
+            return
+        if ("wrapper", type(module).__name__) not in self._kinds:
+            self._kinds.add(("wrapper", type(module).__name__))
+            self._describe(module)
+        if self._waiting:
+            self._waiting = False
+            with torch.no_grad():
+                self._samples.append(digests(inputs_of(args, kwargs)))
+
+    def _describe(self, module: nn.Module) -> None:
+        model = unwrapped(module)
+        wrapper = type(module).__name__ if model is not module else None
+        norms = sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)})
+        random = sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__})
+        self.note("module", model=type(model).__name__, wrapper=wrapper, batch_norms=norms, dropouts=random)
+
+    # backward
+
+    def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            self._losses += [float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()]
+            self._here.backward = True  # checkpointed modules are called again
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self._here.backward = False
+                self._waiting = True
+
+        return backward
+
+    # optimizers
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            parameters = self._parameters(optimizer)
+            gradients = [p.grad for _, p in parameters]
+            if self.perturbation is not None:
+                self.perturbation.gradients(gradients)
+            if id(optimizer) not in self._optimizers:
+                self._optimizers[id(optimizer)] = len(self._optimizers)
+                self._held.append(optimizer)
+                self._before = self._taken(parameters)
+            found = summaries(gradients)
+            self._gradients = {index: one for (index, _), one in zip(parameters, found, strict=True)}
+
+    def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        with torch.no_grad():
+            after = self._taken(self._parameters(optimizer))
+        self.done += 1
+        self.writer.write(
+            "step",
+            step=self.done,
+            optimizer=self._optimizers[id(optimizer)],
+            losses=self._losses,
+            samples=self._samples,
+            before=self._before,
+            gradients=self._gradients,
+            parameters=after,
+        )
+        self._losses, self._samples, self._before = [], [], {}
+        self._waiting = True
+        if self.done == self.last:
+            self.note("stopped")
+            threading.Event().wait()  # until this process is ended, with the others, so that none misses its peers
+
+    def _parameters(self, optimizer: Any) -> list[tuple[int, torch.Tensor]]:
+        """The parameters of an optimizer, each with its number in the trace."""
+        found = []
+        number = self._optimizers.get(id(optimizer), len(self._optimizers))
+        for g, group in enumerate(optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                index = self._indices.get(id(parameter))
+                if index is None:
+                    index = self._indices[id(parameter)] = len(self._indices)
+                    self._held.append(parameter)
+                    name, order = self.names.name(parameter, f"optimizer{number}.group{g}.parameter{p}")
+                    self.writer.write(
+                        "parameter",
+                        name=name,
+                        order=order,
+                        shape=list(parameter.shape),
+                        dtype=str(parameter.dtype).removeprefix("torch."),
+                        device=str(parameter.device),
+                    )
+                found.append((index, parameter))
+        return found
+
+    def _taken(self, parameters: list[tuple[int, torch.Tensor]]) -> dict[int, list[float]]:
+        found = summaries([parameter for _, parameter in parameters])
+        return {index: one for (index, _), one in zip(parameters, found, strict=True) if one is not None}
+
+
+def _takes_batch_statistics(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "BatchNorm" in name and name != "SyncBatchNorm" and module.training

@@ -1,0 +1,100 @@
+"""The outcome for programs: one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.compare.alignment import Aligned, Kind, deviation
+from mgpu_check.compare.comparison import Comparison
+from mgpu_check.version import __version__
+
+__all__ = ["curves", "write_json"]
+
+_KINDS: tuple[Kind, ...] = ("gradient", "parameter")
+
+
+def curves(done: Comparison) -> dict[str, list[Any]]:
+    """Step by step: losses; the largest deviation of a gradient or parameter, and that as a part of what may be.
+
+    "one" and "ranks" are the loss on one device and the mean over the ranks, "each" that of each rank; "deviation" is in
+    proportion to the tensor, "excess" in proportion to its tolerance (above 1: not rounding). None where unknown.
+    """
+    found: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
+    aligned = done.aligned
+    if aligned is None:
+        return found
+    for step in range(aligned.steps):
+        one, mean, each = aligned.losses(step)
+        found["one"].append(one)
+        found["ranks"].append(mean)
+        found["each"].append(each)
+        size, excess = _largest(done, aligned, step)
+        found["deviation"].append(size)
+        found["excess"].append(excess)
+    return found
+
+
+def _largest(done: Comparison, aligned: Aligned, step: int) -> tuple[float, float | None]:
+    largest, excess = 0.0, None if done.rounding is None else 0.0
+    for kind in _KINDS:
+        for name in aligned.names:
+            expected, here = aligned.found(step, kind, name)
+            shape = aligned.parameter(name).shape
+            size = max((deviation(value, expected, shape).size for value in here.values()), default=0.0)
+            largest = max(largest, size)
+            if done.rounding is not None and excess is not None:
+                excess = max(excess, size / done.rounding.tolerance(step, kind, name))
+    return largest, excess
+
+
+def write_json(path: Path, done: Comparison) -> None:
+    """Write it; numbers that are not finite, which JSON does not know, are null."""
+    verdict = done.verdict
+    report = verdict.report
+    outcome = {
+        "format": "mgpu-check comparison",
+        "version": 1,
+        "mgpu_check": __version__,
+        "script": done.plan.shown,
+        "simulated": done.plan.simulated,
+        "world_size": done.plan.world,
+        "verdict": verdict.kind,
+        "headline": report.headline,
+        "step": verdict.step,
+        "parameter": verdict.parameter,
+        "tensor": verdict.tensor,
+        "ranks": verdict.ranks,
+        "ratio": verdict.ratio,
+        "steps_equal": verdict.compared,
+        "mistakes": report.mistakes,
+        "findings": [{"mistake": finding.mistake, "evidence": finding.evidence} for finding in report.findings],
+        "remarks": report.remarks,
+        "observables": [
+            {"name": o.name, "relations": o.relations, "detail": o.detail} for o in report.observables
+        ],
+        "runs": [
+            {
+                "label": run.label,
+                "seconds": round(run.seconds, 3),
+                "ranks": [
+                    {"rank": e.rank, "end": e.how, "exit_code": e.exit_code, "steps": e.steps} for e in run.ranks
+                ],
+            }
+            for run in done.runs
+        ],
+        "curves": curves(done),
+    }  # fmt: skip
+    path.write_text(json.dumps(_strict(outcome), indent=1) + "\n", encoding="utf-8")
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _strict(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(part) for part in value]
+    return value

@@ -1,0 +1,142 @@
+"""How far apart two runs may be by rounding alone, measured on the script itself.
+
+The script runs on one device once more with every module's result and every gradient moved by a few unit roundoffs: how
+far that leads, step after step, is how far sums in another order may lead. What may differ is λ times that; λ is such
+that among all comparisons of a run rounding errors exceed it with probability 1e-9
+(`mgpu_check.numerics.steps.deviations`). There is no other tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
+from mgpu_check.compare.trace import Trace
+
+__all__ = ["Repeat", "Rounding", "repeatability"]
+
+_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_WINDOW = 8  # steps over which few numbers of a small tensor cannot all happen to be right
+_USELESS = 0.1
+
+
+def roundoff(dtype: str) -> float:
+    """The unit roundoff of a dtype by its name; that of float64 for complex128, and of float32 for what else there is."""
+    return _ROUNDOFF.get(dtype, 2.0**-53 if dtype == "complex128" else 2.0**-24)
+
+
+class Rounding:
+    """The tolerance of each tensor of each step, in proportion to the tensor.
+
+    Args:
+        one: the run on one device.
+        others: runs of the same that differ from it by rounding: moved, and repeated.
+    """
+
+    def __init__(self, one: Trace, others: list[Trace]) -> None:
+        from mgpu_check.numerics.steps import deviations
+
+        self._one = one
+        steps = min(len(trace.steps) for trace in (one, *others))
+        comparisons = 2 * sum(len(step.parameters) for step in one.steps) * 13
+        self.margin = deviations(comparisons)
+        self._grown: dict[tuple[Kind, str], list[float]] = {}
+        for kind in _KINDS:
+            for name, parameter in one.parameters.items():
+                apart = [
+                    max(
+                        deviation(of_kind(t.steps[s], kind).get(name), of_kind(one.steps[s], kind).get(name), parameter.shape).size
+                        for t in others
+                    )
+                    for s in range(steps)
+                ]  # fmt: skip
+                self._grown[kind, name] = _envelope(apart)
+        self._medians = {
+            kind: [statistics.median(self._grown[kind, n][s] for n in one.parameters) for s in range(steps)]
+            for kind in _KINDS
+            if one.parameters
+        }
+        losses = [_relative([t.steps[s].loss for t in others], one.steps[s].loss) for s in range(steps)]
+        self._losses = _envelope(losses)
+
+    def tolerance(self, step: int, kind: Kind, name: str) -> float:
+        """For the deviation of a tensor: infinite where the moved run has parted ways by more than its size."""
+        least = roundoff(self._one.parameters[name].dtype)
+        if kind == "before":
+            return self.margin * least
+        grown = self._grown[kind, name]
+        if step >= len(grown):
+            return math.inf
+        return self.margin * max(grown[step], self._medians[kind][step], least)
+
+    def of_loss(self, step: int) -> float:
+        """For the loss, in proportion to it."""
+        return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
+
+    def useful_until(self, steps: int) -> int:
+        """The number of steps up to which rounding alone moves most parameters' gradients by less than a tenth."""
+        for step in range(steps):
+            medians = self._medians.get("gradient", [])
+            if step >= len(medians) or self.margin * medians[step] > _USELESS:
+                return step
+        return steps
+
+
+_KINDS: tuple[Kind, ...] = ("gradient", "parameter")
+
+
+def _envelope(apart: list[float]) -> list[float]:
+    """What was reached up to each step, and in any of the first few."""
+    grown: list[float] = []
+    reached = max((x for x in apart[:_WINDOW] if math.isfinite(x)), default=0.0)
+    for value in apart:
+        reached = max(reached, value)
+        grown.append(reached)
+    return grown
+
+
+def _relative(got: list[float | None], expected: float | None) -> float:
+    known = [value for value in got if value is not None]
+    if expected is None or not known:
+        return 0.0
+    return max(abs(value - expected) for value in known) / (abs(expected) or 1.0)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The first step at which the script, run twice on one device, differed, and in what."""
+
+    step: int
+    what: str
+
+
+def repeatability(one: Trace, again: Trace) -> Repeat | None:
+    """Where two runs on one device part ways by more than rounding; None where they do not.
+
+    Samples and first parameters must be the same bits. Later tensors may differ where kernels add up in no fixed order;
+    what differs in the upper half of its digits, where it first differs, does so for another reason.
+    """
+    if len(one.steps) != len(again.steps):
+        return Repeat(min(len(one.steps), len(again.steps)), f"it made {len(one.steps)} and {len(again.steps)} steps")
+    aligned = Aligned(one, [again])
+    if aligned.missing or aligned.extra:
+        return Repeat(0, f"it trains other parameters: {', '.join((aligned.missing + aligned.extra)[:3])}")
+    apart = 0.0
+    for number, (here, there) in enumerate(zip(one.steps, again.steps, strict=True)):
+        for name, summary in here.before.items():
+            if there.before.get(name) != summary:
+                return Repeat(number, f"{name} had other values before the step")
+        if here.samples != there.samples:
+            return Repeat(number, "the model was given other samples, or in another order")
+        before = apart
+        for kind in _KINDS:
+            for name in aligned.names:
+                found = of_kind(there, kind).get(name), of_kind(here, kind).get(name)
+                size = deviation(*found, one.parameters[name].shape).size
+                if not before and size > math.sqrt(roundoff(one.parameters[name].dtype)):
+                    tensor = f"the gradient of {name}" if kind == "gradient" else name
+                    return Repeat(number, f"{tensor} was another, from the same samples")
+                apart = max(apart, size)
+    return None

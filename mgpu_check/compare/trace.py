@@ -1,0 +1,204 @@
+"""What a run of a script leaves behind: a file of JSON lines for each rank, one line for each event.
+
+The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. A line of another event carries the
+number of optimizer steps that were complete when it happened as ``"after"``. A tensor is kept as a *summary*, a list of
+numbers: see `Summary`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FORMAT", "VERSION", "Parameter", "Step", "Summary", "Trace", "TraceError", "Writer", "read"]
+
+FORMAT = "mgpu-check trace"
+VERSION = 1
+
+CHUNKS = 4
+"""Parts of a flattened tensor that are summed on their own."""
+SAMPLES = 8
+"""Elements of a tensor that are kept."""
+
+
+class TraceError(ValueError):
+    """A file is no trace, or one of another version."""
+
+
+def positions(count: int) -> list[int]:
+    """The elements of a flattened tensor of `count` that are kept: the first, the last, and some between."""
+    kept = min(SAMPLES, count)
+    return [i * (count - 1) // max(kept - 1, 1) for i in range(kept)]
+
+
+def chunk_sizes(count: int) -> list[int]:
+    """How many elements each part has, as `torch.tensor_split` cuts them."""
+    parts = min(CHUNKS, count)
+    return [count // parts + (i < count % parts) for i in range(parts)]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is kept of a tensor.
+
+    Attributes:
+        bits: the sum of its elements' bits as integers, modulo 2^64: equal tensors have equal ones.
+        norm: the 2-norm, summed up in float64.
+        sums: of `chunk_sizes` consecutive elements each, in float64.
+        samples: the elements at `positions`.
+    """
+
+    bits: int
+    norm: float
+    sums: tuple[float, ...]
+    samples: tuple[float, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Summary:
+        """From its form in the file: bits, norm, sums, samples, one after the other."""
+        parts = _parts(len(numbers) - 2)
+        return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + parts]), tuple(numbers[2 + parts :]))
+
+    def entries(self, count: int) -> list[tuple[float, float]]:
+        """Each number that is compared, with the size that it has in a tensor of `count` elements of this norm.
+
+        Rounding errors are in proportion to that, and not to the number itself, which may have cancelled.
+        """
+        sizes = [self.norm]
+        sizes += [self.norm * math.sqrt(part / count) for part in chunk_sizes(count)]
+        sizes += [self.norm / math.sqrt(count)] * len(self.samples)
+        values = [self.norm, *self.sums, *self.samples]
+        return [(value, max(abs(value), size)) for value, size in zip(values, sizes, strict=True)]
+
+
+def _parts(numbers: int) -> int:
+    """How many of so many numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
+    for count in range(1, SAMPLES + 1):
+        if min(count, CHUNKS) + min(count, SAMPLES) == numbers:
+            return min(count, CHUNKS)
+    raise TraceError(f"a summary of {numbers + 2} numbers cannot be")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that an optimizer has: `order` is its place among those of the model."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    order: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass
+class Step:
+    """One step of an optimizer.
+
+    Attributes:
+        optimizer: 0 for the first that has made a step, and so on.
+        losses: what `backward` was called on since the step before, where it was one number.
+        samples: a digest of each sample that went into the model, for each of those calls of `backward`.
+        before: the parameters before this step; of an optimizer's first step only.
+        gradients: before this step, by parameter; None where it has none.
+        parameters: after this step.
+    """
+
+    optimizer: int
+    losses: list[float]
+    samples: list[list[int]]
+    before: dict[str, Summary]
+    gradients: dict[str, Summary | None]
+    parameters: dict[str, Summary]
+
+    @property
+    def loss(self) -> float | None:
+        """The sum over the step's micro-batches."""
+        return math.fsum(self.losses) if self.losses and all(map(math.isfinite, self.losses)) else None
+
+    @property
+    def seen(self) -> list[int]:
+        """The samples of all micro-batches."""
+        return [digest for part in self.samples for digest in part]
+
+
+@dataclass
+class Trace:
+    """What one rank did."""
+
+    rank: int
+    world: int
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """All else: "clip", "load", "restore", "save", "sampler", "module", "stopped"."""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The events of that kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+
+class Writer:
+    """Writes a trace to a file descriptor, a line at once, so that whoever reads sees how far the run has come."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd, self.pid = fd, os.getpid()
+
+    def write(self, event: str, **what: object) -> None:
+        """Append a line; in a process that was forked from the recorded one, nothing."""
+        if os.getpid() == self.pid:
+            os.write(self.fd, json.dumps({"event": event, **what}, separators=(",", ":")).encode() + b"\n")
+
+
+def read(data: bytes) -> Trace:
+    """The trace in `data`; a last line that was not finished is left out.
+
+    Raises:
+        TraceError: it is no trace, or of another version.
+    """
+    lines = data.split(b"\n")[:-1]
+    try:
+        head = json.loads(lines[0]) if lines else {}
+    except ValueError:
+        head = {}
+    if head.get("format") != FORMAT:
+        raise TraceError(f"no {FORMAT}: it does not start with the line that one starts with")
+    if head["version"] != VERSION:
+        raise TraceError(f"a {FORMAT} of version {head['version']}; this is version {VERSION}")
+    trace = Trace(head["rank"], head["world"])
+    names: list[str] = []
+    for line in lines[1:]:
+        event = json.loads(line)
+        if event["event"] == "parameter":
+            name = event["name"]
+            trace.parameters[name] = Parameter(
+                name, tuple(event["shape"]), event["dtype"], event["device"], event["order"]
+            )
+            names.append(name)
+        elif event["event"] == "step":
+            trace.steps.append(_step(event, names))
+        else:
+            trace.events.append(event)
+    return trace
+
+
+def _step(event: Mapping[str, Any], names: Sequence[str]) -> Step:
+    def named(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {names[int(index)]: numbers and Summary.of(numbers) for index, numbers in part.items()}
+
+    return Step(
+        event["optimizer"],
+        event["losses"],
+        event["samples"],
+        named(event["before"]),
+        named(event["gradients"]),
+        named(event["parameters"]),
+    )

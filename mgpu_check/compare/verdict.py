@@ -1,0 +1,216 @@
+"""What is said at the end: equal, differs, or not comparable; where first; and what it looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.diagnosis import Diagnosis, diagnose
+from mgpu_check.compare.processes import Ended, Run
+from mgpu_check.compare.rounding import Repeat, Rounding
+from mgpu_check.compare.scene import Scene, first_scene, ratio_of
+from mgpu_check.gate.report import Report
+from mgpu_check.grouping import intervals
+
+__all__ = ["Kind", "Verdict", "judge", "of_failure", "refused"]
+
+Kind = Literal["equal", "differs", "not comparable"]
+
+_TENSORS = {
+    "before": "{} before its first update",
+    "gradient": "the gradient of {}",
+    "parameter": "{} after the update",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a comparison.
+
+    Attributes:
+        step: the first that parts ways, from 1.
+        parameter, tensor: what is furthest off at it: "before", "gradient" or "parameter" (after the step).
+        ranks: on which it is.
+        ratio: its norm by that on one device.
+        compared: how many steps were.
+    """
+
+    kind: Kind
+    report: Report
+    step: int | None = None
+    parameter: str | None = None
+    tensor: str | None = None
+    ranks: tuple[int, ...] = ()
+    ratio: float | None = None
+    compared: int = 0
+
+
+def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> Verdict:
+    """Not comparable, for a reason that is no step's."""
+    return Verdict("not comparable", Report(f"not comparable: {why}", remarks=_todo(todo)), compared=compared)
+
+
+def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
+    """A run that did not come to its end."""
+    where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
+    verb = "hung" if failed.how == "hung" else "failed"
+    lines = [f"{where} the script {verb}: {failed}"]
+    others = [ended for ended in run.ranks if ended is not failed]
+    lines += [f"  {ended}" for ended in others]
+    if failed.stderr:
+        lines += [f"  the last lines of what rank {failed.rank} wrote to stderr:"]
+        lines += [f"    {line}" for line in failed.stderr.splitlines()]
+    kind: Kind = "not comparable" if one_device else "differs"
+    reached = min(ended.steps for ended in run.ranks)
+    return Verdict(
+        kind,
+        Report(f"{kind}: {lines[0]}", remarks=[line.removeprefix("  ") for line in lines[1:]]),
+        step=None if one_device else reached + 1,
+        ranks=() if one_device else (failed.rank,),
+        compared=reached,
+    )
+
+
+def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) -> Verdict:
+    """Of runs that all came to their ends.
+
+    Args:
+        rounding: None where the script is not repeatable before it could be measured.
+        repeat: where the script, run twice on one device, parted ways with itself.
+    """
+    if repeat is not None and (rounding is None or repeat.step == 0):
+        return _not_repeatable(repeat)
+    assert rounding is not None
+    scene = first_scene(aligned, rounding)
+    if repeat is not None and (scene is None or repeat.step <= scene.step):
+        return _not_repeatable(repeat)
+    if scene is not None:
+        return _of_scene(scene)
+    counts = [len(trace.steps) for trace in aligned.ranks]
+    if any(count != len(aligned.one.steps) for count in counts):
+        return _of_counts(aligned, counts)
+    if not aligned.names:
+        return refused(
+            "no parameter is trained on one device and, by the same name and shape, on the ranks",
+            [f"one device trains {', '.join(aligned.missing[:3])}, ranks train {', '.join(aligned.extra[:3])}"],
+        )
+    steps = aligned.steps
+    useful = rounding.useful_until(steps)
+    headline = (
+        f"equal: {steps} steps on {len(aligned.ranks)} ranks train the same {len(aligned.names)} parameters as on one "
+        "device, within what rounding moves"
+    )
+    if useful == 0:
+        return refused("from the first step on, rounding alone moves gradients by a tenth and more", compared=steps)
+    remarks = _remarks(aligned, rounding)
+    if useful < steps:
+        remarks.insert(
+            0, f"after step {useful} rounding alone moves gradients by a tenth and more: from there on little is shown"
+        )
+    return Verdict("equal", Report(headline, remarks=remarks), compared=steps)
+
+
+def _not_repeatable(repeat: Repeat) -> Verdict:
+    return refused(
+        f"not repeatable: run twice on one device, the script parted ways with itself at step {repeat.step + 1}: "
+        f"{repeat.what}",
+        [
+            "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits",
+            "let no run find what an earlier one has written",
+        ],
+        compared=repeat.step,
+    )
+
+
+def _of_counts(aligned: Aligned, counts: list[int]) -> Verdict:
+    one = len(aligned.one.steps)
+    numbers = sorted(set(counts))
+    said = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    report = Report(
+        f"differs: one device makes {one} optimizer steps, the ranks {said}; the {aligned.steps} that they share are equal"
+    )
+    return Verdict("differs", report, step=aligned.steps + 1, compared=aligned.steps)
+
+
+def _of_scene(scene: Scene) -> Verdict:
+    found: Diagnosis = diagnose(scene)
+    kind: Kind = "differs" if found.comparable else "not comparable"
+    main = scene.main
+    expected, here = scene.aligned.found(scene.step, main.kind, main.name) if main else (None, {})
+    ratio = ratio_of(here.get(main.worst_rank), expected) if main else None
+    headline = f"{kind}: step {scene.step + 1}: {_said(scene, ratio)}"
+    if found.why:
+        headline = f"{kind}: {found.why}"
+    remarks = _todo(found.todo)
+    if not found.findings and found.comparable:
+        remarks.append("no known pattern fits")
+    if found.why and main:
+        remarks.append(f"first to differ: {_said(scene, ratio)}")
+    report = Report(headline, {}, scene.observables(), found.findings, remarks + _remarks(scene.aligned, None))
+    apart = scene.apart[scene.kind] if scene.kind else []
+    return Verdict(
+        kind,
+        report,
+        step=scene.step + 1,
+        parameter=main.name if main else (apart[0] if apart else None),
+        tensor=scene.kind,
+        ranks=main.ranks if main else tuple(trace.rank for trace in scene.aligned.ranks),
+        ratio=ratio,
+        compared=scene.step,
+    )
+
+
+def _said(scene: Scene, ratio: float | None) -> str:
+    main, world = scene.main, len(scene.aligned.ranks)
+    if scene.kind is None:
+        return f"all {world} ranks do the work of one device: each sees its whole batch"
+    tensor = _TENSORS[scene.kind]
+    if main is None:
+        return f"{tensor.format(scene.apart[scene.kind][0])} differs between ranks"
+    where = f"rank{'s' * (len(main.ranks) > 1)} {intervals(main.ranks)}"
+    times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "another"
+    agree = "" if len(main.ranks) < 2 else (
+        "; the ranks disagree" if main.name in scene.apart[scene.kind] else "; the ranks agree with each other"
+    )  # fmt: skip
+    return f"{tensor.format(main.name)} is {times} on {where} ({main.worst}){agree}"
+
+
+def _todo(lines: Sequence[str]) -> list[str]:
+    return [f"do: {line}" for line in lines]
+
+
+def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
+    remarks = []
+    if aligned.missing:
+        remarks.append(f"trained on one device only: {', '.join(aligned.missing[:5])}")
+    if aligned.extra:
+        remarks.append(f"trained on ranks only: {', '.join(aligned.extra[:5])}")
+    if rounding is None:
+        return remarks
+    sharded = [
+        name
+        for name in aligned.names
+        if any(t.parameters[name].shape != aligned.parameter(name).shape for t in aligned.ranks if name in t.parameters)
+    ]
+    if sharded:
+        remarks.append(f"not compared, because ranks hold a part of them only: {', '.join(sharded[:5])}")
+    for step in range(aligned.steps):
+        samples = aligned.samples(step)
+        if samples.known and not samples.same:
+            remarks.append(
+                f"at step {step + 1} the rows of the model's inputs differ, though what they lead to does not: is the "
+                "batch in another dimension?"
+            )
+            break
+    for step in range(aligned.steps):
+        one, mean, _ = aligned.losses(step)
+        if one is None or mean is None or abs(mean - one) <= rounding.of_loss(step) * abs(one):
+            continue
+        remarks.append(
+            f"the mean over ranks of their losses is not the loss of one device from step {step + 1} on ({mean:.7g} "
+            f"instead of {one:.7g}), though gradients and parameters agree: what is logged is scaled otherwise"
+        )
+        break
+    return remarks

@@ -1,0 +1,125 @@
+"""In the script's process: calls that explain a difference, each noted as it happens, and otherwise left alone.
+
+Gradient clipping, checkpoints, samplers and dropout. The functions are replaced as soon as torch is imported, before the
+script can take them by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["install", "place"]
+
+
+class Note(Protocol):
+    def __call__(self, event: str, **what: object) -> None: ...
+
+
+def place() -> tuple[int, int]:
+    """Rank and world size, as the variables of the launcher say."""
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def install(note: Note, world: int) -> None:
+    """Have `note` told of each of those calls; `world` is the world size."""
+    _clipping(note)
+    _checkpoints(note)
+    _samplers(note, world)
+    _random(note)
+
+
+def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
+    """`original`, and after it `told(result, *args, **kwargs)`."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        told(result, *args, **kwargs)
+        return result
+
+    return call
+
+
+def _clipping(note: Note) -> None:
+    def clipped(norm: Any, parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> None:
+        if not hasattr(norm, "full_tensor"):
+            note("clip", norm=float(norm), most=float(max_norm))
+
+    watched = _after(clip_grad.clip_grad_norm_, clipped)
+    clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = watched
+
+
+def _path(file: Any) -> str | None:
+    """Of a file that was given by name, or open; None of what is no file."""
+    try:
+        return os.path.realpath(os.fspath(file) if isinstance(file, (str, os.PathLike)) else file.name)
+    except (AttributeError, TypeError):
+        return None
+
+
+def _checkpoints(note: Note) -> None:
+    def loaded(result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        note("load", file=_path(f))
+
+    def saved(result: Any, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> None:
+        note("save", file=_path(f))
+
+    def restored(result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
+        note("restore", of=type(owner).__name__)
+
+    torch.load, torch.save = _after(torch.load, loaded), _after(torch.save, saved)
+    for owner in (torch.nn.Module, torch.optim.Optimizer):
+        owner.load_state_dict = _after(owner.load_state_dict, restored)  # type: ignore[method-assign]
+
+
+def _samplers(note: Note, world: int) -> None:
+    iterations: dict[int, int] = {}
+    told: set[int] = set()
+    kept: list[Any] = []  # what is known by its id must stay alive
+    iterate, set_epoch = DistributedSampler.__iter__, DistributedSampler.set_epoch
+
+    @functools.wraps(set_epoch)
+    def watched_set_epoch(self: Any, epoch: int) -> None:
+        told.add(id(self))
+        set_epoch(self, epoch)
+
+    @functools.wraps(iterate)
+    def watched(self: Any) -> Any:
+        if id(self) not in iterations:
+            kept.append(self)
+        number = iterations[id(self)] = iterations.get(id(self), 0) + 1
+        if world == 1 and number > 1 and self.shuffle and id(self) not in told:
+            # What stands for it on one device is a loader that shuffles, anew for each epoch.
+            set_epoch(self, self.epoch + 1)
+        note(
+            "sampler",
+            sampler=list(iterations).index(id(self)),
+            iteration=number,
+            set_epoch=id(self) in told,
+            shuffle=bool(self.shuffle),
+            replicas=self.num_replicas,
+            length=len(self.dataset),
+            drop_last=bool(self.drop_last),
+        )
+        return iterate(self)
+
+    DistributedSampler.set_epoch, DistributedSampler.__iter__ = watched_set_epoch, watched  # type: ignore[method-assign]
+
+
+def _random(note: Note) -> None:
+    functional = torch.nn.functional
+    seen: list[float] = []
+
+    def dropped(result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
+        if p and training and torch.is_grad_enabled() and not seen:
+            seen.append(p)
+            note("random", what=f"dropout(p={p:g})")
+
+    functional.dropout = _after(functional.dropout, dropped)
