@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from mgpu_check.gate.seeds import seed_all
+from mgpu_check.gate.batches import seed_everything
 from mgpu_check.numerics.compare import difference, plain
 from mgpu_check.ranks.rank import Rank
 
-__all__ = ["Row", "Train", "compare", "digest_of", "flattened", "kept", "load", "train_and_keep"]
+__all__ = ["Row", "Train", "compare", "digest_of_value", "flattened", "kept", "load", "train_and_keep"]
 
 Train = Callable[[Rank, Path, int, int], Any]
 
@@ -47,7 +47,7 @@ class Row:
 
 def train_and_keep(train: Train, directory: Path, start: int, stop: int, seed: int, file: Path, rank: Rank) -> str:
     """Run a part of the training under `seed`, and keep the state that it returns. Returns what is wrong with that."""
-    seed_all(seed)
+    seed_everything(seed)
     state = train(rank, directory, start, stop)
     # Before anything else here could draw: the generators as training leaves them.
     generators = {f"{GENERATORS}{name}": value for name, value in _generators(rank).items()}
@@ -138,11 +138,11 @@ def compare(got: Path, runs: list[Path], earlier: Path, tolerance: float | None,
             detail = _difference(new[name], first[name], noise, tolerance)
             same = not detail
         moved = name not in old or bool(_difference(first.get(name), old[name], 0.0, None))
-        rows.append(Row(name, same, detail, digest_of(new.get(name)), digest_of(first.get(name)), moved))
+        rows.append(Row(name, same, detail, digest_of_value(new.get(name)), digest_of_value(first.get(name)), moved))
     return rows
 
 
-def digest_of(value: Any) -> str:
+def digest_of_value(value: Any) -> str:
     """Equal for equal values; "" for what is not there."""
     if value is None:
         return ""
@@ -160,7 +160,7 @@ def _noise(one: Any, other: Any) -> float | None:
         return 0.0 if type(one) is type(other) and one == other else None
     if one.shape != other.shape or one.dtype != other.dtype:
         return None
-    if digest_of(one) == digest_of(other):
+    if digest_of_value(one) == digest_of_value(other):
         return 0.0
     if not one.dtype.is_floating_point:
         return None
