@@ -59,6 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help=f"{OPTIONS['strict_gpus'].help} (default: skip, with counts)",
     )
     group.addoption(
+        "--gpu-report",
+        metavar="FILE.md",
+        action="append",
+        default=None,
+        help=f"{OPTIONS['gpu_report'].help}; can be given several times (default: none)",
+    )
+    group.addoption(
         "--gpu-replay",
         metavar="EXAMPLE",
         default=None,
@@ -107,6 +114,10 @@ def pytest_configure(config: pytest.Config) -> None:
     from mgpu_check.session import GpuSession
 
     config.stash[SESSION] = GpuSession(settings)
+    if settings.gpu_report and not hasattr(config, "workerinput") and not config.option.collectonly:
+        from mgpu_check.report import markdown
+
+        config.pluginmanager.register(markdown.Summary(config, config.stash[SESSION]), "mgpu_check_summary")
     if config.getoption("gpu_replay"):
         from mgpu_check.report import example
 

@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,8 @@ PREFIX = "MGPU_CHECK_"
 
 DEFAULT_RANK_TIMEOUT = 60.0
 DEFAULT_AGENT_TIMEOUT = 300.0
+
+REPORT_SUFFIXES = (".md",)
 
 
 def _gpus(text: str) -> int | None:
@@ -51,6 +53,13 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _reports(text: str) -> tuple[str, ...]:
+    files = tuple(dict.fromkeys(line.strip() for line in text.split("\n")))
+    if all(file.lower().endswith(REPORT_SUFFIXES) for file in files):
+        return files
+    raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)} (Markdown)")
+
+
 def _switch(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True
@@ -66,6 +75,8 @@ class Option(Generic[T]):
     name: str
     parse: Callable[[str], T]
     help: str
+    repeats: bool = True
+    """Whether a run that repeats one test is to have it, too."""
 
     @property
     def flag(self) -> str:
@@ -99,6 +110,12 @@ OPTIONS: dict[str, Option[Any]] = {
             "beyond one machine: seconds to wait for processes that have not come, or are lost",
         ),
         Option("strict_gpus", _switch, "fail, instead of skip, a test that needs more GPUs than --gpus gives"),
+        Option(
+            "gpu_report",
+            _reports,
+            "write a summary of the run to this file, which ends in .md; in the ini file, one file per line",
+            repeats=False,
+        ),
     )
 }
 
@@ -116,6 +133,7 @@ class Settings:
         agent_timeout: seconds.
         per_host: number of devices of each host, empty on one machine.
         host: where tests run now that run in one process.
+        gpu_report: the files that a summary is written to.
     """
 
     gpus: int | None
@@ -126,6 +144,7 @@ class Settings:
     agent_timeout: float = DEFAULT_AGENT_TIMEOUT
     per_host: tuple[int, ...] = ()
     host: int = 0
+    gpu_report: tuple[str, ...] = ()
 
     @property
     def asked(self) -> bool:
@@ -142,11 +161,14 @@ class Settings:
         return self if self.gpus is not None else replace(self, gpus=visible)
 
 
-def resolve(command_line: Mapping[str, str | None], environment: Mapping[str, str], ini: Mapping[str, str]) -> Settings:
+def resolve(
+    command_line: Mapping[str, str | Sequence[str] | None], environment: Mapping[str, str], ini: Mapping[str, str]
+) -> Settings:
     """Settings from the three places that can hold them, the first of them first.
 
     Args:
-        command_line: option name -> text, None or absent where not given.
+        command_line: option name -> text, or the texts of one that can be given several times, which stand on a line each
+            elsewhere; None or absent where not given.
         environment: usually `os.environ`.
         ini: option name -> text, absent where the ini file does not say.
 
@@ -154,7 +176,7 @@ def resolve(command_line: Mapping[str, str | None], environment: Mapping[str, st
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
     """
     values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
-    values["agent_timeout"] = DEFAULT_AGENT_TIMEOUT
+    values |= {"agent_timeout": DEFAULT_AGENT_TIMEOUT, "gpu_report": ()}
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():
         for origin, text in (
@@ -163,7 +185,7 @@ def resolve(command_line: Mapping[str, str | None], environment: Mapping[str, st
             (f"{name} in the ini file", ini.get(name)),
         ):
             if text is not None:
-                values[name] = option.read(text, origin)
+                values[name] = option.read(text if isinstance(text, str) else "\n".join(text), origin)
                 origins[name] = origin
                 break
     settings = Settings(**values, origins=origins)

@@ -19,7 +19,11 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
     Args:
         host: where it runs, if it is the same check on each of several hosts.
     """
-    ours = ("mgpu_check.failed_ranks", "mgpu_check.replay")  # of a try before this one, where failures are tried again
+    ours = (
+        "mgpu_check.failed_ranks",
+        "mgpu_check.mistakes",
+        "mgpu_check.replay",
+    )  # of a try before this one, where failures are tried again
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
     module = getattr(item, "module", None)
     package, _, name = getattr(module, "__name__", "").rpartition(".test_")
@@ -48,7 +52,10 @@ def add_usage(item: pytest.Item, session: GpuSession) -> None:
 
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str]) -> None:
-    """Record which ranks were involved in a failure, and what repeats it."""
+    """Record which ranks were involved in a failure, which mistakes it looks like, and what repeats it."""
+    mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
+    if mistakes:
+        _set(item, "mistakes", " ".join(mistakes))
     ranks = {rank for part in parts_of(error) for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
     _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
     _set(item, "replay", "\n".join(replay))

@@ -201,6 +201,8 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
     """The options that say what the settings of this run are, but for those that stand in the ini file."""
     typed = {word.partition("=")[0] for word in [*arguments, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]}
     for name, option in OPTIONS.items():
+        if not option.repeats:
+            continue
         text = config.getoption(name, None)
         if text is not None and option.flag not in typed and not everything:
             text = None  # in `addopts` of the ini file

@@ -1,0 +1,140 @@
+"""What has come of each test, from its reports: in this process, or in one of pytest-xdist's workers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+__all__ = ["Outcome", "Outcomes"]
+
+_ORDER = ("failed", "errors", "passed", "skipped", "xfailed", "xpassed")
+_REPLAY = re.compile(r"^-+ repeat with -+$", re.MULTILINE)
+_OURS = re.compile(r"^(?:[\w.]+\.)?(\w+): ")  # mgpu_check.errors.ScalingMismatch: …
+
+
+@dataclass
+class Outcome:
+    """What has come of one test, or of one phase of it that has failed.
+
+    Attributes:
+        kind: one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed".
+        phase: "setup", "call", "teardown", or "" for a file that was not collected.
+        headline: what has failed, or why it was skipped.
+        story: the whole report of a failure, without the lines that repeat it.
+        properties: those of mgpu-check, by the last part of their names.
+    """
+
+    name: str
+    kind: str
+    phase: str = "call"
+    headline: str = ""
+    story: str = ""
+    properties: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        """Whether it has used GPUs, or ranks."""
+        return "world_sizes" in self.properties
+
+    @property
+    def sizes(self) -> str:
+        return self.properties.get("world_sizes", "")
+
+    @property
+    def examples(self) -> str:
+        return self.properties.get("examples", "")
+
+    @property
+    def replay(self) -> str:
+        return self.properties.get("replay", "")
+
+    @property
+    def mistakes(self) -> list[str]:
+        """The classes of mistakes that a failure looks like, the likeliest first."""
+        return self.properties.get("mistakes", "").split()
+
+
+class Outcomes:
+    """All that was heard of."""
+
+    def __init__(self) -> None:
+        self._tests: dict[str, Outcome] = {}
+        self._failed: list[Outcome] = []
+
+    def collected(self, report: pytest.CollectReport) -> None:
+        """Take note of a file that cannot be collected, or was skipped as a whole."""
+        if report.outcome == "failed":
+            story = report.longreprtext
+            last = story.strip().rpartition("\n")[2].removeprefix("E").strip()
+            self._failed.append(Outcome(report.nodeid, "errors", "", f"not collected: {last}", story))
+        elif report.outcome == "skipped":
+            self._tests[report.nodeid] = Outcome(report.nodeid, "skipped", "", _reason(report))
+
+    def add(self, report: pytest.TestReport) -> None:
+        """Take note of a phase of a test."""
+        kind = _kind_of(report)
+        if kind is None:
+            return
+        ours = "mgpu_check."
+        properties = {
+            name.removeprefix(ours): str(value)
+            for name, value in report.user_properties
+            if isinstance(name, str) and name.startswith(ours)
+        }
+        outcome = Outcome(report.nodeid, kind, str(report.when), properties=properties)
+        if kind in ("failed", "errors"):
+            story = report.longreprtext
+            outcome.headline = _headline(report)
+            outcome.story = _REPLAY.split(story)[0].rstrip() if outcome.replay else story
+            self._failed.append(outcome)
+            if report.when != "teardown":
+                self._tests.pop(report.nodeid, None)
+            return
+        outcome.headline = _reason(report)
+        self._tests[report.nodeid] = outcome
+
+    @property
+    def failed(self) -> list[Outcome]:
+        """Failures, in the order in which they came; a test may have failed in its call and in its teardown."""
+        return self._failed
+
+    def of(self, *kinds: str) -> list[Outcome]:
+        """The tests of these kinds, by file and in the order in which they ended."""
+        return sorted(
+            (one for one in self._tests.values() if one.kind in kinds), key=lambda one: one.name.split("::")[0]
+        )
+
+    def counts(self) -> dict[str, int]:
+        """How many of each kind there are, as in pytest's last line."""
+        kinds = [one.kind for one in (*self._failed, *self._tests.values())]
+        found = {kind: kinds.count(kind) for kind in _ORDER if kind in kinds}
+        return {"error" if (kind, count) == ("errors", 1) else kind: count for kind, count in found.items()}
+
+
+def _kind_of(report: pytest.TestReport) -> str | None:
+    """The kind of a phase; None where it says nothing of the test, as one of a try that is repeated."""
+    outcome: str = report.outcome
+    if hasattr(report, "wasxfail"):
+        return "xfailed" if outcome == "skipped" else "xpassed"
+    if outcome == "failed":
+        return "failed" if report.when == "call" else "errors"
+    if outcome == "skipped" or (outcome == "passed" and report.when == "call"):
+        return outcome
+    return None
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if hasattr(report, "wasxfail"):
+        return f"expected to fail: {report.wasxfail}".rstrip(": ")
+    longrepr: Any = report.longrepr
+    return str(longrepr[2]).removeprefix("Skipped: ") if isinstance(longrepr, tuple) else ""
+
+
+def _headline(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash is not None else report.longreprtext
+    first = next((line for line in message.splitlines() if line.strip()), "failed")
+    return _OURS.sub(r"\1: ", first.strip())
