@@ -22,9 +22,12 @@ LONGEST = 900  # seconds for all pages
 CALLS = {
     "make_loader": "assert_loader_covers(ranks, make_loader)",
     "train": "assert_resume_continues(ranks, train)",
-    "evaluate": "assert_evaluation_agrees(ranks, evaluate, build=build, batch=batch)",
+    "evaluate": "assert_evaluation_agrees(ranks, step, build=build, batch=batch, evaluate=evaluate)",
     "step": "assert_step_scales(ranks, step, build=build, batch=batch, **options)",
 }
+
+# What else a program may define, for `assert_step_scales`.
+OPTIONS = ("reference", "sizes", "single_process")
 
 CASE = """
 
@@ -33,7 +36,7 @@ def test_{kind}(ranks):
     from mgpu_check import {function}
     from mgpu_check.errors import ScalingMismatch
 
-    options = {{name: globals()[name] for name in ("reference", "sizes") if name in globals()}}
+    options = {{name: globals()[name] for name in {OPTIONS} if name in globals()}}
     refuted = None
     try:
         {call}
@@ -88,7 +91,9 @@ def _run(directory: Path) -> None:
         for kind in KINDS:
             (directory / f"test_{module(name, kind)}.py").write_text(case(name, kind))
     environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("MGPU_CHECK_", "PYTEST_")) and name != "CI"
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MGPU_CHECK_", "PYTEST_")) and name != "CI"
     }
     options = ("--gpus=4", "--simulate", "--rank-timeout=60", "--hypothesis-seed=0", "--junitxml=out.xml")
     ran = subprocess.run(
