@@ -30,7 +30,7 @@ def command(tmp_path, monkeypatch):
 
 def test_help_names_the_commands(command):
     text = command("--help")
-    for word in ("devices", "selftest", "simulate", "--gpus=4 --simulate", "-k NAME"):
+    for word in ("compare", "devices", "selftest", "simulate", "--gpus=4 --simulate", "-k NAME"):
         assert word in text
 
 
@@ -40,7 +40,7 @@ def test_version(command):
 
 def test_an_unknown_command_is_refused(command):
     text = command("device", code=4)
-    assert "'device' is no command; choose one of devices, pytest, selftest, simulate" in text
+    assert "'device' is no command; choose one of compare, devices, pytest, selftest, simulate" in text
 
 
 def test_one_property_from_anywhere(command, tmp_path):

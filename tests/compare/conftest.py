@@ -1,0 +1,139 @@
+"""Scripts as people write them, and the command that compares them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TUTORIAL = """\
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+torch.cuda.set_device(device)
+torch.manual_seed(0)
+x = torch.randn(24, 6)
+data = TensorDataset(x, x.sum(1, keepdim=True).sin() * 3)
+sampler = DistributedSampler(data, shuffle=True)
+loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
+net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
+net.load_state_dict(torch.load("start.pt", map_location=device))
+model = DistributedDataParallel(net, device_ids=[device.index])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loss_fn = nn.MSELoss()
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = loss_fn(model(inputs.to(device)), targets.to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    if rank == 0:
+        print("epoch", epoch, loss.item())
+dist.destroy_process_group()
+"""
+
+BY_HAND = """\
+import os
+import torch, torch.distributed as dist
+from torch import nn
+
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if world > 1:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(24, 6)
+y = x.sum(1, keepdim=True).sin() * 3
+net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+for start in (0, 8, 16):
+    part = slice(start + rank, start + 8, world)
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(net(x[part]), y[part])
+    loss.backward()
+    if world > 1:
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+    optimizer.step()
+"""
+
+
+@dataclass
+class Outcome:
+    code: int
+    text: str
+    """What the command wrote to its terminal."""
+    json: dict[str, Any]
+    html: str
+
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch):
+    """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with."""
+    for name in list(os.environ):
+        if name.startswith(("MGPU_CHECK_", "PYTEST_")):
+            monkeypatch.delenv(name)
+
+    def compare(script: str, *options: str, code: int) -> Outcome:
+        tmp_path.joinpath("train.py").write_text(textwrap.dedent(script))
+        before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
+        ran = subprocess.run(
+            [sys.executable, "-m", "mgpu_check", "compare", *options, "--json=out.json", "--html=out.html", "--", "train.py"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )  # fmt: skip
+        text = ran.stdout + ran.stderr
+        assert ran.returncode == code, text
+        assert sorted(p.name for p in tmp_path.iterdir() if p.name not in ("out.json", "out.html")) == before
+        return Outcome(
+            code, text, json.loads(Path(tmp_path, "out.json").read_text()), Path(tmp_path, "out.html").read_text()
+        )
+
+    return compare
+
+
+@pytest.fixture
+def tutorial(tmp_path):
+    """The tutorial's script, beside the checkpoint that it begins with."""
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    torch.save(net.state_dict(), tmp_path / "start.pt")
+    return TUTORIAL
+
+
+@pytest.fixture
+def by_hand():
+    """A script that uses torch.distributed for more than one rank only, and averages gradients itself."""
+    return BY_HAND
+
+
+@pytest.fixture
+def changed():
+    """`script` with one passage replaced, which must be there once."""
+
+    def changed(script: str, *replacements: tuple[str, str]) -> str:
+        for old, new in replacements:
+            assert script.count(old) == 1, old
+            script = script.replace(old, new)
+        return script
+
+    return changed

@@ -1,0 +1,118 @@
+"""`mgpu-check compare` on whole scripts: right ones, and copies with one mistake each."""
+
+from __future__ import annotations
+
+import re
+
+SIMULATED = ("--gpus=2", "--simulate")
+AVERAGE = """\
+    if world > 1:
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world
+"""
+CLIP = "    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n"
+
+
+def test_the_tutorial_is_equal(compare, tutorial):
+    outcome = compare(tutorial, *SIMULATED, code=0)
+    assert outcome.json["verdict"] == "equal"
+    assert outcome.json["steps_equal"] == 6
+    assert "equal: 6 steps on 2 ranks train the same 4 parameters" in outcome.text
+    assert "SIMULATED cpu" in outcome.text.splitlines()[0] and "SIMULATED" in outcome.text.splitlines()[-1]
+    curves = outcome.json["curves"]
+    assert max(curves["excess"]) < 1 and len(curves["one"]) == 6
+    for one, ranks in zip(curves["one"], curves["ranks"], strict=True):
+        assert abs(one - ranks) < 1e-5 * one
+
+
+def test_four_ranks(compare, tutorial):
+    outcome = compare(tutorial, "--gpus=4", "--simulate", "--steps=2", code=0)
+    assert outcome.json["steps_equal"] == 2
+    assert [e["end"] for e in outcome.json["runs"][1]["ranks"]] == ["stopped"] * 4
+
+
+def test_a_script_without_gpus_and_without_a_group_on_one_device(compare, by_hand):
+    outcome = compare(by_hand, code=0)
+    assert outcome.json["steps_equal"] == 3
+    assert "SIMULATED" not in outcome.text
+
+
+def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
+    outcome = compare(changed(by_hand, ("            p.grad /= world\n", ""), (CLIP, "")), code=1)
+    assert outcome.json["mistakes"] == ["world-size-factor"]
+    assert (outcome.json["step"], outcome.json["tensor"], outcome.json["ranks"]) == (1, "gradient", [0, 1])
+    assert outcome.json["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert abs(outcome.json["ratio"] - 2) < 1e-4
+    assert (
+        f"differs: step 1: the gradient of {outcome.json['parameter']} is 2 times as large on ranks 0-1" in outcome.text
+    )
+    assert "docs/classes/world-size-factor.md" in outcome.text
+
+
+def test_a_sampler_without_set_epoch(compare, tutorial, changed):
+    outcome = compare(changed(tutorial, ("    sampler.set_epoch(epoch)\n", "")), *SIMULATED, code=1)
+    assert outcome.json["mistakes"] == ["epochs-not-reshuffled"]
+    assert (outcome.json["step"], outcome.json["tensor"]) == (4, "gradient")  # three steps to an epoch
+    assert outcome.json["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert "the ranks saw the samples of step 1 again, and set_epoch was never called" in outcome.text
+
+
+def test_clipping_before_the_average(compare, by_hand, changed):
+    outcome = compare(changed(by_hand, (AVERAGE + CLIP, CLIP + AVERAGE)), code=1)
+    assert outcome.json["mistakes"] == ["clipped-before-synchronization"]
+    assert (outcome.json["step"], outcome.json["tensor"]) == (1, "gradient")
+    assert re.search(r"found the norms [\d.]+ on rank 0, [\d.]+ on rank 1", outcome.text)
+
+
+def test_a_checkpoint_that_rank_0_alone_loads(compare, tutorial, changed):
+    load = 'net.load_state_dict(torch.load("start.pt", map_location=device))\n'
+    script = changed(
+        tutorial, (load, ""), ("loss_fn = nn.MSELoss()\n", f"loss_fn = nn.MSELoss()\nif rank == 0:\n    {load}")
+    )
+    outcome = compare(script, *SIMULATED, code=1)
+    assert outcome.json["mistakes"] == ["restored-on-one-rank"]
+    assert (outcome.json["step"], outcome.json["tensor"], outcome.json["ranks"]) == (1, "before", [1])
+    assert outcome.json["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert "load_state_dict was called 1 time on rank 0, 0 times on rank 1" in outcome.text
+
+
+def test_a_batch_per_rank_as_large_as_the_global_one(compare, tutorial, changed):
+    outcome = compare(changed(tutorial, ("batch_size=8 // world", "batch_size=8")), *SIMULATED, code=2)
+    assert outcome.json["verdict"] == "not comparable"
+    said = "step 1: the ranks together saw 16 samples, of which 8 are those of one device, which saw 8"
+    assert said in outcome.text
+    assert "batch_size=global_batch // world_size" in outcome.text
+
+
+def test_all_data_on_each_rank(compare, tutorial, changed):
+    script = changed(tutorial, ("data, shuffle=True)", "data, 1, 0, shuffle=True)"), ("8 // world", "8"))
+    outcome = compare(script, *SIMULATED, "--steps=2", code=1)
+    assert outcome.json["mistakes"] == ["dataset-not-split"]
+    assert "all 2 ranks saw the same 8 samples" in outcome.text
+
+
+def test_a_script_without_seeds(compare, by_hand, changed):
+    outcome = compare(changed(by_hand, ("torch.manual_seed(0)\n", "torch.seed()\n")), code=2)
+    assert "not repeatable" in outcome.json["headline"] and "at step 1" in outcome.json["headline"]
+    assert "set seeds" in outcome.text
+
+
+def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand, changed, tmp_path):
+    script = changed(
+        by_hand, ("optimizer = ", 'if os.path.exists("last.pt"): net.load_state_dict(torch.load("last.pt"))\noptimizer = ')
+    )  # fmt: skip
+    tmp_path.joinpath("last.pt").touch()  # that the directory has the same files before and after
+    script = script.replace('os.path.exists("last.pt")', 'os.path.getsize("last.pt")')
+    outcome = compare(script + 'if rank == 0: torch.save(net.state_dict(), "last.pt")\n', code=2)
+    assert "which an earlier run of this comparison wrote" in outcome.text
+
+
+def test_no_optimizer(compare):
+    outcome = compare("import torch\nprint(torch.ones(3).sum())\n", code=2)
+    assert "no optimizer step was seen on one device" in outcome.text
+    assert "no torch" not in outcome.text
+
+
+def test_no_torch(compare):
+    assert "no optimizer step was seen" in compare("print(1)\n", code=2).text
