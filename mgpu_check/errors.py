@@ -106,10 +106,11 @@ class RankHang(BaseException):
     """Ranks did not finish in time.
 
     No ``Exception``, because Hypothesis would run the example again and again to shrink it, each time for the whole
-    deadline.
+    deadline. ``mistakes`` is that of `ScalingMismatch`, where a gate was at work.
     """
 
     ranks: tuple[int, ...]
+    mistakes: tuple[str, ...] = ()
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)

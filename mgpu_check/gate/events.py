@@ -150,7 +150,7 @@ class _Watch:
             "name": self._name_of(value),
         }
         if value.numel() == 1:
-            said["value"] = float(value)
+            said["value"] = float(value.detach())
         return said
 
     def _name_of(self, value: torch.Tensor) -> str:
@@ -206,8 +206,10 @@ def _seed(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
 
 
 def _backward(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
-    loss = local["self"]
-    return {"loss": float(loss)} if loss.numel() == 1 else {}
+    loss = local["self"].detach()
+    said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
+    # By what ranks can tell whether they hold the same parameters.
+    return said | {"parameters": {name: float(value.detach().double().sum()) for name, value in watch.parameters()}}
 
 
 def _sampler(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:

@@ -147,9 +147,7 @@ def observe(
     return seen
 
 
-def _call(
-    program: Program, model: Any, rank: Rank, of_reference: bool, world_size: int
-) -> Callable[[Any], Any]:
+def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_size: int) -> Callable[[Any], Any]:
     if of_reference:
         assert program.reference is not None
         reference = program.reference

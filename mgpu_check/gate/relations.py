@@ -82,7 +82,10 @@ def judge(
 
 
 def repeats(
-    verdict: Verdict, expected: Expected, seen: Sequence[Observation], again: Sequence[Observation],
+    verdict: Verdict,
+    expected: Expected,
+    seen: Sequence[Observation],
+    again: Sequence[Observation],
     tolerance: float | Mapping[str, float] | None,
 ) -> None:
     """Add to `verdict` whether a second run has left the same."""
@@ -109,7 +112,9 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
     """Kinds that are not judged, and why."""
     out: dict[str, str] = {}
     reference, step = expected.single, first
-    returned = [value for name, value in step.values.items() if step.kinds[name] == "returned" and value.is_floating_point()]
+    returned = [
+        value for name, value in step.values.items() if step.kinds[name] == "returned" and value.is_floating_point()
+    ]
     parameters = {name: value for name, value in step.values.items() if step.kinds[name] == "params"}
     account = sum(value.numel() for value in returned) >= sum(value.numel() for value in parameters.values()) > 0
     if account:

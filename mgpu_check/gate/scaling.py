@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 from hypothesis.reporting import with_reporter
 
-from mgpu_check.errors import ScalingMismatch
+from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gate.families import SEVERAL_STEPS, Sizes, families
-from mgpu_check.gate.investigation import investigate
+from mgpu_check.gate.investigation import investigate, report_of_hang
 from mgpu_check.gate.observing import KINDS, Program
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.gate.trial import Trial, Trials
@@ -83,13 +83,21 @@ def assert_step_scales(
     allowed = world_sizes_of(ranks, world_sizes)
     drawn = batch if isinstance(batch, st.SearchStrategy) else None
     if drawn is not None and sizes is not None:
-        raise ValueError("assert_step_scales: sizes and a strategy of batches are both given; batches bring their sizes")
+        raise ValueError(
+            "assert_step_scales: sizes and a strategy of batches are both given; batches bring their sizes"
+        )
     program = Program(step, build, None if drawn is not None else batch, reference, single_process)  # type: ignore[arg-type]
     trials = Trials(ranks, program, frozenset(observe), tolerance, _name_of(step))
     for kind in families(allowed, sizes, drawn, max_examples or _EXAMPLES):
         if kind.name == SEVERAL_STEPS and not trials.trains:
             continue
-        failed = _search(trials, kind.scenarios, kind.examples)
+        try:
+            failed = _search(trials, kind.scenarios, kind.examples)
+        except RankHang as hang:
+            report = report_of_hang(trials.name, trials.current, hang)
+            hang.args = (f"{report}\n\n{hang}",)
+            hang.mistakes = report.mistakes
+            raise
         if failed is not None:
             report = investigate(trials, failed, allowed)
             raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
@@ -169,7 +177,13 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
             budget[1] -= 1
             if budget[1] < 0 and not trials.knows(scenario):
                 return
-        trial = trials.run(scenario)
+        try:
+            trial = trials.run(scenario)
+        except RankHang:
+            if not found:
+                raise
+            budget[1] = 0  # each would take the whole deadline
+            return
         if trial is not None:
             found.append(trial)
             raise _Failed

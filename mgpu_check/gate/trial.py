@@ -56,6 +56,7 @@ class Trials:
 
     Attributes:
         completed: scenarios that were compared.
+        current: that which is tried, or was tried last.
         trains: the step has changed the model, so that a second one is another.
     """
 
@@ -70,6 +71,7 @@ class Trials:
         self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
         self.completed = 0
         self.trains = isinstance(program.step, type)
+        self.current = Scenario(1, 0)
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         self._outcomes: dict[Scenario, Trial | None] = {}
         self._repeated: set[int] = set()
@@ -81,7 +83,7 @@ class Trials:
 
     def run(self, scenario: Scenario) -> Trial | None:
         """Try a scenario; None where all relations hold, or one device cannot do it either."""
-        scenario = self._placed(scenario)
+        self.current = scenario = self._placed(scenario)
         if self.knows(scenario):
             return self._outcomes[scenario]
         trial = self._run(scenario)
@@ -95,7 +97,7 @@ class Trials:
         except RankFailure as refused:
             self._refusals.append(refused)
             return None
-        if scenario.change == "scaled" and not expected.finite:
+        if scenario.change and not self._counts(scenario, expected):
             return None
         self.trains |= "params" in (expected.own or expected.single).touched
         try:
@@ -109,6 +111,12 @@ class Trials:
             repeats(verdict, expected, seen, self.on_ranks(scenario), self.tolerance)
         self.completed += 1
         return None if verdict.holds else Trial(scenario, expected, verdict, seen)
+
+    def _counts(self, scenario: Scenario, expected: Expected) -> bool:
+        """Whether a changed batch is one that the step is meant for: one device can do it, and does what is expected."""
+        if scenario.change == "scaled" and not expected.finite:
+            return False
+        return expected.own is None or judge(expected, [expected.own], self.kinds, self.tolerance).holds
 
     def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
         """Run the step at the scenario's world size."""
@@ -129,8 +137,6 @@ class Trials:
                 found: Expected | RankFailure = self.ranks.run(measure, self.program, scenario, deep, size=1)[0]
             except RankFailure as refused:
                 found = refused
-            if scenario.batches:
-                key = ("drawn",)
             if len(self._expected) >= _KEPT:
                 del self._expected[next(iter(self._expected))]
             self._expected[key] = found

@@ -1,0 +1,209 @@
+"""Mistakes in calls of collectives, which the calls themselves show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mgpu_check.gate.events import Event
+from mgpu_check.gate.evidence import Evidence
+from mgpu_check.gate.report import Finding
+from mgpu_check.grouping import intervals
+
+__all__ = ["causes"]
+
+_FILLING = ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter")
+
+
+def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Likely causes, each with how telling the evidence is, 0 to 100."""
+    for rank, event in evidence.events("collective"):
+        yield from _of_one(rank, event)
+    yield from _uneven(evidence)
+    yield from _to_one_rank(evidence)
+    yield from _of_groups(evidence)
+    yield from _overflow(evidence)
+    yield from _discarded(evidence)
+    yield from _other_operation(evidence)
+
+
+def _tensors(event: Event) -> list[dict[str, Any]]:
+    return [*event.details.get("tensors", []), *event.details.get("list", [])]
+
+
+def _of_one(rank: int, event: Event) -> Iterator[tuple[float, Finding]]:
+    where = f"{event.name} ({event.site})"
+    if event.details.get("asynchronous") and not event.details.get("waited"):
+        yield 95, Finding("not-waited", f"{where} was called with async_op=True, and nothing has waited for it")
+    if event.details.get("aliased"):
+        count = len(event.details["list"])
+        yield 94, Finding("aliased-gather-list", f"the {count} tensors of the list given to {where} share memory")
+    for tensor in _tensors(event):
+        if tensor["gaps"]:
+            of = tensor["name"] or f"{tensor['dtype']}{list(tensor['shape'])}"
+            yield 93, Finding("strided-view", f"{where} was given a view with gaps in memory, of {of}")
+
+
+def _uneven(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Tensors of other shapes on other ranks, in the same call."""
+    calls = [trace.of("collective") for trace in evidence.traces]
+    for same in zip(*calls, strict=False):
+        shapes = [[tensor["shape"] for tensor in _tensors(event)] for event in same]
+        name = same[0].name
+        if any(shape != shapes[0] for shape in shapes) and name.startswith(_FILLING) and "object" not in name:
+            told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
+            yield (
+                92,
+                Finding("uneven-gather", f"{name} ({same[0].site}) was given tensors of shapes {told}, rank by rank"),
+            )
+            return
+
+
+def _to_one_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    if not evidence.verdict.split:
+        return
+    for _, event in evidence.events("collective"):
+        if event.name not in ("reduce", "gather", "gather_object") or "dst" not in event.details:
+            continue
+        right = event.details["dst"]
+        for name in evidence.verdict.split:
+            if right not in evidence.verdict.wrong.get(name, []):
+                yield (
+                    83,
+                    Finding(
+                        "value-of-one-rank",
+                        f"{event.name} ({event.site}) delivers to rank {right} only: {name} is right there, and not elsewhere",
+                    ),
+                )
+                return
+
+
+def _of_groups(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    sizes = {len(event.details["group"]) for _, event in evidence.events("collective") if "group" in event.details}
+    made = evidence.first("group")
+    if made is None or not sizes:
+        return
+    factor = evidence.factor()
+    if factor is None:
+        factors = {name: evidence.factor([name]) for name in evidence.names}
+    else:
+        factors = dict.fromkeys(evidence.names, factor)
+    possible = {size for size in range(1, evidence.size) if evidence.size % size == 0}
+    for name, ratio in factors.items():
+        for size in possible if ratio else ():
+            replicas = evidence.size / size
+            for power, root in ((1.0, ""), (0.5, "the root of ")):
+                for exponent in (power, -power):
+                    if ratio and abs(ratio - replicas**exponent) < 2e-3 * replicas**exponent:
+                        inverse = "1 / " if exponent < 0 else ""
+                        yield (
+                            82,
+                            Finding(
+                                "wrong-process-group",
+                                f"groups were made ({made.site}), collectives ran over {_sizes(sizes)} ranks, and {name} is "
+                                f"{ratio:.4g} times what it should be: {inverse}{root}{replicas:g}, the number of groups of {size}",
+                            ),
+                        )
+                        return
+    yield from _parted_by_group(evidence)
+
+
+def _parted_by_group(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Ranks of a group agree with each other, and not with those of another."""
+    groups = {
+        tuple(event.details["group"])
+        for _, event in evidence.events("collective")
+        if 1 < len(event.details.get("group", ())) < evidence.size
+    }
+    for name in evidence.verdict.split:
+        digests = [one.digests.get(name) for one in evidence.seen]
+        for group in sorted(groups):
+            inside = {digests[rank] for rank in group}
+            outside = {digest for rank, digest in enumerate(digests) if rank not in group}
+            if len(inside) == 1 and not inside & outside:
+                yield (
+                    81,
+                    Finding(
+                        "wrong-process-group",
+                        f"{name} is the same on ranks {intervals(group)}, which form a group, and another on the other ranks",
+                    ),
+                )
+                return
+
+
+def _sizes(sizes: set[int]) -> str:
+    return " and ".join(str(size) for size in sorted(sizes))
+
+
+def _overflow(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    broken = [name for name in evidence.wrong() if evidence.verdict.relations[name].get("finite") is False]
+    for _, event in evidence.events("collective") if broken else ():
+        narrow = [tensor["dtype"] for tensor in _tensors(event) if tensor["dtype"] in ("float16", "bfloat16")]
+        if narrow and event.details.get("op", "sum") == "sum":
+            yield (
+                90,
+                Finding(
+                    "low-precision-overflow",
+                    f"{event.name} ({event.site}) adds up {narrow[0]} tensors, and {broken[0]} is not finite on "
+                    f"{evidence.size} ranks, where it is on one device",
+                ),
+            )
+            return
+    if broken and evidence.expected.narrow:
+        yield (
+            40,
+            Finding(
+                "low-precision-overflow",
+                f"the step computes in {', '.join(evidence.expected.narrow)}, and {broken[0]} is not finite",
+            ),
+        )
+
+
+def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """A rank has kept its own part although there was a collective on a tensor of just that shape."""
+    for name in evidence.wrong():
+        shape = tuple(evidence.expected.exact[name].shape) if name in evidence.expected.exact else None
+        if not shape or name not in evidence.verdict.split:
+            continue
+        mine = [
+            event
+            for event in (evidence.traces[0].of("collective") if evidence.traces else ())
+            if event.name == "all_reduce" and any(tensor["shape"] == shape for tensor in _tensors(event))
+        ]
+        for event in mine:
+            owners = {tensor["name"] for tensor in _tensors(event)}
+            bare = name.removeprefix("returned ").removeprefix("gradient of ")
+            if any(bare in owner for owner in owners if owner):
+                continue
+            for factor in (1.0, 1.0 / evidence.size):
+                for division in evidence.hypotheses.divisions:
+                    if evidence.explains(evidence.combined(division, "own", factor), [name]):
+                        yield (
+                            88,
+                            Finding(
+                                "result-discarded",
+                                f"{event.name} ({event.site}) ran on a tensor of the shape of {name} that is another tensor, "
+                                f"and {name} is still each rank's own",
+                            ),
+                        )
+                        return
+
+
+def _other_operation(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    for division in evidence.hypotheses.divisions:
+        for how in ("max", "min", "root of sum of squares"):
+            if evidence.explains(evidence.combined(division, how)):
+                yield (
+                    62,
+                    Finding(
+                        "wrong-reduction",
+                        f"{evidence.names[0]} is the {how} of what ranks have for {division.name}",
+                    ),
+                )
+                return
+    reduced = [
+        event for _, event in evidence.events("collective") if event.details.get("op") in ("max", "min", "product")
+    ]
+    if reduced:
+        event = reduced[0]
+        yield 30, Finding("wrong-reduction", f"{event.name} ({event.site}) combines by {event.details['op']}")

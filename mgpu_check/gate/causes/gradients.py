@@ -1,0 +1,254 @@
+"""Mistakes in how gradients, and metrics, of parts are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from mgpu_check.gate.evidence import Evidence
+from mgpu_check.gate.report import Finding
+from mgpu_check.grouping import intervals
+
+__all__ = ["causes"]
+
+_NEAR = 2e-3
+
+
+def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Likely causes, each with how telling the evidence is, 0 to 100."""
+    yield from _clipped(evidence)
+    yield from _statistics(evidence)
+    yield from _combined(evidence)
+    yield from _not_synchronized(evidence)
+    yield from _off_by_a_factor(evidence)
+    yield from _added_on_every_rank(evidence)
+    yield from _stale(evidence)
+    yield from _uneven_only(evidence)
+
+
+def _clipped(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Clipping, and after it a collective on a gradient, with no new backward between them."""
+    if not evidence.traces or not evidence.names:
+        return
+    clip = None
+    for event in evidence.traces[0].events:
+        if event.kind == "clip":
+            clip = event
+        elif event.kind in ("backward", "step"):
+            clip = None
+        elif event.kind == "collective" and clip is not None and evidence.gradient_like:
+            tensors = [*event.details.get("tensors", []), *event.details.get("list", [])]
+            large = any(len(tensor["shape"]) and "value" not in tensor for tensor in tensors)
+            on_gradient = any(tensor["name"].startswith("gradient of") for tensor in tensors)
+            if event.name.startswith(("all_reduce", "reduce")) and (on_gradient or large):
+                yield (
+                    84,
+                    Finding(
+                        "clipped-before-synchronization",
+                        f"{clip.name} ({clip.site}) runs before {event.name} of the gradients ({event.site})",
+                    ),
+                )
+                return
+
+
+def _statistics(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    modules = evidence.seen[0].normalized
+    if not modules:
+        return
+    of_shards = any(
+        evidence.explains(evidence.combined(division, "mean")) for division in evidence.hypotheses.divisions
+    )
+    yield (
+        83 if of_shards else 66,
+        Finding(
+            "batch-statistics-per-rank",
+            f"{modules[0]} is a BatchNorm in training mode: it normalizes each rank's samples by their own mean and variance"
+            + (", and the gradients are the mean of those of the shards" if of_shards else ""),
+        ),
+    )
+
+
+def _combined(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """The plain mean over ranks of each one's own mean."""
+    for division in evidence.hypotheses.divisions:
+        for factor, also in (
+            (1.0, ""),
+            (1.0 / evidence.size, ", divided by the world size"),
+            (float(evidence.size), ", times the world size"),
+        ):
+            if not evidence.explains(evidence.combined(division, "mean", factor)):
+                continue
+            name = evidence.names[0]
+            windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
+            counts = ", ".join(map(str, division.counts))
+            even = len(set(division.counts)) == 1
+            if even and not evidence.gradient_like and division.along == 0:
+                yield (
+                    74,
+                    Finding(
+                        "wrong-reduction" if _nonlinear(name) else "mean-of-means",
+                        f"{name} is the mean over ranks of each rank's own{also}, which it is not for all samples together",
+                    ),
+                )
+                return
+            yield (
+                76,
+                Finding(
+                    "mean-of-means",
+                    f"{name} is the plain mean over ranks of what each has for its own part ({division.name}: {counts}{windows}"
+                    f"){also}, however much of the parts counts",
+                ),
+            )
+            return
+
+
+def _nonlinear(name: str) -> bool:
+    return any(word in name.lower() for word in ("norm", "rmse", "std", "auc", "f1", "perplexity", "max", "min"))
+
+
+def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Each rank holds what it has computed from its own part."""
+    local: list[str] = []
+    for division in evidence.hypotheses.divisions:
+        for factor in (1.0, 1.0 / evidence.size):
+            own = evidence.combined(division, "own", factor)
+            local = [
+                name for name in evidence.names if name in evidence.verdict.split and evidence.explains(own, [name])
+            ]
+            if local:
+                break
+        if local:
+            break
+    if not local:
+        local = [name for name in evidence.verdict.split if evidence.kinds.get(name) == "grads"]
+        if not local:
+            return
+        certainty, told = 60.0, f"{_few(local)} differ from rank to rank"
+    else:
+        certainty, told = (
+            80.0,
+            f"{_few(local)} {'is' if len(local) == 1 else 'are'} each rank's own, of {division.name}",
+        )
+    if not evidence.gradient_like:
+        yield certainty, Finding("value-of-one-rank", f"{told}: nothing has combined them")
+        return
+    yield certainty, Finding("gradients-not-synchronized", told + _why_local(evidence, local))
+
+
+def _why_local(evidence: Evidence, local: list[str]) -> str:
+    wrap = evidence.first("wrap")
+    if wrap is None:
+        return "" if any(True for _ in evidence.events("collective")) else "; no collective was called"
+    covered = {name for _, event in evidence.events("wrap") for name in event.details["parameters"]}
+    bare = [name.removeprefix("returned ").removeprefix("gradient of ") for name in local]
+    outside = [name for name in bare if name not in covered]
+    if outside:
+        return f"; {_few(outside)} {'was' if len(outside) == 1 else 'were'} in no DistributedDataParallel when it was made ({wrap.site})"
+    if evidence.first("no_sync") is not None:
+        return "; backward ran under no_sync"
+    if evidence.first("forward") is None:
+        return "; DistributedDataParallel was made, but never called: the module inside was"
+    unused = not wrap.details["find_unused"]
+    return "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
+
+
+def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    ratio = evidence.factor()
+    if ratio is None:
+        return
+    windows = max((len(trace.of("backward")) for trace in evidence.traces), default=0) / max(1, evidence.scenario.steps)
+    what = _few(evidence.names)
+    verb = "is" if len(evidence.names) == 1 else "are"
+    size = evidence.size
+    for power, told in ((1, f"{size}"), (-1, f"1/{size}"), (2, f"{size}²"), (-2, f"1/{size}²")):
+        if abs(ratio - float(size) ** power) <= _NEAR * float(size) ** power:
+            twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
+            yield (
+                79,
+                Finding("world-size-factor", f"{what} {verb} {told} of what one device gives, on {size} ranks{twice}"),
+            )
+            return
+    for power in (1, -1):
+        if windows > 1 and abs(ratio - windows**power) <= _NEAR * windows**power:
+            yield (
+                77,
+                Finding(
+                    "accumulation-factor",
+                    f"{what} {verb} {ratio:.4g} times what one device gives, with {windows:g} backward passes in each step",
+                ),
+            )
+            return
+    yield 45, Finding("world-size-factor", f"{what} {verb} {ratio:.6g} times what one device gives, on {size} ranks")
+
+
+def _added_on_every_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """The result is too large by some parameter (a bias), once for each rank but one."""
+    parameters = {
+        name: value.double()
+        for name, value in evidence.seen[0].initial.items()
+        if value.is_floating_point() and value.dim()
+    }
+    for name in evidence.wrong("returned"):
+        exact, got = evidence.expected.exact.get(name), evidence.seen[0].values.get(name)
+        if exact is None or got is None or exact.shape != got.shape or not exact.dim():
+            continue
+        excess = (got.double() - exact) / (evidence.size - 1) if evidence.size > 1 else got.double() * 0
+        for owner, value in parameters.items():
+            if value.dim() == 1 and exact.shape[-1] == len(value) and _equal(excess, value.expand_as(excess), got):
+                yield (
+                    82,
+                    Finding(
+                        "partial-result-added-on-every-rank",
+                        f"{name} is too large by {evidence.size - 1} times {owner}: each of {evidence.size} ranks adds it "
+                        "before the sum",
+                    ),
+                )
+                return
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
+    return bool(((one - other).abs() <= 1e-5 * float(scale.abs().max())).all()) and bool((other != 0).any())
+
+
+def _stale(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Right in the first step, and what was left then is in the second, too."""
+    stages, exact = evidence.seen[0].snapshots, evidence.expected.snapshots
+    for step in range(1, min(len(stages), len(exact))):
+        for name, value in exact[step].items():
+            if not name.startswith("gradient of") or name not in stages[step]:
+                continue
+            before, got = exact[step - 1][name], stages[step][name].double()
+            if bool((before != 0).any()) and _equal(got - value.double(), before.double(), got):
+                yield (
+                    83,
+                    Finding(
+                        "stale-gradients",
+                        f"{name} in optimizer step {step + 1} is that of one device, and that of step {step} added",
+                    ),
+                )
+                return
+
+
+def _uneven_only(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Ranks agree on something that is wrong only where they have different numbers of samples."""
+    samples, size = evidence.scenario.samples, evidence.size
+    if not samples or samples % size == 0 or evidence.verdict.split or not evidence.names:
+        return
+    yield (
+        50,
+        Finding(
+            "mean-of-means",
+            f"{samples} samples do not divide by {size} ranks, which agree with each other on {_few(evidence.names)}, but not "
+            "with one device: as when each part counts as much as any other",
+        ),
+    )
+
+
+def _few(names: list[str]) -> str:
+    """The first names, and how many more."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _who(ranks: list[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(ranks)}"

@@ -1,0 +1,156 @@
+"""All that is known of a failure, and how far a hypothesis explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mgpu_check.gate.divisions import Division, Hypotheses
+from mgpu_check.gate.events import Event, Trace
+from mgpu_check.gate.measuring import Expected
+from mgpu_check.gate.observing import Observation
+from mgpu_check.gate.relations import Verdict
+from mgpu_check.gate.scenario import Scenario
+
+__all__ = ["Evidence"]
+
+_LOOSE = 1e-4
+"""Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
+
+
+@dataclass
+class Evidence:
+    """What was seen of a failure.
+
+    Attributes:
+        seen: of each rank, with all values.
+        traces: of each rank, what it has called.
+        hypotheses: what one device gives for parts of the batch.
+        same: name -> whether it is the same at other world sizes.
+        wrong_alone: the step differs from the reference at world size 1 already.
+    """
+
+    scenario: Scenario
+    expected: Expected
+    verdict: Verdict
+    seen: Sequence[Observation]
+    traces: Sequence[Trace]
+    hypotheses: Hypotheses
+    same: Mapping[str, bool] = field(default_factory=dict)
+    wrong_alone: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.scenario.world_size
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        return {**self.expected.single.kinds, **self.seen[0].kinds}
+
+    def wrong(self, *kinds: str) -> list[str]:
+        """Names of what differs from one device, in the order of the model; of some kinds, or of all."""
+        return [name for name in self.verdict.wrong if not kinds or self.kinds.get(name) in kinds]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of floating-point values that differ, and that a hypothesis would have to explain."""
+        wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
+        return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
+
+    @property
+    def gradient_like(self) -> bool:
+        """Whether what differs is gradients, or parameters, rather than metrics."""
+        return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
+
+    def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
+        for rank, trace in enumerate(self.traces):
+            for event in trace.of(*kinds):
+                yield rank, event
+
+    def first(self, *kinds: str) -> Event | None:
+        return next((event for _, event in self.events(*kinds)), None)
+
+    def explains(self, values: Sequence[Mapping[str, torch.Tensor]], names: Collection[str] = ()) -> bool:
+        """Whether each rank has left `values`, of that rank, where it differs from one device.
+
+        False where they are what one device gives, too: they explain nothing then.
+        """
+        tells = False
+        for name in names or self.names:
+            exact = self.expected.exact[name]
+            for rank, one in enumerate(self.seen):
+                got, value = one.values.get(name), values[rank].get(name)
+                if got is None or value is None or got.shape != value.shape:
+                    return False
+                if not self._near(name, got.double(), value.double()):
+                    return False
+                tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
+        return tells
+
+    def _near(self, name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+        tolerance = self.expected.tolerance.get(name)
+        slack = _LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
+        if tolerance is not None and tolerance.shape == one.shape:
+            allowed = 4 * tolerance + min(slack, 1e-2)
+        else:
+            allowed = torch.full_like(one, slack)
+        same = (one == other) | (one.isnan() & other.isnan())
+        return bool((same | ((one - other).abs() <= allowed)).all())
+
+    def factor(self, names: Collection[str] = ()) -> float | None:
+        """The one number by which everything that differs is off, on all ranks; None if there is none."""
+        ratios: list[torch.Tensor] = []
+        for name in names or self.names:
+            exact = self.expected.exact[name]
+            for one in self.seen:
+                got = one.values.get(name)
+                if got is None or got.shape != exact.shape:
+                    return None
+                usable = exact.isfinite() & (exact.abs() > 1e-3 * exact.abs().max()) & (exact != 0)
+                ratios.append((got.double()[usable] / exact[usable]).flatten())
+        both = torch.cat(ratios) if ratios else torch.empty(0)
+        if not len(both) or not bool(both.isfinite().all()):
+            return None
+        middle = float(both.median())
+        if middle == 0 or abs(middle - 1) < 1e-3:
+            return None
+        return middle if bool(((both - middle).abs() <= 2e-3 * abs(middle)).all()) else None
+
+    def combined(self, division: Division, how: str, factor: float = 1.0) -> list[dict[str, torch.Tensor]]:
+        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
+        results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.size)]
+        for name in self.names:
+            parts = [self._of_rank(name, windows) for windows in division.parts]
+            if any(part is None for part in parts):
+                continue
+            known = [part for part in parts if part is not None]
+            if len({part.shape for part in known}) > 1:
+                continue
+            stacked = torch.stack(known)
+            for rank in range(self.size):
+                if how == "own":
+                    value = known[rank]
+                elif how == "first":
+                    value = known[0]
+                elif how == "last":
+                    value = known[-1]
+                elif how == "mean":
+                    value = stacked.mean(0)
+                elif how == "sum":
+                    value = stacked.sum(0)
+                elif how == "root of sum of squares":
+                    value = stacked.square().sum(0).sqrt()
+                else:
+                    value = stacked.amax(0) if how == "max" else stacked.amin(0)
+                results[rank][name] = factor * value
+        return results
+
+    def _of_rank(self, name: str, windows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+        """The mean over a rank's micro-batches; zero where a part without samples has no result."""
+        exact = self.expected.exact[name]
+        values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
+        if len({value.shape for value in values}) > 1:
+            return None
+        return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
