@@ -73,6 +73,18 @@ def test_padding_does_not_excuse_overlap(ranks):
     error = refuted(ranks, overlapping, match="1 of 24 samples too many: 12", padding=True, uneven=True)
     assert "only once" in str(error)
 
+def test_padding_does_not_excuse_more_than_the_last_batches(ranks):
+    def make(rank):
+        own = list(range(rank.index, 24, rank.size))
+        return DataLoader(Subset(numbers(24), own + own[:4] * (rank.size > 1)), batch_size=2)
+    refuted(ranks, make, match="8 of 24 samples too many: 0, 2, 4, 6, …", padding=True)
+
+def test_blanks(ranks):
+    def make(rank):
+        own = torch.arange(1, 8)[rank.index::rank.size]
+        return torch.cat([own, own.new_zeros((4 - len(own)) * (rank.size > 1))]).split(2)
+    refuted(ranks, make, match="1 samples that world size 1 does not give: 0", world_sizes=[2])
+
 def test_dropping(ranks):
     def make(rank):
         return sampled(rank, 27, drop_last=True)
@@ -116,6 +128,13 @@ def test_only_the_order_of_one_rank_shows_that_it_should_change(ranks):
         return DataLoader(data, batch_size=2, sampler=sampler, shuffle=sampler is None)
     refuted(ranks, make, "epochs-not-reshuffled", match="does not shuffle")
 
+def test_an_order_that_changes_without_a_sampler(ranks):
+    def make(rank):
+        for epoch in range(2):
+            generator = torch.Generator().manual_seed(epoch if rank.size == 1 else 0)
+            yield torch.randperm(24, generator=generator)[rank.index::rank.size].split(2)
+    refuted(ranks, make, "epochs-not-reshuffled", match="does not shuffle")
+
 def test_set_epoch_on_rank_0_only(ranks):
     def make(rank):
         return sampled(rank, set_epoch=rank.index == 0)
@@ -132,7 +151,7 @@ def test_a_seed_for_each_rank(ranks):
     error = refuted(ranks, make, "split-differs-between-ranks", match="on no rank")
     assert "samples on several ranks" in str(error)
 """,
-        14,
+        17,
     )
 
 
@@ -274,3 +293,36 @@ def test_one_rank(ranks):
 """,
         12,
     )
+
+
+def test_ranks_that_hang_or_die(run, pytester):
+    pytester.makepyfile(
+        test_it=COMMON
+        + """
+def hanging(rank):
+    for epoch in range(2):
+        if rank.size == 2 and rank.index == 1:
+            dist.barrier()
+        yield plain(rank)
+
+def test_hang(ranks):
+    with pytest.raises(RankHang) as caught:
+        assert_loader_covers(ranks, lambda rank: hanging(rank))
+    assert caught.value.__notes__ == ["while checking the loader at world size 2, 2 epochs"]
+
+def test_death(ranks):
+    def make(rank):
+        if rank.index == 1:
+            __import__("os")._exit(3)
+        return plain(rank)
+    with pytest.raises(RankDied, match="exit code 3") as caught:
+        assert_loader_covers(ranks, make)
+    assert caught.value.__notes__
+
+def test_shown(ranks):
+    assert_loader_covers(ranks, lambda rank: 1 / (rank.size - 1))
+"""
+    )
+    result = run("--gpus=2", "--simulate", "--rank-timeout=3")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*ZeroDivisionError*", "while checking the loader at world size 1, 2 epochs"])
