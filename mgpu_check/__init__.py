@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from mgpu_check.errors import RankDied as RankDied
     from mgpu_check.errors import RankFailure as RankFailure
     from mgpu_check.errors import RankHang as RankHang
+    from mgpu_check.errors import ScalingMismatch as ScalingMismatch
     from mgpu_check.gate.evaluating import assert_evaluation_agrees as assert_evaluation_agrees
     from mgpu_check.gate.loading import assert_loader_covers as assert_loader_covers
     from mgpu_check.gate.resuming import assert_resume_continues as assert_resume_continues
-    from mgpu_check.errors import ScalingMismatch as ScalingMismatch
     from mgpu_check.gate.scaling import assert_metric_scales as assert_metric_scales
     from mgpu_check.gate.scaling import assert_step_scales as assert_step_scales
     from mgpu_check.node.simulated import simulated_node as simulated_node

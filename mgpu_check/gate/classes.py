@@ -164,6 +164,12 @@ _ALL = (
         "call wait() on the handle before the tensor is read, changed or freed",
     ),
     MistakeClass(
+        "gradient-cut-by-collective",
+        "gradients do not flow through a collective",
+        "use torch.distributed.nn.functional, which is differentiable, or put the rank's own tensor back into what "
+        "all_gather gives",
+    ),
+    MistakeClass(
         "wrong-reduction",
         "values are combined by another operation than one device applies",
         "choose the op that matches: SUM of sums and counts, MAX of flags; a mean or norm of parts is none of the whole",

@@ -91,7 +91,7 @@ class _Watch:
         self._trace = trace
         parts = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else [model]
         self._modules = [part for part in parts if isinstance(part, nn.Module)]
-        self._asynchronous: list[tuple[Any, Event]] = []
+        self._asynchronous: list[tuple[Any, Event, list[tuple[torch.Tensor, int]]]] = []
 
     def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
         if what not in ("call", "return"):
@@ -101,9 +101,11 @@ class _Watch:
             self._collective(frame, what, result)
         elif code is _WAIT and what == "call":
             work = frame.f_locals["work"]
-            for pending, event in self._asynchronous:
+            for pending, event, versions in self._asynchronous:
                 if pending is work:
                     event.details["waited"] = True
+                    # Whoever writes to the operand before the wait has not waited for it.
+                    event.details["touched"] = any(tensor._version != version for tensor, version in versions)
         elif what == "call" and (watched := _WATCHED.get(code)) is not None:
             kind, name, read = watched
             with contextlib.suppress(Exception):  # evidence that cannot be had is not worth a failure
@@ -115,7 +117,10 @@ class _Watch:
             if isinstance(result, dist.Work) and self._trace.events:
                 event = next(event for event in reversed(self._trace.events) if event.kind == "collective")
                 event.details |= {"asynchronous": True, "waited": False}
-                self._asynchronous.append((result, event))
+                tensors = [
+                    value for value in (*local["args"], *local["kwargs"].values()) if isinstance(value, torch.Tensor)
+                ]
+                self._asynchronous.append((result, event, [(tensor, tensor._version) for tensor in tensors]))
             return
         if local["self"]._inside.depth:
             return
@@ -147,6 +152,7 @@ class _Watch:
             "dtype": str(value.dtype).removeprefix("torch."),
             "shape": tuple(value.shape),
             "gaps": not _is_dense(value),
+            "differentiable": value.requires_grad and torch.is_grad_enabled(),
             "name": self._name_of(value),
         }
         if value.numel() == 1:

@@ -30,6 +30,7 @@ class Evidence:
         hypotheses: what one device gives for parts of the batch.
         same: name -> whether it is the same at other world sizes.
         wrong_alone: the step differs from the reference at world size 1 already.
+        right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
     """
 
     scenario: Scenario
@@ -40,6 +41,7 @@ class Evidence:
     hypotheses: Hypotheses
     same: Mapping[str, bool] = field(default_factory=dict)
     wrong_alone: bool = False
+    right_when_small: bool | None = None
 
     @property
     def size(self) -> int:
@@ -101,15 +103,23 @@ class Evidence:
 
     def factor(self, names: Collection[str] = ()) -> float | None:
         """The one number by which everything that differs is off, on all ranks; None if there is none."""
+        return self._factor(names or self.names, {})
+
+    def factor_of_updates(self) -> float | None:
+        """The same of what the step adds to the parameters, as a learning rate changes it."""
+        return self._factor(self.names, self.expected.single.initial)
+
+    def _factor(self, names: Collection[str], before: Mapping[str, torch.Tensor]) -> float | None:
         ratios: list[torch.Tensor] = []
-        for name in names or self.names:
-            exact = self.expected.exact[name]
+        for name in names:
+            start = before[name].double() if name in before else torch.zeros((), dtype=torch.float64)
+            exact = self.expected.exact[name] - start
             for one in self.seen:
                 got = one.values.get(name)
                 if got is None or got.shape != exact.shape:
                     return None
-                usable = exact.isfinite() & (exact.abs() > 1e-3 * exact.abs().max()) & (exact != 0)
-                ratios.append((got.double()[usable] / exact[usable]).flatten())
+                usable = exact.isfinite() & (exact.abs() > 1e-2 * exact.abs().max()) & (exact != 0)
+                ratios.append(((got.double() - start)[usable] / exact[usable]).flatten())
         both = torch.cat(ratios) if ratios else torch.empty(0)
         if not len(both) or not bool(both.isfinite().all()):
             return None

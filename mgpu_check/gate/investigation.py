@@ -21,6 +21,7 @@ from mgpu_check.numerics.compare import difference
 
 __all__ = ["investigate", "report_of_hang"]
 
+_SMALL = 2.0**-10
 _LIKELY = 2
 """Causes that a report names."""
 _THEMES = (collectives.causes, data.causes, gradients.causes, control.causes)
@@ -140,7 +141,19 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
     except (CheckFailure, RankHang):
         hypotheses = Hypotheses([], [])
     alone = expected.own is not None and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
-    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, same, alone)
+    small = _when_small(trials, scenario)
+    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, same, alone, small)
+
+
+def _when_small(trials: Trials, scenario: Scenario) -> bool | None:
+    """Whether the step is right for the same batch scaled down, so that no limit on a norm is reached."""
+    if scenario.change not in ("", "scaled"):
+        return None
+    small = replace(scenario, change="scaled", factor=_SMALL)
+    try:
+        return judge(trials.expected(small), trials.on_ranks(small), trials.kinds, trials.tolerance).holds
+    except (CheckFailure, RankHang):
+        return None
 
 
 def _repeat(

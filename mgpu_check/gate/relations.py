@@ -17,6 +17,9 @@ __all__ = ["AGREE", "FINITE", "PARITY", "REPEATS", "Verdict", "close", "judge", 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 
 
+_SHARDED = ("grads", "params", "optimizer")
+
+
 @dataclass
 class Verdict:
     """What holds for each observable.
@@ -66,6 +69,9 @@ def judge(
         if kind in left_out:
             verdict.skipped[name] = left_out[kind]
             continue
+        if kind in _SHARDED and _is_sharded(expected, seen, name):
+            verdict.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
+            continue
         relations: dict[str, bool | None] = {}
         allowed = _allowed(expected, name, tolerance)
         relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
@@ -106,6 +112,15 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
     if one is None or other is None or one.shape != other.shape:
         return False
     return difference(one, other, allowed) is None
+
+
+def _is_sharded(expected: Expected, seen: Sequence[Observation], name: str) -> bool:
+    """Whether ranks hold parts of what one device has whole."""
+    right = expected.single.values.get(name)
+    held = [one.digests.get(name) for one in seen]
+    if None in held and expected.single.kinds.get(name, seen[0].kinds.get(name)) == "optimizer":
+        return True
+    return right is not None and any(one.values[name].shape != right.shape for one in seen if name in one.values)
 
 
 def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
@@ -197,9 +212,6 @@ def _agreement(
 ) -> bool | None:
     if len(seen) == 1:
         return None
-    held = [one for one in seen if name in one.digests]
-    if kind == "optimizer" and len(held) < len(seen):
-        return None  # sharded
     if len({one.digests.get(name) for one in seen}) == 1:
         return True
     if kind == "buffers" and name in seen[0].broadcast:

@@ -24,6 +24,8 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     yield from _of_groups(evidence)
     yield from _overflow(evidence)
     yield from _discarded(evidence)
+    yield from _cut(evidence)
+    yield from _late(evidence)
     yield from _other_operation(evidence)
 
 
@@ -35,6 +37,8 @@ def _of_one(rank: int, event: Event) -> Iterator[tuple[float, Finding]]:
     where = f"{event.name} ({event.site})"
     if event.details.get("asynchronous") and not event.details.get("waited"):
         yield 95, Finding("not-waited", f"{where} was called with async_op=True, and nothing has waited for it")
+    elif event.details.get("touched"):
+        yield 95, Finding("not-waited", f"the tensor given to {where} with async_op=True was written to before wait()")
     if event.details.get("aliased"):
         count = len(event.details["list"])
         yield 94, Finding("aliased-gather-list", f"the {count} tensors of the list given to {where} share memory")
@@ -149,6 +153,21 @@ def _overflow(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 ),
             )
             return
+    for name in evidence.wrong("returned"):
+        right, got = evidence.expected.single.values.get(name), evidence.seen[0].values.get(name)
+        if right is None or got is None or right.shape != got.shape or right.dtype.is_floating_point:
+            continue
+        for bits in (8, 16, 32):
+            off = got.long() - right.long()
+            if bool((off != 0).any()) and bool((off % 2**bits == 0).all()):
+                yield (
+                    90,
+                    Finding(
+                        "low-precision-overflow",
+                        f"{name} is off by a multiple of 2^{bits}, as an int{bits} that overflows",
+                    ),
+                )
+                return
     if broken and evidence.expected.narrow:
         yield (
             40,
@@ -187,6 +206,40 @@ def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                             ),
                         )
                         return
+
+
+def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """A collective that autograd does not see, on what gradients were to flow through."""
+    if not evidence.wrong("grads") and not evidence.gradient_like:
+        return
+    for _, event in evidence.events("collective"):
+        if event.name == "sync_params_and_buffers":
+            continue
+        if any(tensor.get("differentiable") and not tensor["name"] for tensor in _tensors(event)):
+            yield (
+                73,
+                Finding(
+                    "gradient-cut-by-collective",
+                    f"{event.name} ({event.site}) was given a tensor that requires gradients, and what it gives has none",
+                ),
+            )
+            return
+
+
+def _late(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Not finite, as the simulated node makes what is read before the wait."""
+    broken = [name for name in evidence.wrong() if evidence.verdict.relations[name].get("finite") is False]
+    waited = [event for _, event in evidence.events("collective") if event.details.get("asynchronous")]
+    unsteady = [name for name, relations in evidence.verdict.relations.items() if relations.get("repeats") is False]
+    if waited and (broken or unsteady):
+        yield (
+            87,
+            Finding(
+                "not-waited",
+                f"{waited[0].name} ({waited[0].site}) was called with async_op=True, and {(broken or unsteady)[0]} is "
+                + ("not finite, as what is read before wait()" if broken else "another in a second run"),
+            ),
+        )
 
 
 def _other_operation(evidence: Evidence) -> Iterator[tuple[float, Finding]]:

@@ -16,6 +16,7 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """Likely causes, each with how telling the evidence is, 0 to 100."""
     yield from _started_differently(evidence)
     yield from _decided(evidence)
+    yield from _right_on_some(evidence)
     yield from _skipped_in_part(evidence)
     yield from _buffers(evidence)
     yield from _drawn(evidence)
@@ -90,6 +91,15 @@ def _decided(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 "times on one device",
             ),
         )
+
+
+def _right_on_some(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    for name in evidence.verdict.split:
+        wrong = evidence.verdict.wrong.get(name, [])
+        right = [rank for rank in range(evidence.size) if rank not in wrong]
+        if right and wrong and len(right) == 1:
+            yield 58, Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
+            return
 
 
 def _skipped_in_part(evidence: Evidence) -> Iterator[tuple[float, Finding]]:

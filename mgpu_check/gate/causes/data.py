@@ -16,6 +16,7 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """Likely causes, each with how telling the evidence is, 0 to 100."""
     yield from _epochs(evidence)
     yield from _split(evidence)
+    yield from _irregular(evidence)
     yield from _not_split(evidence)
     yield from _padding(evidence)
     yield from _other_batch(evidence)
@@ -47,6 +48,35 @@ def _split(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 f"random_split ({shared[0].site}) draws from the global generator, which ranks have seeded differently ({told})",
             ),
         )
+
+
+def _irregular(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Ranks order, or divide, the samples by seeds of their own."""
+    seeds = {rank: event.details["seed"] for rank, event in evidence.events("sampler")}
+    if len(set(seeds.values())) > 1:
+        event = evidence.first("sampler")
+        assert event is not None
+        told = ", ".join(f"rank {rank}: {seed}" for rank, seed in sorted(seeds.items()))
+        yield (
+            90,
+            Finding(
+                "split-differs-between-ranks",
+                f"DistributedSampler ({event.site}) has another seed on each rank ({told})",
+            ),
+        )
+        return
+    for name in evidence.wrong("returned"):
+        right, got = evidence.expected.single.values.get(name), evidence.seen[0].values.get(name)
+        if right is None or got is None or right.shape != got.shape or right.dim() != 1 or len(right) < 2:
+            continue
+        if bool((right == right[0]).all()) and bool((got > right).any()) and bool((got < right).any()):
+            yield (
+                76,
+                Finding(
+                    "split-differs-between-ranks", f"{name}: some samples are on several ranks, and others on none"
+                ),
+            )
+            return
 
 
 def _not_split(evidence: Evidence) -> Iterator[tuple[float, Finding]]:

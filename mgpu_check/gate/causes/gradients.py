@@ -83,6 +83,16 @@ def _combined(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
             counts = ", ".join(map(str, division.counts))
             even = len(set(division.counts)) == 1
+            if even and evidence.gradient_like and division.along == 0 and evidence.right_when_small:
+                yield (
+                    84,
+                    Finding(
+                        "clipped-before-synchronization",
+                        f"{name} is the mean over ranks of what each has for its own part, and right for a batch that is scaled "
+                        "down: a limit on the norm is applied before the mean",
+                    ),
+                )
+                return
             if even and not evidence.gradient_like and division.along == 0:
                 yield (
                     74,
@@ -154,12 +164,14 @@ def _why_local(evidence: Evidence, local: list[str]) -> str:
 
 
 def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    ratio = evidence.factor()
+    ratio, of = evidence.factor(), ""
+    if ratio is None and not evidence.wrong("grads", "returned"):
+        ratio, of = evidence.factor_of_updates(), "the update of "
     if ratio is None:
         return
     windows = max((len(trace.of("backward")) for trace in evidence.traces), default=0) / max(1, evidence.scenario.steps)
-    what = _few(evidence.names)
-    verb = "is" if len(evidence.names) == 1 else "are"
+    what = of + _few(evidence.names)
+    verb = "is" if len(evidence.names) == 1 or of else "are"
     size = evidence.size
     for power, told in ((1, f"{size}"), (-1, f"1/{size}"), (2, f"{size}²"), (-2, f"1/{size}²")):
         if abs(ratio - float(size) ** power) <= _NEAR * float(size) ** power:
