@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def filled(rank, *shape):
@@ -221,6 +222,22 @@ def trained(rank, size):
 
 def test_distributed_data_parallel(on_ranks):
     assert on_ranks(trained) == [sorted(WAYS)] * 2
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def trained_under_a_mode(rank, size):
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False).to(rank), device_ids=[rank])
+    with Passing():  # the reducer's plain buckets then come by way of Python
+        ddp(torch.full((1, 1), float(rank + 1))).sum().backward()
+    return ddp.module.weight.grad.item()
+
+
+def test_distributed_data_parallel_under_a_mode(on_ranks):
+    assert on_ranks(trained_under_a_mode) == [1.5, 1.5]
 
 
 def restored(rank, size):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -212,4 +213,16 @@ def test_a_mismatch_in_a_hook_is_refused():
     x = torch.ones(2, device="cuda:0", requires_grad=True)
     x.register_hook(lambda g: g + torch.ones(2))
     with pytest.raises(RuntimeError, match=re.escape(found("cuda:0", "cpu"))):
+        (x * 2).sum().backward()
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mismatch_in_a_hook_is_refused_under_a_mode():
+    x = torch.ones(2, device="cuda:0", requires_grad=True)
+    x.register_hook(lambda g: g + torch.ones(2))
+    with Passing(), pytest.raises(RuntimeError, match=re.escape(found("cuda:0", "cpu"))):
         (x * 2).sum().backward()

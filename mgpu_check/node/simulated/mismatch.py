@@ -170,14 +170,21 @@ def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def _called_by_autograd() -> bool:
-    """Whether C++ called, from a running backward pass, rather than a hook or a backward written in Python."""
+    """Whether C++ called, from a running backward pass, rather than a hook or a backward written in Python.
+
+    A `TorchDispatchMode` that is entered stands between, with what torch wraps around it, and is passed over.
+    """
     if torch._C._current_graph_task_id() == -1:
         return False
-    try:
-        caller = sys._getframe(4)
-    except ValueError:
-        return True
-    return caller.f_code.co_name == "_engine_run_backward"
+    frame = sys._getframe(3).f_back
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_globals.get("__name__") in _AROUND_A_MODE
+    ):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+_AROUND_A_MODE = frozenset({"torch._ops", "torch._compile", "torch._dynamo.eval_frame"})
 
 
 def _check_iterator(operands: list[_Operand]) -> None:
