@@ -171,18 +171,15 @@ def _gradient(scene: Scene) -> Diagnosis:
 
 
 def _clipped(scene: Scene) -> Diagnosis | None:
-    norms = [
-        (event["norm"], trace.rank, event["most"])
-        for trace in scene.aligned.ranks
-        for event in trace.of("clip")
-        if event["after"] == scene.step
-    ]
-    values = [norm for norm, _, _ in norms]
-    if not norms or max(values) - min(values) <= scene.rounding.margin * 2.0**-22 * max(values):
-        return None
-    said = ", ".join(f"{norm:.5g} on rank {rank}" for norm, rank, _ in norms[:4])
-    evidence = f"clip_grad_norm_(…, {norms[0][2]:g}) found the norms {said}: of gradients that were not yet the same"
-    return Diagnosis(findings=[Finding("clipped-before-synchronization", evidence)])
+    """Whether a call of clip_grad_norm_ has found other norms on some ranks; synchronized gradients have one norm."""
+    calls = [[e for e in trace.of("clip") if e["after"] == scene.step] for trace in scene.aligned.ranks]
+    for call in zip(*calls, strict=False):
+        norms = [event["norm"] for event in call]
+        if max(norms) - min(norms) > scene.rounding.margin * 2.0**-22 * max(norms):
+            said = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:4])
+            evidence = f"clip_grad_norm_(…, {call[0]['most']:g}) found the norms {said}: of gradients that were not yet the same"
+            return Diagnosis(findings=[Finding("clipped-before-synchronization", evidence)])
+    return None
 
 
 def common_factor(pairs: Iterable[tuple[float, float]]) -> float | None:

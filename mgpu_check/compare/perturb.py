@@ -42,7 +42,7 @@ class Perturbation:
         # In the dtype itself: 1 ± 4u are among its numbers.
         size = _ROUNDOFFS * torch.finfo(like.dtype).eps / 2
         signs = torch.randint(0, 2, like.shape, generator=self._generator, dtype=torch.int8, device="cpu")
-        return (1 + size * (2 * signs - 1)).to(dtype=like.dtype, device=like.device)
+        return (1 + size * (2 * signs.to(like.dtype) - 1)).to(like.device)
 
 
 def _is_moved(value: torch.Tensor) -> bool:

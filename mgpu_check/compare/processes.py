@@ -38,7 +38,8 @@ _GRACE = 5.0  # for the others, when one has failed: they may have more to say t
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
 _PR_SET_CHILD_SUBREAPER = 36
-_BOOTSTRAP = Path(__file__).parent / "bootstrap"
+_HERE = Path(__file__).parent
+_BOOTSTRAP = _HERE / "bootstrap"
 
 
 @dataclass
@@ -124,6 +125,11 @@ class _Process:
     def ask_for_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, STACKS_SIGNAL)
+
+    def where(self) -> Place | None:
+        """What it has said of its stacks, without the recorder's own frames."""
+        lines = _content(self.stacks, 0).decode(errors="replace").splitlines()
+        return place_of("\n".join(line for line in lines if f'File "{_HERE}{os.sep}' not in line))
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -297,9 +303,9 @@ def _look(processes: Sequence[_Process]) -> None:
     while waiting and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         for process in list(waiting):
-            process.place = place_of(_content(process.stacks, 0).decode(errors="replace"))
+            process.place = process.where()
             if process.place is not None:
                 waiting.remove(process)
     time.sleep(_INTERVAL)  # the last may have been written in part
     for process in processes:
-        process.place = place_of(_content(process.stacks, 0).decode(errors="replace"))
+        process.place = process.where()

@@ -19,7 +19,7 @@ __all__ = ["Repeat", "Rounding", "repeatability"]
 
 _ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _WINDOW = 8  # steps over which few numbers of a small tensor cannot all happen to be right
-_USELESS = 0.1
+_USELESS = 0.5  # where not even a factor of two would show
 
 
 def roundoff(dtype: str) -> float:
@@ -76,7 +76,7 @@ class Rounding:
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
 
     def useful_until(self, steps: int) -> int:
-        """The number of steps up to which rounding alone moves most parameters' gradients by less than a tenth."""
+        """The number of steps up to which rounding alone leaves a factor of two to be seen in most gradients."""
         for step in range(steps):
             medians = self._medians.get("gradient", [])
             if step >= len(medians) or self.margin * medians[step] > _USELESS:

@@ -34,7 +34,8 @@ def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None
         numbers = torch.cat([numbers for _, numbers in here]).tolist()
         start = 0
         for index, bit, (_, own) in zip(indices, bits, here, strict=True):
-            found[index] = [bit, *map(_short, numbers[start : start + len(own)])]
+            kept = numbers[start : start + len(own)]
+            found[index] = [bit, *(kept if _is_double(tensors[index]) else map(_short, kept))]
             start += len(own)
     return found
 
@@ -57,6 +58,10 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     sums = [part.sum(dtype=torch.float64) for part in flat.tensor_split(min(CHUNKS, count))]
     samples = flat[_kept[count].to(flat.device)].double()
     return bits, torch.cat([torch.stack([norm, *sums]), samples])
+
+
+def _is_double(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype in (torch.float64, torch.complex128)
 
 
 def _short(number: float) -> float:

@@ -103,11 +103,14 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
         "device, within what rounding moves"
     )
     if useful == 0:
-        return refused("from the first step on, rounding alone moves gradients by a tenth and more", compared=steps)
+        return refused(
+            "from the first step on, rounding alone moves gradients so far that not even a factor of two would show",
+            compared=steps,
+        )
     remarks = _remarks(aligned, rounding)
     if useful < steps:
         remarks.insert(
-            0, f"after step {useful} rounding alone moves gradients by a tenth and more: from there on little is shown"
+            0, f"after step {useful} rounding alone moves gradients so far that not even a factor of two would show"
         )
     return Verdict("equal", Report(headline, remarks=remarks), compared=steps)
 
@@ -148,7 +151,8 @@ def _of_scene(scene: Scene) -> Verdict:
         remarks.append("no known pattern fits")
     if found.why and main:
         remarks.append(f"first to differ: {_said(scene, ratio)}")
-    report = Report(headline, {}, scene.observables(), found.findings, remarks + _remarks(scene.aligned, None))
+    observables = scene.observables() if found.comparable else []  # of other samples they say nothing
+    report = Report(headline, {}, observables, found.findings, remarks + _remarks(scene.aligned, None))
     apart = scene.apart[scene.kind] if scene.kind else []
     return Verdict(
         kind,

@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.conftest import processes_with
+
+MARK = "_MGPU_CHECK_TEST_OF_COMPARE"
 
 TUTORIAL = """\
 import os, sys
@@ -85,11 +90,26 @@ class Outcome:
 
 
 @pytest.fixture
-def compare(tmp_path, monkeypatch):
-    """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with."""
+def surroundings(tmp_path_factory, monkeypatch):
+    """Of the command: nothing of this run's; and, when the test has ended, no process of it, and no temporary file."""
     for name in list(os.environ):
         if name.startswith(("MGPU_CHECK_", "PYTEST_")):
             monkeypatch.delenv(name)
+    temporary = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv(MARK, str(temporary))
+    yield
+    deadline = time.monotonic() + 15
+    while (left := processes_with(MARK, str(temporary))) and time.monotonic() < deadline:
+        time.sleep(0.02)  # the kernel takes a moment to end what it was told to
+    assert left == {}
+    # What torch keeps there for later processes is the script's.
+    assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+
+
+@pytest.fixture
+def compare(tmp_path, surroundings):
+    """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with."""
 
     def compare(script: str, *options: str, code: int) -> Outcome:
         tmp_path.joinpath("train.py").write_text(textwrap.dedent(script))

@@ -1,0 +1,91 @@
+"""`mgpu-check compare` where a run does not come to its end; and where it is called wrongly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mgpu_check.command.compare import main
+
+STEP = "    optimizer.step()\n"
+START = [sys.executable, "-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py"]
+
+
+def test_a_script_that_raises_on_a_rank(compare, by_hand, changed):
+    script = changed(by_hand, (STEP, STEP + "    if rank == 1 and start == 8: raise RuntimeError('out of paper')\n"))
+    outcome = compare(script, code=1)
+    assert "differs: on 2 ranks the script failed: rank 1 ended with exit code 1 after step 2" in outcome.text
+    assert "RuntimeError: out of paper" in outcome.text
+    assert (outcome.json["step"], outcome.json["ranks"]) == (3, [1])
+
+
+def test_a_rank_that_is_killed(compare, by_hand, changed):
+    kill = "    if rank == 1: import signal; os.kill(os.getpid(), signal.SIGSEGV)\n"
+    outcome = compare(changed(by_hand, (STEP, kill + STEP)), code=1)
+    assert "rank 1 ended with signal SIGSEGV before its first optimizer step" in outcome.text
+
+
+def test_a_script_that_raises_on_one_device(compare):
+    outcome = compare("import torch\nraise SystemExit('not today')\n", code=2)
+    assert "not comparable: on one device the script failed: rank 0 ended with exit code 1" in outcome.text
+    assert "not today" in outcome.text
+    assert len(outcome.json["runs"]) == 1
+
+
+def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
+    wait = "    if rank == 1 and start == 8:\n        import threading; threading.Event().wait()\n"
+    outcome = compare(
+        changed(by_hand, ("    optimizer.zero_grad()\n", wait + "    optimizer.zero_grad()\n")), "--timeout=8", code=1
+    )
+    assert "on 2 ranks the script hung: rank 1 did not go on after step 1, in wait (train.py:16)" in outcome.text
+    assert "rank 0 did not go on after step 1, in all_reduce (train.py:" in outcome.text
+    assert [rank["end"] for rank in outcome.json["runs"][1]["ranks"]] == ["hung", "hung"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_command_leaves_nothing(number, surroundings, tmp_path, by_hand, changed):
+    """The script tells through a pipe that a rank is at work, and waits for its end."""
+    os.mkfifo(tmp_path / "at-work")
+    wait = "    if world > 1:\n        open('at-work', 'w').close()\n        dist.barrier(); import threading; threading.Event().wait()\n"
+    script = changed(by_hand, (STEP, STEP + wait.replace("\\\n", "\n")))
+    tmp_path.joinpath("train.py").write_text(script)
+    with subprocess.Popen(START, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as command:
+        with open(tmp_path / "at-work"):
+            command.send_signal(number)
+        output, _ = command.communicate()
+    if number == signal.SIGKILL:
+        assert command.returncode == -number  # its ranks see that it is gone
+    else:
+        assert command.returncode == 130, output
+        assert "interrupted; all processes are ended" in output
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "no program given"),
+        (["--gpus=1", "--", "a.py"], "'1' is no number of ranks"),
+        (["--gpus=two", "a.py"], "'two' is no number of ranks"),
+        (["--simulate=tpu", "a.py"], "'tpu' is no backing device"),
+        (["--steps=0", "a.py"], "'0' is no number of steps"),
+        (["--timeout=never", "a.py"], "'never' is no time"),
+        (["--html=/no/such/folder/o.html", "a.py"], "there is no directory /no/such/folder"),
+        (["--", "-m"], "-m needs the name of a module"),
+        (["nowhere.py"], "no such script: nowhere.py"),
+        (["--verbose", "nowhere.py"], "--verbose"),
+    ],
+)
+def test_wrong_usage(argv, words, capsys):
+    assert main(argv) == 4
+    assert words in capsys.readouterr().err
+
+
+def test_help_tells_the_exit_codes(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for words in ("--timeout=SECONDS", "0 equal; 1 it differs", "2 not comparable", "4 wrong usage"):
+        assert words in text

@@ -1,0 +1,377 @@
+"""What is made of traces: each class of mistakes from traces that show it, and not from those that do not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mgpu_check.compare.alignment import Aligned, deviation
+from mgpu_check.compare.diagnosis import common_factor
+from mgpu_check.compare.rounding import Rounding, repeatability
+from mgpu_check.compare.summaries import summaries
+from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
+from mgpu_check.compare.verdict import judge
+
+NAMES = ("net.weight", "net.bias")
+RATE = 0.1
+
+
+def summary(tensor: torch.Tensor) -> Summary:
+    (numbers,) = summaries([tensor])
+    assert numbers is not None
+    return Summary.of(numbers)
+
+
+def start() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator)]
+
+
+def gradients(number: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + number)
+    return [torch.randn(6, 5, generator=generator), torch.randn(6, generator=generator)]
+
+
+class Training:
+    """A run of plain gradient descent on gradients that depend on the step alone, and what is changed of it."""
+
+    def __init__(self, rank: int = 0, world: int = 1, steps: int = 3) -> None:
+        self.rank, self.world, self.steps = rank, world, steps
+        self.begin = start()
+        self.rate = RATE
+        self.samples = lambda number: [8 * number + i for i in range(rank, 8, world)]
+        self.loss = lambda number: 1.0 / (1 + number)
+        self.gradient = gradients
+        self.after = self.gradient
+        self.events: list[dict] = []
+        self.micro = 1
+
+    def trace(self) -> Trace:
+        made = Trace(self.rank, self.world, events=self.events)
+        values = [value.clone() for value in self.begin]
+        for order, (name, value) in enumerate(zip(NAMES, values, strict=True)):
+            made.parameters[name] = Parameter(name, tuple(value.shape), "float32", "cpu", order)
+        for number in range(self.steps):
+            before = {n: summary(v) for n, v in zip(NAMES, values, strict=True)} if not number else {}
+            found = self.gradient(number)
+            values = [v - self.rate * g for v, g in zip(values, found, strict=True)]
+            made.steps.append(
+                Step(
+                    0,
+                    [self.loss(number) / self.micro] * self.micro,
+                    [self.samples(number)],
+                    before,
+                    {n: summary(g) for n, g in zip(NAMES, found, strict=True)},
+                    {n: summary(v) for n, v in zip(NAMES, values, strict=True)},
+                )
+            )
+        return made
+
+
+def verdict(change=lambda training: None, world: int = 2, one=lambda training: None):
+    """Of a training whose ranks are as `change` makes them."""
+    single, moved = Training(), Training()
+    one(single), one(moved)
+    moved.gradient = lambda number: [g * (1 + 4e-7) for g in single.gradient(number)]
+    ranks = [Training(rank, world) for rank in range(world)]
+    for training in ranks:
+        one(training)
+        change(training)
+    reference = single.trace()
+    return judge(Aligned(reference, [t.trace() for t in ranks]), Rounding(reference, [moved.trace()]), None)
+
+
+def mistakes(change, **options) -> tuple[str, ...]:
+    return verdict(change, **options).report.mistakes
+
+
+def test_equal():
+    found = verdict()
+    assert (found.kind, found.compared, found.report.remarks) == ("equal", 3, [])
+
+
+def test_rounding_is_no_difference_and_ten_times_as_much_is():
+    def rounded(size):
+        def change(training):
+            training.gradient = lambda number: [g * (1 + size) for g in gradients(number)]
+
+        return change
+
+    assert verdict(rounded(3e-7)).kind == "equal"
+    assert verdict(rounded(3e-5)).kind == "differs"
+
+
+@pytest.mark.parametrize(("factor", "world"), [(2.0, 2), (0.25, 4)])
+def test_a_factor_of_the_world_size(factor, world):
+    def change(training):
+        training.gradient = lambda number: [factor * g for g in gradients(number)]
+
+    found = verdict(change, world=world)
+    assert found.report.mistakes == ("world-size-factor",)
+    assert (found.step, found.tensor, found.ranks) == (1, "gradient", tuple(range(world)))
+    assert found.ratio == pytest.approx(factor)
+
+
+def test_a_factor_that_nothing_explains_has_no_name():
+    def change(training):
+        training.gradient = lambda number: [1.7 * g for g in gradients(number)]
+
+    found = verdict(change)
+    assert found.report.mistakes == () and "no known pattern fits" in found.report.remarks
+
+
+def test_the_number_of_micro_batches():
+    def change(training):
+        training.micro = 3
+        training.gradient = lambda number: [3 * g for g in gradients(number)]
+
+    assert mistakes(change) == ("accumulation-factor",)
+
+
+def test_a_learning_rate_by_world_size():
+    def change(training):
+        training.rate = RATE * training.world
+
+    found = verdict(change, world=4)
+    assert found.report.mistakes == ("world-size-factor",)
+    assert found.tensor == "parameter"
+
+
+def test_a_rate_of_each_rank():
+    def change(training):
+        training.rate = RATE * (1 + training.rank)
+
+    assert mistakes(change) == ("decision-per-rank",)
+
+
+def test_gradients_that_stay_on_each_rank_from_the_second_step_on():
+    def change(training):
+        def own(number):
+            found = gradients(number)
+            return [found[0], found[1] * (1 + training.rank if number else 1)]
+
+        training.gradient = own
+
+    found = verdict(change)
+    assert found.report.mistakes == ("gradients-not-synchronized",)
+    assert (found.step, found.parameter, found.ranks) == (2, "net.bias", (1,))
+
+
+def test_ranks_that_start_elsewhere():
+    def change(training):
+        if training.rank:
+            training.begin = [value + 1 for value in start()]
+
+    assert mistakes(change) == ("different-initialization",)
+
+
+def test_a_checkpoint_on_one_rank():
+    def change(training):
+        if training.rank:
+            training.begin = [value + 1 for value in start()]
+        else:
+            training.events = [{"event": "restore", "after": 0, "of": "Linear"}]
+
+    assert mistakes(change) == ("restored-on-one-rank",)
+
+
+def test_all_ranks_start_elsewhere():
+    def change(training):
+        training.begin = [value + 1 for value in start()]
+
+    found = verdict(change)
+    assert (found.kind, found.report.mistakes) == ("not comparable", ())
+    assert "start from other parameters than one device" in found.report.headline
+
+
+def other(training):
+    training.gradient = lambda number: [g + 0.1 * g.flip(0) for g in gradients(number)]
+
+
+def test_uneven_shards():
+    def change(training):
+        other(training)
+        training.samples = lambda number: [8 * number + i for i in (range(5) if training.rank else range(5, 8))]
+
+    assert mistakes(change) == ("mean-of-means",)
+
+
+def test_losses_that_are_divided_by_counts_of_their_own():
+    def change(training):
+        other(training)
+        training.loss = lambda number: 1.2 / (1 + number)
+
+    assert mistakes(change) == ("mean-of-means",)
+
+
+def clip(*norms):
+    return [{"event": "clip", "after": 0, "norm": norm, "most": 1.0} for norm in norms]
+
+
+def test_clipping_of_gradients_that_differ():
+    def change(training):
+        other(training)
+        training.events = clip(2.0 + training.rank)
+
+    assert mistakes(change) == ("clipped-before-synchronization",)
+
+
+def test_two_models_that_are_clipped_rightly():
+    def change(training):
+        other(training)
+        training.events = clip(2.0, 7.0)
+
+    assert mistakes(change) == ()
+
+
+def module(norms=(), dropouts=()):
+    return [
+        {"event": "module", "after": 0, "model": "Net", "wrapper": None, "batch_norms": norms, "dropouts": dropouts}
+    ]
+
+
+def test_batch_norm():
+    def change(training):
+        other(training)
+        training.events = module(norms=["BatchNorm2d"])
+
+    assert mistakes(change) == ("batch-statistics-per-rank",)
+
+
+def test_dropout():
+    def change(training):
+        other(training)
+        training.events = module(dropouts=["Dropout(p=0.5, inplace=False)"])
+
+    found = verdict(change)
+    assert (found.kind, found.report.mistakes) == ("not comparable", ("random-numbers-per-rank",))
+
+
+def test_the_same_part_of_the_data_on_each_rank():
+    def change(training):
+        other(training)
+        training.samples = lambda number: [8 * number + i for i in range(4)]
+
+    assert mistakes(change) == ("dataset-not-split",)
+
+
+def test_all_data_on_each_rank_is_found_though_nothing_differs():
+    def change(training):
+        training.samples = lambda number: [8 * number + i for i in range(8)]
+
+    found = verdict(change)
+    assert (found.kind, found.report.mistakes, found.parameter) == ("differs", ("dataset-not-split",), None)
+
+
+def test_padding():
+    def change(training):
+        other(training)
+        whole = [*range(8), 0, 1]
+        training.samples = lambda number: [8 * number + i for i in whole[training.rank :: 2]]
+        training.events = [
+            {"event": "sampler", "after": 0, "sampler": 0, "iteration": 1, "set_epoch": True, "shuffle": True}
+            | {"replicas": 2, "length": 23, "drop_last": False}
+        ]
+
+    found = verdict(change)
+    assert (found.kind, found.report.mistakes) == ("not comparable", ("padding-counted",))
+    assert "the ranks together saw 10 samples, of which 8 are those of one device" in found.report.headline
+
+
+def test_other_samples():
+    def change(training):
+        other(training)
+        training.samples = lambda number: [1000 + 8 * number + i for i in range(training.rank, 8, 2)]
+
+    found = verdict(change)
+    assert found.kind == "not comparable"
+    assert "the ranks together saw 8 samples, of which 0 are those of one device" in found.report.headline
+
+
+def test_a_batch_in_another_dimension_is_a_remark():
+    def change(training):
+        training.samples = lambda number: [1000 * (training.rank + 1) + i for i in range(5)]
+
+    found = verdict(change)
+    assert found.kind == "equal"
+    assert any("is the batch in another dimension?" in remark for remark in found.report.remarks)
+
+
+def test_a_loss_that_is_logged_otherwise_is_a_remark():
+    def change(training):
+        training.loss = lambda number: 2.0
+
+    found = verdict(change)
+    assert found.kind == "equal" and "what is logged is scaled otherwise" in found.report.remarks[0]
+
+
+def test_another_number_of_steps():
+    def change(training):
+        training.steps = 2
+
+    found = verdict(change)
+    assert (found.kind, found.step, found.compared) == ("differs", 3, 2)
+
+
+def test_no_number_hides():
+    def change(training):
+        training.gradient = lambda number: [g * (math.nan if number == 2 else 1) for g in gradients(number)]
+
+    found = verdict(change)
+    assert (found.kind, found.step) == ("differs", 3)
+
+
+def test_a_gradient_that_is_missing_on_a_rank():
+    def drop(training):
+        def trace():
+            made = Training.trace(training)
+            if training.rank:
+                made.steps[1].gradients["net.bias"] = None
+            return made
+
+        training.trace = trace
+
+    found = verdict(drop)
+    assert (found.step, found.parameter, found.ranks) == (2, "net.bias", (1,))
+    assert found.report.mistakes == ("gradients-not-synchronized",)
+
+
+def test_repeatability():
+    first, again = Training(), Training()
+    assert repeatability(first.trace(), again.trace()) is None
+    again.gradient = lambda number: [g * (1 + (1e-6 if number else 0)) for g in gradients(number)]
+    assert repeatability(first.trace(), again.trace()) is None  # kernels that add up in no fixed order
+    again.gradient = lambda number: [g * (1.01 if number == 1 else 1) for g in gradients(number)]
+    assert repeatability(first.trace(), again.trace()).step == 1
+    again = Training()
+    again.samples = lambda number: [7 - i for i in range(8)]
+    assert "other samples" in repeatability(first.trace(), again.trace()).what
+
+
+def test_where_rounding_has_taken_over():
+    single, moved = Training(steps=6), Training(steps=6)
+    moved.gradient = lambda number: [
+        g + (0.5 * g.flip(0) if number > 3 else 0) for g in gradients(number)
+    ]  # fmt: skip
+    reference = single.trace()
+    # The first eight steps are taken together, so that the small numbers of a small model cannot be right by chance.
+    rounding = Rounding(reference, [moved.trace()])
+    found = judge(Aligned(reference, [Training(r, 2, 6).trace() for r in range(2)]), rounding, None)
+    assert found.kind == "not comparable" and "rounding alone" in found.report.headline
+
+
+def test_the_element_that_is_named():
+    expected = torch.arange(1.0, 31).reshape(5, 6)
+    got = expected.clone()
+    got[4, 5] = -30
+    found = deviation(summary(got), summary(expected), (5, 6))
+    assert (found.what, found.got, found.expected) == ("element [4, 5]", -30, 30)
+
+
+def test_a_common_factor():
+    assert common_factor([(2.0, 1.0), (-4.0, -2.0)]) == pytest.approx(2)
+    assert common_factor([(2.0, 1.0), (4.0, -2.0)]) is None
+    assert common_factor([(1.0, 1.0)]) is None
+    assert common_factor([]) is None

@@ -1,0 +1,241 @@
+"""What a run leaves behind: the trace of a script, and the numbers that stand in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from mgpu_check.compare.naming import Names
+from mgpu_check.compare.perturb import Perturbation
+from mgpu_check.compare.summaries import digests, inputs_of, summaries
+from mgpu_check.compare.trace import Summary, TraceError, Writer, chunk_sizes, positions, read
+
+RUN = """
+import os, pickle, sys
+from mgpu_check.compare.processes import run
+done = run("test", [sys.executable, "train.py"], os.environ, int(sys.argv[1]), timeout=60)
+sys.stdout.buffer.write(pickle.dumps(done))
+"""
+
+
+@pytest.fixture
+def record(tmp_path, surroundings):
+    """Run `script` in `world` processes, and give what became of them. Not in this process, which would adopt theirs."""
+
+    def record(script: str, world: int = 1):
+        tmp_path.joinpath("train.py").write_text(script)
+        ran = subprocess.run([sys.executable, "-c", RUN, str(world)], cwd=tmp_path, capture_output=True, check=True)
+        return pickle.loads(ran.stdout)
+
+    return record
+
+
+def test_a_script_finds_what_torchrun_would_give_it(record):
+    run = record(
+        """
+import os, sys
+assert __name__ == "__main__" and sys.argv == ["train.py"], sys.argv
+assert "torch" not in sys.modules and not any("mgpu_check" in name for name in sys.modules)
+assert "_MGPU_CHECK_COMPARE" not in os.environ and "bootstrap" not in os.environ.get("PYTHONPATH", "")
+import torch, torch.distributed as dist
+assert torch.randint(10**9, (1,), generator=torch.Generator().manual_seed(5)).item() and torch.initial_seed()
+assert dist.is_torchelastic_launched()
+dist.init_process_group("gloo")
+rank = int(os.environ["RANK"])
+assert (dist.get_rank(), dist.get_world_size()) == (rank, int(os.environ["WORLD_SIZE"])) == (rank, 2)
+assert int(os.environ["LOCAL_RANK"]) == rank and os.environ["LOCAL_WORLD_SIZE"] == "2"
+dist.destroy_process_group()
+dist.init_process_group("gloo")  # the store is not the first group's
+dist.barrier()
+""",
+        2,
+    )
+    assert [ended.how for ended in run.ranks] == ["finished"] * 2, [ended.stderr for ended in run.ranks]
+
+
+def test_models_micro_batches_and_optimizers(record):
+    run = record(
+        """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(3, 2)
+        self.scale = nn.Parameter(torch.ones(2))
+    def forward(self, x=None, mask=None):
+        return self.body(x) * self.scale
+class Head(nn.Linear): pass
+net, other, loss_fn = Net(), Net(), nn.MSELoss()
+loose = torch.zeros(1, requires_grad=True)
+a = torch.optim.SGD([*net.parameters(), loose], lr=0.1)
+b = torch.optim.Adam(other.parameters())
+x = torch.randn(8, 3)
+net.eval(); net(x=x); net.train()               # validation is no step's
+with torch.no_grad(): net(x=x)
+for part in x.split(4):
+    (loss_fn(net(x=part), part[:, :2]) / 2).backward()
+a.step(); a.zero_grad()
+loss_fn(other(x=x), x[:, :2]).backward()
+b.step()
+torch.autograd.backward(net(x=x).sum())
+torch.nn.utils.clip_grad_norm_(net.parameters(), 0.25)
+a.step()
+"""
+    )
+    trace = run.traces[0]
+    assert run.failed is None, run.ranks[0].stderr
+    ordered = sorted(trace.parameters.values(), key=lambda p: p.order)
+    assert [p.name for p in ordered] == [
+        "scale",
+        "body.weight",
+        "body.bias",
+        "Net.scale",
+        "Net.body.weight",
+        "Net.body.bias",
+        "optimizer0.group0.parameter3",
+    ]
+    assert [step.optimizer for step in trace.steps] == [0, 1, 0]
+    first, second, third = trace.steps
+    assert [len(part) for part in first.samples] == [4, 4] and len(first.losses) == 2
+    assert sorted(first.seen) == sorted(second.seen) == sorted(third.seen)
+    assert set(first.before) == set(first.parameters) and not third.before
+    assert first.gradients["optimizer0.group0.parameter3"] is None
+    assert first.parameters["body.weight"] != first.before["body.weight"]
+    (clip,) = trace.of("clip")
+    assert clip["after"] == 2 and clip["most"] == 0.25
+    assert clip["norm"] > 0
+
+
+def test_processes_of_the_script_are_not_recorded(record):
+    run = record(
+        """
+import os, subprocess, sys, torch
+from torch import nn
+def step():
+    net = nn.Linear(2, 1)
+    net(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(net.parameters(), lr=1.0).step()
+if os.fork() == 0:
+    step()
+    os._exit(0)
+os.wait()
+subprocess.run([sys.executable, "-c", "import sys, torch; sys.exit('mgpu_check' in sys.modules)"], check=True)
+step()
+"""
+    )
+    assert run.failed is None, run.ranks[0].stderr
+    assert len(run.traces[0].steps) == 1
+
+
+def test_processes_of_the_script_end_with_it(record):
+    """Also those that have left its process group: `surroundings` looks for them."""
+    sleeper = "[sys.executable, '-c', 'import signal; signal.pause()'], start_new_session=True"
+    run = record(f"import subprocess, sys\nprint(subprocess.Popen({sleeper}).pid)")
+    assert run.ranks[0].how == "finished"
+
+
+def test_a_trace_that_was_cut_off_can_be_read_and_others_are_refused(tmp_path):
+    with open(tmp_path / "trace", "w+b", buffering=0) as file:
+        writer = Writer(file.fileno())
+        writer.write("start", format="mgpu-check trace", version=1, rank=1, world=2)
+        writer.write("sampler", after=0)
+        os.write(file.fileno(), b'{"event":"st')
+        file.seek(0)
+        data = file.read()
+    trace = read(data)
+    assert (trace.rank, trace.world, [e["event"] for e in trace.events]) == (1, 2, ["sampler"])
+    with pytest.raises(TraceError, match="version 2; this is version 1"):
+        read(data.replace(b'"version":1', b'"version":2'))
+    with pytest.raises(TraceError, match="no mgpu-check trace"):
+        read(b"hello\n")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 7, 8, 9, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_summary_is_what_it_says(count, dtype):
+    tensor = torch.arange(1, count + 1).to(dtype)
+    (numbers,) = summaries([tensor])
+    summary = Summary.of(json.loads(json.dumps(numbers)))
+    wide = tensor.double()
+    assert summary.norm == pytest.approx(float(wide.norm()))
+    assert summary.samples == tuple(wide[positions(count)].tolist())
+    assert sum(chunk_sizes(count)) == count
+    assert summary.sums == pytest.approx([float(part.sum()) for part in wide.split(chunk_sizes(count))])
+    assert len(summary.entries(count)) == 1 + len(summary.sums) + len(summary.samples)
+
+
+def test_one_bit_of_one_element_changes_a_summary():
+    tensor = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    other = tensor.clone()
+    other.view(torch.int32)[501] ^= 1
+    first, second = summaries([tensor, other])
+    assert first[0] != second[0]
+
+
+def test_what_has_no_summary():
+    weight = torch.ones(3, 2).to_sparse()
+    assert summaries([None, torch.ones(0), torch.ones(2), weight])[:2] == [None, None]
+    assert summaries([weight]) == summaries([torch.ones(3, 2)])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64, torch.uint8]
+)
+def test_a_sample_has_the_same_digest_in_every_batch(dtype):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 2, (12, 3, 40), generator=generator).to(dtype)
+    labels = torch.arange(12)
+    whole = digests([x, labels])
+    assert len(set(whole)) == 12
+    assert digests([x[3::4], labels[3::4]]) == whole[3::4]
+    assert digests([x.flip(0), labels]) != whole[::-1]  # the label belongs to it
+    assert digests([x.transpose(1, 2).contiguous().transpose(1, 2), labels]) == whole
+
+
+def test_digests_draw_no_random_numbers():
+    state = torch.get_rng_state()
+    digests([torch.ones(3, 5000)])
+    Perturbation(1).output(torch.ones(4))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_inputs_are_found_wherever_they_stand():
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    found = inputs_of((a, [b, "text"]), {"z": d, "y": {"k": c}})
+    assert [int(t) for t in found] == [0, 1, 3 - 1, 3]
+
+
+def test_names_are_those_of_the_users_own_model():
+    net = nn.Sequential(nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)))
+    names = Names()
+    names.called(nn.DataParallel(net))
+    wrapper = nn.DataParallel(net)
+    names.called(wrapper)
+    names.called(net)
+    found = [names.name(p, "?")[0] for p in net.parameters()]
+    assert found == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    loose = [torch.zeros(1), torch.zeros(1)]
+    assert [names.name(p, "optimizer0.group0.parameter0")[0] for p in loose] == [
+        "optimizer0.group0.parameter0",
+        "parameter#2.optimizer0.group0.parameter0",
+    ]
+
+
+def test_what_is_moved_is_moved_by_roundoffs():
+    moved = Perturbation(1)
+    x = torch.rand(1000) + 0.5
+    y, (z, n) = moved.output([x, (x.double(), torch.arange(3))])
+    ratio = (y.double() / x.double() - 1).abs()
+    assert 0 < ratio.max() < 6 * 2.0**-24
+    assert 0 < ((z / x.double()) - 1).abs().max() < 6 * 2.0**-53
+    assert n.tolist() == [0, 1, 2]
+    assert moved.output({"a": None, "b": "text"}) == {"a": None, "b": "text"}
