@@ -123,7 +123,7 @@ def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> di
     generator = torch.Generator().manual_seed(_SEED)
     for sign in (1, -1) * _PAIRS:
         seed_everything(_SEED + 1000 + rank.index)
-        with Perturbed(sign * spread, generator, unit_roundoff(torch.float32)):
+        with Perturbed(sign * spread, generator, unit_roundoff(torch.float64)):
             answers = _answer(program, model, batch)
         for name, value in usual.items():
             if name in answers and answers[name].shape == value.shape:

@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import torch
 
 from mgpu_check.gate.batches import seed_everything
+from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference, plain
+from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.ranks.rank import Rank
 
-__all__ = ["Row", "Train", "compare", "digest_of_value", "flattened", "kept", "load", "train_and_keep"]
+__all__ = ["Part", "Row", "Train", "compare", "digest_of_value", "flattened", "kept", "load", "train_and_keep"]
 
 Train = Callable[[Rank, Path, int, int], Any]
 
@@ -25,6 +28,8 @@ GENERATORS = "random numbers of "
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Of two runs, the largest difference is a poor estimate of how far a third may be off; each may be off on its own side.
 _ROOM = 8.0
+# Rounding errors of the run that is held, and of that which it is held against.
+_BOTH = 2.0
 
 
 @dataclass(frozen=True)
@@ -45,15 +50,38 @@ class Row:
     moved: bool
 
 
-def train_and_keep(train: Train, directory: Path, start: int, stop: int, seed: int, file: Path, rank: Rank) -> str:
-    """Run a part of the training under `seed`, and keep the state that it returns. Returns what is wrong with that."""
-    seed_everything(seed)
-    state = train(rank, directory, start, stop)
+@dataclass(frozen=True)
+class Part:
+    """A part of the training, and how it is run.
+
+    Attributes:
+        directory: of the checkpoint.
+        apart: each rank has a checkpoint of its own, in `directory` under its index.
+        spread: of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
+        signs: seed of their signs.
+    """
+
+    start: int
+    stop: int
+    directory: Path
+    seed: int
+    apart: bool = False
+    spread: float = 0.0
+    signs: int = 0
+
+
+def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
+    """Run a part of the training, and keep the state that it returns. Returns what is wrong with that."""
+    seed_everything(part.seed)
+    generator = torch.Generator().manual_seed(part.signs)
+    perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
+    with perturbed:
+        state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
     # Before anything else here could draw: the generators as training leaves them.
     generators = {f"{GENERATORS}{name}": value for name, value in _generators(rank).items()}
     if not isinstance(state, Mapping):
         return (
-            f"train(rank, directory, {start}, {stop}) returned a {type(state).__name__}; return a mapping of names to what "
+            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping of names to what "
             "makes up the state: tensors, numbers, state dicts, or objects with state_dict()"
         )
     flat = flattened(state)
@@ -78,7 +106,9 @@ def load(directory: Path, rank: Rank) -> dict[str, Any]:
 def flattened(value: Any, name: str = "") -> dict[str, Any]:
     """The state as tensors on the CPU (floats as float64), numbers and texts, by dotted name."""
     if isinstance(value, torch.Tensor):
-        return {name: plain(value).clone()}
+        # Of a tensor that is spread over ranks (a DTensor), this rank's part.
+        local = value.to_local() if hasattr(value, "to_local") else value
+        return {name: plain(local).clone()}
     if isinstance(value, torch.Generator):
         return {name: value.get_state().clone()}
     if isinstance(value, float):
@@ -117,16 +147,20 @@ def _generators(rank: Rank) -> dict[str, str]:
     return {name: hashlib.blake2b(state, digest_size=16).hexdigest() for name, state in states.items()}
 
 
-def compare(got: Path, runs: list[Path], earlier: Path, tolerance: float | None, rank: Rank) -> list[Row]:
+def compare(
+    got: Path, runs: list[Path], earlier: Path, perturbed: list[Path], tolerance: float | None, rank: Rank
+) -> list[Row]:
     """Compare the state kept in `got` with that of `runs`, which should all be the same, entry by entry.
 
     Args:
         runs: one or two.
         earlier: a state that is not expected to be the same: what is as it was there, nothing has changed since.
+        perturbed: runs with rounding errors, which tell how far those lead.
         tolerance: see `assert_resume_continues`.
     """
     new, old = load(got, rank), load(earlier, rank)
     first, second = load(runs[0], rank), load(runs[-1], rank)
+    moved_runs = [load(run, rank) for run in perturbed]
     rows = []
     for name in dict.fromkeys([*first, *new]):
         if name not in new or name not in first:
@@ -135,7 +169,8 @@ def compare(got: Path, runs: list[Path], earlier: Path, tolerance: float | None,
         elif (noise := _noise(first[name], second.get(name))) is None:
             same, detail = None, "differs between two uninterrupted runs"
         else:
-            detail = _difference(new[name], first[name], noise, tolerance)
+            granted = _ROOM * noise + _envelope(first[name], [run.get(name) for run in moved_runs])
+            detail = _difference(new[name], first[name], granted, tolerance)
             same = not detail
         moved = name not in old or bool(_difference(first.get(name), old[name], 0.0, None))
         rows.append(Row(name, same, detail, digest_of_value(new.get(name)), digest_of_value(first.get(name)), moved))
@@ -167,7 +202,19 @@ def _noise(one: Any, other: Any) -> float | None:
     return float((one.double() - other.double()).abs().nan_to_num(0.0).max())
 
 
-def _difference(got: Any, expected: Any, noise: float, tolerance: float | None) -> str:
+def _envelope(usual: Any, moved: list[Any]) -> torch.Tensor | float:
+    """How far rounding errors lead each element, from runs that have some; 0 for what is no floating-point number."""
+    if not isinstance(usual, torch.Tensor) or not usual.dtype.is_floating_point or not usual.numel():
+        return 0.0
+    envelope = torch.zeros(usual.shape, dtype=torch.float64)
+    for value in moved:
+        if isinstance(value, torch.Tensor) and value.shape == usual.shape:
+            envelope = torch.maximum(envelope, (value.double() - usual.double()).abs().nan_to_num(0.0))
+    # A few draws may understate an element, not all of the tensor.
+    return _BOTH * envelope.clamp_min(float(envelope.square().mean().sqrt()))
+
+
+def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
     """How they differ by more than is granted, in words; nothing where they do not."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         same = type(got) is type(expected) and got == expected
@@ -176,7 +223,6 @@ def _difference(got: Any, expected: Any, noise: float, tolerance: float | None) 
         return f"got {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
     if expected.is_complex():
         got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
-    granted = _ROOM * noise
     if tolerance is not None and expected.dtype.is_floating_point and expected.numel():
         granted = tolerance * float(expected.double().abs().max())
     found = difference(got, expected, granted)

@@ -97,6 +97,20 @@ def test_random_numbers_of_rank_0_on_all(ranks):
     text = refuted(ranks, training(dropout=0.5, per_rank_rng=False), "state-not-restored", match="does not continue")
     assert "on rank 1: what rank 0 had; each rank must save and load its own" in text
 
+def drawn_anew(generator):
+    def train(rank, directory, start, stop):
+        data = torch.randn(8, generator=generator())  # as a data set that is made, or split, when a run starts
+        total = torch.load(directory / f"{rank.index}.pt") if start else torch.zeros(())
+        for step in range(start, stop):
+            total = total + data[step]
+        torch.save(total, directory / f"{rank.index}.pt")
+        return {"total": total}
+    return train
+
+def test_what_is_drawn_anew(ranks):
+    assert_resume_continues(ranks, drawn_anew(lambda: torch.Generator().manual_seed(5)))
+    refuted(ranks, drawn_anew(lambda: None), "state-not-restored", match="total on rank.s. 0-1")
+
 def test_what_is_not_returned(ranks):
     text = refuted(ranks, training("optimizer", returned=["model"]), "state-not-restored", match="model.0.weight")
     assert "what train does not return (the optimizer" in text
@@ -181,4 +195,70 @@ def test_misuse(ranks):
 
 def test_resuming(run, pytester):
     pytester.makepyfile(test_it=CODE)
-    run(*GPUS).assert_outcomes(passed=16)
+    run(*GPUS).assert_outcomes(passed=17)
+
+
+def test_rounding(run, pytester):
+    pytester.makepyfile(
+        test_it=CODE.partition("def test_all_restored")[0]
+        + """
+def adam(*forgotten):
+    def train(rank, directory, start, stop):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+        # In its second step it reduces in other buckets, and so adds up in another order, than in its first.
+        parallel = DistributedDataParallel(model)
+        parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        torch.manual_seed(rank.index)
+        if start:
+            saved = torch.load(directory / "it.pt")
+            for name, part in parts.items():
+                if name not in forgotten:
+                    part.load_state_dict(saved[name])
+            torch.set_rng_state(torch.load(directory / f"{rank.index}.pt"))
+        for step in range(start, stop):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step * 10 + rank.index))
+            optimizer.zero_grad()
+            parallel(x).square().mean().backward()
+            optimizer.step()
+            schedule.step()
+        if rank.index == 0:
+            torch.save({name: part.state_dict() for name, part in parts.items()}, directory / "it.pt")
+        torch.save(torch.get_rng_state(), directory / f"{rank.index}.pt")
+        return parts
+    return train
+
+def test_another_order_of_sums(ranks):
+    assert_resume_continues(ranks, adam(), steps=7, world_sizes=[4])
+    with pytest.raises(ScalingMismatch, match="does not continue"):
+        assert_resume_continues(ranks, adam(), steps=7, world_sizes=[4], tolerance=0.0)
+    for forgotten in ("model", "optimizer", "schedule"):
+        text = refuted(ranks, adam(forgotten), "state-not-restored", match="does not continue", steps=7, world_sizes=[4])
+        assert f"on no rank as saved: {forgotten}." in text
+
+def off(error):
+    def train(rank, directory, start, stop):
+        x = torch.load(directory / f"{rank.index}.pt") if start else torch.linspace(1, 2, 9)
+        x = x * (1 + error) if start else x
+        for step in range(start, stop):
+            x = x * 1.3
+        torch.save(x, directory / f"{rank.index}.pt")
+        return {"x": x}
+    return train
+
+def test_what_rounding_does_not_explain(ranks):
+    assert_resume_continues(ranks, off(1e-7))
+    refuted(ranks, off(1e-4), "state-not-restored", match=r"x on rank.s. 0-1: element .* ±")
+
+def test_where_rounding_cannot_be_measured(ranks):
+    inner = off(1e-7)
+    def train(rank, directory, start, stop):
+        assert not directory.name.startswith("of perturbed"), "no more disk"
+        return inner(rank, directory, start, stop)
+    text = refuted(ranks, train, "state-not-restored", match="x on")
+    assert "compared to the bit, for how far rounding errors lead could not be measured" in text and "no more disk" in text
+"""
+    )
+    run("--gpus=4", "--simulate", "--rank-timeout=60").assert_outcomes(passed=3)
