@@ -19,39 +19,9 @@ from tests.conftest import processes_with
 
 MARK = "_MGPU_CHECK_TEST_OF_COMPARE"
 
-TUTORIAL = """\
-import os, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-dist.init_process_group("nccl")
-rank, world = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-torch.cuda.set_device(device)
-torch.manual_seed(0)
-x = torch.randn(24, 6)
-data = TensorDataset(x, x.sum(1, keepdim=True).sin() * 3)
-sampler = DistributedSampler(data, shuffle=True)
-loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
-net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(device)
-net.load_state_dict(torch.load("start.pt", map_location=device))
-model = DistributedDataParallel(net, device_ids=[device.index])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-loss_fn = nn.MSELoss()
-for epoch in range(2):
-    sampler.set_epoch(epoch)
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        loss = loss_fn(model(inputs.to(device)), targets.to(device))
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-    if rank == 0:
-        print("epoch", epoch, loss.item())
-dist.destroy_process_group()
-"""
+# The script of the page is what it says: comparable.
+PAGE = Path(__file__).parents[2] / "docs" / "compare.md"
+TUTORIAL = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
 
 BY_HAND = """\
 import os
