@@ -36,7 +36,7 @@ def test_{kind}(ranks):
     from mgpu_check import {function}
     from mgpu_check.errors import ScalingMismatch
 
-    options = {{name: globals()[name] for name in {OPTIONS} if name in globals()}}
+    options = {{name: globals()[name] for name in {options} if name in globals()}}
     refuted = None
     try:
         {call}
@@ -61,7 +61,7 @@ def case(name: str, kind: str) -> str:
     """A test module of the program, and what is to come of it."""
     program = programs(name)[kind]
     call = next(call for function, call in CALLS.items() if re.search(rf"^def {function}\(", program, re.MULTILINE))
-    return program + CASE.format(kind=kind, name=name, call=call, function=call.partition("(")[0])
+    return program + CASE.format(kind=kind, name=name, call=call, function=call.partition("(")[0], options=OPTIONS)
 
 
 @pytest.fixture(scope="session")
