@@ -49,7 +49,9 @@ def test_the_other_examples_pass(pytester):
     pytester.runpytest_subprocess(*GPUS).assert_outcomes(passed=2)
 
 
-@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/compare.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/compare.md", "benchmarks/README.md"]
+)
 def test_links_between_pages_lead_somewhere(name):
     page = README.parent / name
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
