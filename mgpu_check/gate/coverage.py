@@ -110,7 +110,7 @@ def coverage_of(
     if not result.relations["only once"]:
         result.details.append(f"{repeated.total()} of {size} samples too many: {shown(repeated, labels)}")
     if not result.relations["known"]:
-        result.details.append(f"{unknown.total()} samples that world size 1 does not give: {shown(unknown, labels)}")
+        result.details.append(f"{unknown.total()} seen that world size 1 does not give: {shown(unknown, labels)}")
     if result.relations["as many batches"] is False:
         numbers = grouped((len(part.batches), rank) for rank, part in enumerate(parts))
         texts = [f"{number} on {_ranks(ranks)}" for number, ranks in numbers]
@@ -208,7 +208,7 @@ def _explain(result: Coverage, kind: _Kind, labels: Mapping[Hashable, str], *, p
         )
     elif missing and (repeated or kind.unknown):
         strange = [rank for rank, share in enumerate(shares) if share]
-        several = f"{repeated.total()} samples on several ranks ({shown(repeated, labels)})" if repeated else ""
+        several = f"{repeated.total()} seen several times ({shown(repeated, labels)})" if repeated else ""
         other = f"{_ranks(strange)} with samples that world size 1 does not give" if strange else ""
         none = f"{missing.total()} on none ({shown(missing, labels)})"
         found("split-differs-between-ranks", ", ".join(filter(None, [several, other, none])), strange)

@@ -38,13 +38,15 @@ def assert_resume_continues(
     At each world size `train` runs, on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 * steps in
     the directory where that has saved. All generators (torch on CPU and devices, Python, NumPy where imported) are
     seeded alike before the runs that begin at 0, and otherwise before the resumed one, so that random numbers which
-    matter have to be restored too, and what is made anew (data, permutations) has to be made from seeds of its own. Every entry of the state that the resumed run ends with must be, on each rank, that
-    of the uninterrupted run. Bits are compared first. Where they differ, floating-point numbers may be off as far as rounding
-    errors lead, for code that is right may round otherwise after a start: DistributedDataParallel reduces in other buckets in
-    its first step. How far is measured on uninterrupted runs with random rounding errors in each operator (Monte Carlo
-    arithmetic: D. S. Parker, UCLA CSD-970002, 1997). Where two uninterrupted runs do not agree to the bit, 8 times their
-    largest difference in a tensor is granted, too. What is no floating-point number and differs between those two, as a
-    time of day does, is not compared.
+    matter have to be restored too, and what is made anew (data, permutations) has to be made from seeds of its own.
+
+    Every entry of the state that the resumed run ends with must be, on each rank, that of the uninterrupted run. Bits are
+    compared first. Where they differ, floating-point numbers may be off as far as rounding errors lead, for code that is
+    right may round otherwise after a start: DistributedDataParallel reduces in other buckets in its first step. How far
+    is measured on four more uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D.
+    S. Parker, UCLA CSD-970002, 1997). Where two uninterrupted runs do not agree to the bit, 8 times their largest difference
+    in a tensor is granted, too. What is no floating-point number and differs between those two, as a time of day does, is
+    not compared.
 
     The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank; `train`
     and what it refers to travel anew with each call, globals of the test's module and of conftests included. Globals of
@@ -57,13 +59,14 @@ def assert_resume_continues(
         ranks: the fixture.
         train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is above
             0 it loads what an earlier call has saved in `directory` (a `pathlib.Path`, one for all ranks); at the end it
-            saves there. Returns a mapping of names to what makes up the state: tensors on any device, numbers, texts,
-            lists and mappings of these, or objects with ``state_dict()``: model, optimizer, scheduler, scaler, sampler.
+            saves there, over what is there. Returns a mapping of names to what makes up the state: tensors on any device,
+            numbers, texts, lists and mappings of these, or objects with ``state_dict()``: model, optimizer, scheduler,
+            scaler, sampler. Of a DTensor each rank's own part is held.
             After a failure it is also called with `start` equal to `stop`, to see what loading restores.
         steps: how many to train before and after; enough that an epoch ends, if the position in the data is to be seen.
         world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
-        tolerance: how far an element may be off, as a part of the largest magnitude in its tensor, in place of what two
-            runs tell.
+        tolerance: how far an element may be off, as a part of the largest magnitude in its tensor, in place of what is
+            measured.
 
     Raises:
         ScalingMismatch: at the smallest world size at which the resumed run ends otherwise. ``.ranks`` are those where it

@@ -83,7 +83,7 @@ def test_blanks(ranks):
     def make(rank):
         own = torch.arange(1, 8)[rank.index::rank.size]
         return torch.cat([own, own.new_zeros((4 - len(own)) * (rank.size > 1))]).split(2)
-    refuted(ranks, make, match="1 samples that world size 1 does not give: 0", world_sizes=[2])
+    refuted(ranks, make, match="1 seen that world size 1 does not give: 0", world_sizes=[2])
 
 def test_dropping(ranks):
     def make(rank):
@@ -149,7 +149,7 @@ def test_a_seed_for_each_rank(ranks):
     def make(rank):
         return sampled(rank, seed=rank.index)
     error = refuted(ranks, make, "split-differs-between-ranks", match="on no rank")
-    assert "samples on several ranks" in str(error)
+    assert "seen several times" in str(error)
 """,
         17,
     )

@@ -252,6 +252,16 @@ def test_what_rounding_does_not_explain(ranks):
     assert_resume_continues(ranks, off(1e-7))
     refuted(ranks, off(1e-4), "state-not-restored", match=r"x on rank.s. 0-1: element .* ±")
 
+def test_what_differs_between_two_runs(ranks):
+    def runs(again, resumed):
+        def train(rank, directory, start, stop):
+            off = {"of again": again, "checkpoint": resumed if start else 0}.get(directory.name, 0)
+            return {"x": torch.full((3,), stop + off, dtype=torch.float64)}
+        return train
+    assert_resume_continues(ranks, runs(1e-6, 3e-6))
+    refuted(ranks, runs(1e-6, 3e-5), "state-not-restored", match="± 8e-06")
+    refuted(ranks, runs(0, 3e-6), "state-not-restored", match="x on")
+
 def test_where_rounding_cannot_be_measured(ranks):
     inner = off(1e-7)
     def train(rank, directory, start, stop):
@@ -261,4 +271,4 @@ def test_where_rounding_cannot_be_measured(ranks):
     assert "compared to the bit, for how far rounding errors lead could not be measured" in text and "no more disk" in text
 """
     )
-    run("--gpus=4", "--simulate", "--rank-timeout=60").assert_outcomes(passed=3)
+    run("--gpus=4", "--simulate", "--rank-timeout=60").assert_outcomes(passed=4)
