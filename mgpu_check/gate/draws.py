@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["DrawsOfFloat32", "NarrowDtypes"]
+__all__ = ["DrawsOfFloat32", "Notes"]
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
@@ -21,6 +21,8 @@ _IN_PLACE = {
     _aten.log_normal_,
     _aten.geometric_,
 }
+
+_MASKS = {_aten.bernoulli_, _aten.bernoulli, _aten.native_dropout}
 
 
 class DrawsOfFloat32(TorchDispatchMode):
@@ -48,17 +50,24 @@ class DrawsOfFloat32(TorchDispatchMode):
         return (like.dtype if isinstance(like, torch.Tensor) else torch.get_default_dtype()) == torch.float64
 
 
-class NarrowDtypes(TorchDispatchMode):
-    """Notes the floating-point dtypes narrower than float32 in which operators give results."""
+class Notes(TorchDispatchMode):
+    """Notes in which floating-point dtypes narrower than float32 operators give results, and which draw at random.
+
+    Attributes:
+        seen: the dtypes.
+        masks: whether elements are dropped at random, as dropout does.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[torch.dtype] = set()
+        self.masks = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.masks |= func.overloadpacket in _MASKS
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)

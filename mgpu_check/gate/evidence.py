@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mgpu_check.gate.divisions import Division, Hypotheses
+from mgpu_check.gate.divisions import Alternative, Division, Hypotheses
 from mgpu_check.gate.events import Event, Trace
 from mgpu_check.gate.measuring import Expected
 from mgpu_check.gate.observing import Observation
@@ -30,6 +30,7 @@ class Evidence:
         hypotheses: what one device gives for parts of the batch.
         same: name -> whether it is the same at other world sizes.
         wrong_alone: the step differs from the reference at world size 1 already.
+        further: the same case with other random numbers.
         right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
     """
 
@@ -42,6 +43,7 @@ class Evidence:
     same: Mapping[str, bool] = field(default_factory=dict)
     wrong_alone: bool = False
     right_when_small: bool | None = None
+    further: Sequence[Evidence] = ()
 
     @property
     def size(self) -> int:
@@ -74,12 +76,40 @@ class Evidence:
     def first(self, *kinds: str) -> Event | None:
         return next((event for _, event in self.events(*kinds)), None)
 
-    def explains(self, values: Sequence[Mapping[str, torch.Tensor]], names: Collection[str] = ()) -> bool:
+    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()) -> bool:
+        """Whether what differs is the results of all parts combined in that way; see `combined`."""
+        if not self.explains(self.combined(division, how, factor), names):
+            return False
+        for other in self.further:
+            same = next(
+                (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
+                None,
+            )
+            if same is None or not other.explains(
+                other.combined(same, how, factor, self.names), names or self.names, False
+            ):
+                return False
+        return True
+
+    def is_alternative(self, alternative: Alternative) -> bool:
+        """Whether what differs is what one device gives for another batch."""
+        if not self.explains([dict(alternative.values)] * self.size):
+            return False
+        for other in self.further:
+            same = next((a for a in other.hypotheses.alternatives if a.name == alternative.name), None)
+            if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
+                return False
+        return True
+
+    def explains(
+        self, values: Sequence[Mapping[str, torch.Tensor]], names: Collection[str] = (), telling: bool = True
+    ) -> bool:
         """Whether each rank has left `values`, of that rank, where it differs from one device.
 
-        False where they are what one device gives, too: they explain nothing then.
+        Args:
+            telling: no where they are what one device gives, too: they explain nothing then.
         """
-        tells = False
+        tells = not telling
         for name in names or self.names:
             exact = self.expected.exact[name]
             for rank, one in enumerate(self.seen):
@@ -103,7 +133,12 @@ class Evidence:
 
     def factor(self, names: Collection[str] = ()) -> float | None:
         """The one number by which everything that differs is off, on all ranks; None if there is none."""
-        return self._factor(names or self.names, {})
+        found = self._factor(names or self.names, {})
+        if found is None:
+            return None
+        # One number has some ratio to any other: it is one only if it comes again.
+        again = [other._factor(names or self.names, {}) for other in self.further]
+        return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
 
     def factor_of_updates(self) -> float | None:
         """The same of what the step adds to the parameters, as a learning rate changes it."""
@@ -128,10 +163,12 @@ class Evidence:
             return None
         return middle if bool(((both - middle).abs() <= 2e-3 * abs(middle)).all()) else None
 
-    def combined(self, division: Division, how: str, factor: float = 1.0) -> list[dict[str, torch.Tensor]]:
+    def combined(
+        self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()
+    ) -> list[dict[str, torch.Tensor]]:
         """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
         results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.size)]
-        for name in self.names:
+        for name in names or self.names:
             parts = [self._of_rank(name, windows) for windows in division.parts]
             if any(part is None for part in parts):
                 continue

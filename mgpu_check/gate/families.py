@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from mgpu_check.gate.batches import samples_in
 from mgpu_check.gate.scenario import CHANGES, Scenario
 
 __all__ = ["SEVERAL_STEPS", "Family", "Sizes", "families"]
@@ -55,12 +56,14 @@ def families(
         draw: st.DrawFn, kind: str = "", changes: Sequence[str] = ("",), steps: tuple[int, int] = (1, 1)
     ) -> Scenario:
         world_size = draw(st.sampled_from(world_sizes))
-        samples, batches = 0, ()
+        samples = 0
+        batches: tuple[Any, ...] = ()
         count = draw(st.integers(*steps))
         if drawn is None:
             samples = draw(of(world_size, kind))
         else:
             batches = tuple(draw(drawn) for _ in range(count))
+            samples = samples_in(batches[0])
         change = draw(st.sampled_from(changes))
         seed = draw(st.integers(0, _SEEDS - 1))
         return Scenario(world_size, samples, count, change, seed=seed, batches=batches)

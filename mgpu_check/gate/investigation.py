@@ -12,7 +12,7 @@ from mgpu_check.gate.divisions import Hypotheses, run_hypotheses
 from mgpu_check.gate.events import Trace
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.observing import Observation
-from mgpu_check.gate.relations import PARITY, Verdict, close, judge, repeats
+from mgpu_check.gate.relations import PARITY, Verdict, allowed_for, close, judge, repeats
 from mgpu_check.gate.report import Finding, Observable, Report
 from mgpu_check.gate.running import run_step, run_traced
 from mgpu_check.gate.scenario import Scenario
@@ -22,6 +22,8 @@ from mgpu_check.numerics.compare import difference
 __all__ = ["investigate", "report_of_hang"]
 
 _SMALL = 2.0**-10
+_FURTHER = 2
+_LARGE = 1_000_000
 _LIKELY = 2
 """Causes that a report names."""
 _THEMES = (collectives.causes, data.causes, gradients.causes, control.causes)
@@ -140,9 +142,27 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
         hypotheses = trials.ranks.run(run_hypotheses, program, scenario, max(1, windows), size=1)[0]
     except (CheckFailure, RankHang):
         hypotheses = Hypotheses([], [])
+    further = _with_other_seeds(trials, scenario, max(1, windows)) if hypotheses.divisions else []
     alone = expected.own is not None and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
     small = _when_small(trials, scenario)
-    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, same, alone, small)
+    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, same, alone, small, further)
+
+
+def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Evidence]:
+    """The same case with other random numbers: what explains the failure must explain what is seen there, too."""
+    found: list[Evidence] = []
+    for seed in range(scenario.seed + 1, scenario.seed + 1 + _FURTHER):
+        other = replace(scenario, seed=seed)
+        try:
+            expected, seen = trials.expected(other), trials.on_ranks(other, whole=True)
+            if scenario.batches or sum(value.numel() for value in seen[0].values.values()) > _LARGE:
+                return []
+            size_one = trials.ranks.run(run_hypotheses, trials.program, other, windows, size=1)[0]
+        except (CheckFailure, RankHang):
+            continue
+        verdict = judge(expected, seen, trials.kinds, trials.tolerance)
+        found.append(Evidence(other, expected, verdict, seen, (), size_one))
+    return found
 
 
 def _when_small(trials: Trials, scenario: Scenario) -> bool | None:
@@ -185,8 +205,8 @@ def _at_other_sizes(
             continue
         same = {}
         for name, relations in verdict.relations.items():
-            allowed = measured.tolerance.get(name)
-            both = close(there[0].values.get(name), seen[0].values.get(name), 0.0 if allowed is None else 2 * allowed)
+            allowed = 2 * allowed_for(measured, name, trials.tolerance)
+            both = close(there[0].values.get(name), seen[0].values.get(name), allowed)
             same[name] = relations[
                 f"same at {min(other, scenario.world_size)} and {max(other, scenario.world_size)}"
             ] = both
@@ -208,14 +228,16 @@ def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observati
         exact, moved = one.exact.get(name), other.exact.get(name)
         if exact is None or moved is None or exact.shape != moved.shape:
             continue
-        allowed = one.tolerance[name] + other.tolerance[name]
+        allowed = allowed_for(one, name, trials.tolerance) + allowed_for(other, name, trials.tolerance)
         if difference(exact, moved, allowed) is None:
             relations["any order"] = close(there[0].values.get(name), seen[0].values.get(name), 2 * allowed)
 
 
 def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> Report:
     verdict, scenario = evidence.verdict, evidence.scenario
-    wrong = [name for name, relations in verdict.relations.items() if False in relations.values()]
+    wrong = [name for name in verdict.relations if name in verdict.wrong or name in verdict.split] or [
+        name for name, relations in verdict.relations.items() if False in relations.values()
+    ]
     parted = sum(verdict.relations[name].get(PARITY) is False for name in wrong)
     first = _first_parting(evidence)
     where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from mgpu_check.gate.draws import DrawsOfFloat32, NarrowDtypes
+from mgpu_check.gate.draws import DrawsOfFloat32, Notes
 from mgpu_check.gate.observing import Observation, Program, observe
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.numerics.bounds import unit_roundoff
@@ -39,6 +39,7 @@ class Expected:
         undetermined: names of results that rounding changes in a way that is not to be measured.
         precise: whether `exact` was computed in float64.
         narrow: the narrow dtypes in which the step computes.
+        masks: whether the step drops elements at random, as dropout does.
         snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
         remarks: what could not be measured.
     """
@@ -51,6 +52,7 @@ class Expected:
     undetermined: set[str] = field(default_factory=set)
     precise: bool = True
     narrow: tuple[str, ...] = ()
+    masks: bool = False
     snapshots: list[dict[str, torch.Tensor]] = field(default_factory=list)
     allowances: list[dict[str, torch.Tensor]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -79,13 +81,13 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
     """
     remarks: list[str] = []
     with full_precision():
-        narrow = NarrowDtypes()
+        notes = Notes()
         by_reference = program.reference is not None
-        main = _measured(rank, program, scenario, by_reference, deep, narrow)
+        main = _measured(rank, program, scenario, by_reference, deep, notes)
         own = None
         if by_reference:
             try:
-                own = _measured(rank, program, scenario, False, deep, narrow)
+                own = _measured(rank, program, scenario, False, deep, notes)
             except Exception as error:
                 remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
     if not main.precise:
@@ -96,7 +98,8 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         by_reference,
         undetermined=main.undetermined | (own.undetermined if own else set()),
         precise=main.precise,
-        narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in narrow.seen)),
+        masks=notes.masks,
+        narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
         remarks=remarks,
     )
     stages = [_with_tolerance_of(stage, place, own) for place, stage in enumerate(main.stages)]
@@ -112,9 +115,9 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
 
     None where it does not, or is finite at no scale.
     """
-    narrow = NarrowDtypes()
-    observe(rank, program, scenario, of_reference=False, around=lambda model: _entered(narrow))
-    if torch.float16 not in narrow.seen:
+    notes = Notes()
+    observe(rank, program, scenario, of_reference=False, around=lambda model: _entered(notes))
+    if torch.float16 not in notes.seen:
         return None
     for factor in _FACTORS:
         scaled = Scenario(1, scenario.samples, 1, "scaled", factor, scenario.seed, scenario.batches)
@@ -137,12 +140,12 @@ def _with_tolerance_of(
 
 
 def _measured(
-    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, narrow: NarrowDtypes
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, notes: Notes
 ) -> _Measured:
     def run(double: bool, **how: Any) -> Observation:
         return observe(rank, program, scenario, of_reference=of_reference, double=double, deep=deep, **how)
 
-    single = run(False, around=lambda model: _entered(narrow))
+    single = run(False, around=lambda model: _entered(notes))
     generator = torch.Generator().manual_seed(0)
     # Two runs in the precision of the step: their errors are those that another order of the same sums has.
     singles = [single, run(False, alter=lambda batch: _moved(batch, 1.0, generator))]

@@ -12,7 +12,7 @@ from mgpu_check.gate.observing import Observation
 from mgpu_check.grouping import intervals
 from mgpu_check.numerics.compare import Difference, difference, show
 
-__all__ = ["AGREE", "FINITE", "PARITY", "REPEATS", "Verdict", "close", "judge", "repeats"]
+__all__ = ["AGREE", "FINITE", "PARITY", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 
@@ -73,7 +73,7 @@ def judge(
             verdict.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
             continue
         relations: dict[str, bool | None] = {}
-        allowed = _allowed(expected, name, tolerance)
+        allowed = allowed_for(expected, name, tolerance)
         relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
         relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
         relations[FINITE] = _finite(expected, seen, name)
@@ -98,7 +98,7 @@ def repeats(
     for name, relations in verdict.relations.items():
         same = [
             one.digests.get(name) == other.digests.get(name)
-            or close(one.values.get(name), other.values.get(name), _allowed(expected, name, tolerance))
+            or close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
             for one, other in zip(seen, again, strict=True)
         ]
         relations[REPEATS] = all(same)
@@ -158,7 +158,8 @@ def _tells(returned: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor])
     )
 
 
-def _allowed(expected: Expected, name: str, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
+def allowed_for(expected: Expected, name: str, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
+    """How far a value may be off: what the user grants, or what was measured."""
     exact = expected.exact.get(name)
     if exact is None:
         return 0.0

@@ -17,7 +17,7 @@ class Scenario:
 
     Attributes:
         world_size: number of ranks.
-        samples: in each global batch; 0 where batches are drawn.
+        samples: in each global batch; in the first, where batches are drawn.
         steps: how often the step is called, each time with another batch.
         change: one of `CHANGES`, or "" for batches as they are made.
         factor: of "scaled" batches.

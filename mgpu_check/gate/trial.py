@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mgpu_check.errors import RankFailure
 from mgpu_check.gate.measuring import Expected, largest_factor, measure
-from mgpu_check.gate.observing import Observation, Program
+from mgpu_check.gate.observing import Observation, Program, Unusable
 from mgpu_check.gate.relations import Verdict, judge, repeats
 from mgpu_check.gate.running import run_step
 from mgpu_check.gate.scenario import Scenario
@@ -106,6 +106,11 @@ class Trials:
             return Trial(scenario, expected, None, error=error)
         self._check_batches(expected, seen)
         verdict = judge(expected, seen, self.kinds, self.tolerance)
+        if not verdict.relations:
+            raise ValueError(
+                f"assert_step_scales: {self.name} leaves nothing of {', '.join(sorted(self.kinds))} to be compared; return "
+                "named tensors or numbers from it, or observe something else"
+            )
         if verdict.holds and scenario.world_size not in self._repeated:
             self._repeated.add(scenario.world_size)
             repeats(verdict, expected, seen, self.on_ranks(scenario), self.tolerance)
@@ -129,6 +134,7 @@ class Trials:
 
         Raises:
             RankFailure: the reference, or the step, fails on one device.
+            ValueError: what `build` gives is no model.
         """
         of_size = scenario.world_size if _wants_world_size(self.program.reference) else 0
         key = (of_size, scenario.samples, scenario.steps, scenario.change, scenario.factor, scenario.seed, deep)
@@ -136,6 +142,8 @@ class Trials:
             try:
                 found: Expected | RankFailure = self.ranks.run(measure, self.program, scenario, deep, size=1)[0]
             except RankFailure as refused:
+                if isinstance(refused.__cause__, Unusable):
+                    raise ValueError(str(refused.__cause__)) from None
                 found = refused
             if len(self._expected) >= _KEPT:
                 del self._expected[next(iter(self._expected))]

@@ -196,7 +196,7 @@ def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 continue
             for factor in (1.0, 1.0 / evidence.size):
                 for division in evidence.hypotheses.divisions:
-                    if evidence.explains(evidence.combined(division, "own", factor), [name]):
+                    if evidence.is_combined(division, "own", factor, [name]):
                         yield (
                             88,
                             Finding(
@@ -245,7 +245,7 @@ def _late(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 def _other_operation(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     for division in evidence.hypotheses.divisions:
         for how in ("max", "min", "root of sum of squares"):
-            if evidence.explains(evidence.combined(division, how)):
+            if evidence.is_combined(division, how):
                 yield (
                     62,
                     Finding(

@@ -136,7 +136,16 @@ def _buffers(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 
 def _drawn(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    if evidence.expected.single.draws or evidence.seen[0].draws:
+    if evidence.expected.masks:
+        yield (
+            86,
+            Finding(
+                "random-numbers-per-rank",
+                "the step drops elements at random, as dropout does, and each rank draws for its own part of the batch: nothing "
+                "else can be told from that",
+            ),
+        )
+    elif evidence.expected.single.draws or evidence.seen[0].draws:
         yield (
             42,
             Finding(

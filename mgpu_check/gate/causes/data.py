@@ -143,7 +143,7 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """The result is that of one device, for another batch."""
     size, samples = evidence.size, evidence.scenario.samples
     for alternative in evidence.hypotheses.alternatives:
-        if not evidence.explains([dict(alternative.values)] * size):
+        if not evidence.is_alternative(alternative):
             continue
         name = evidence.names[0]
         if alternative.name == "truncated":

@@ -56,9 +56,7 @@ def _statistics(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     modules = evidence.seen[0].normalized
     if not modules:
         return
-    of_shards = any(
-        evidence.explains(evidence.combined(division, "mean")) for division in evidence.hypotheses.divisions
-    )
+    of_shards = any(evidence.is_combined(division, "mean") for division in evidence.hypotheses.divisions)
     yield (
         83 if of_shards else 66,
         Finding(
@@ -77,7 +75,7 @@ def _combined(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             (1.0 / evidence.size, ", divided by the world size"),
             (float(evidence.size), ", times the world size"),
         ):
-            if not evidence.explains(evidence.combined(division, "mean", factor)):
+            if not evidence.is_combined(division, "mean", factor):
                 continue
             name = evidence.names[0]
             windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
@@ -122,9 +120,10 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     local: list[str] = []
     for division in evidence.hypotheses.divisions:
         for factor in (1.0, 1.0 / evidence.size):
-            own = evidence.combined(division, "own", factor)
             local = [
-                name for name in evidence.names if name in evidence.verdict.split and evidence.explains(own, [name])
+                name
+                for name in evidence.names
+                if name in evidence.verdict.split and evidence.is_combined(division, "own", factor, [name])
             ]
             if local:
                 break
