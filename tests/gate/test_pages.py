@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -46,14 +47,19 @@ def test_{kind}(ranks):
         assert refuted is None, str(refuted)
     else:
         assert refuted is not None, "the gate passes the wrong program"
+        with open("{name}.txt", "w") as file:
+            file.write(str(refuted))
         assert refuted.mistakes[:1] == ("{name}",), str(refuted)
 """
 
 
+def page_of(name: str) -> str:
+    return (PAGES / f"{name}.md").read_text()
+
+
 def programs(name: str) -> dict[str, str]:
     """The programs of a page, each complete: what the right one does not define is as in the wrong one."""
-    text = (PAGES / f"{name}.md").read_text()
-    blocks = dict(re.findall(r"^```python (wrong|right)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL))
+    blocks = dict(re.findall(r"^```python (wrong|right)\n(.*?)^```$", page_of(name), flags=re.MULTILINE | re.DOTALL))
     return {kind: blocks["wrong"] + ("\n\n" + blocks["right"] if kind == "right" else "") for kind in blocks}
 
 
@@ -65,8 +71,8 @@ def case(name: str, kind: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What came of each program, by the name of its module: its failure, or nothing. All in one run, with warm ranks.
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all programs have run, in one run with warm ranks, and left their reports, `<class>.txt`, and `out.xml`.
 
     Workers of pytest-xdist share it: the first that asks runs them.
     """
@@ -77,8 +83,14 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     with FileLock(shared / "pages.lock"):
         if not (directory / "out.xml").exists():
             _run(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def verdicts(outcome: Path) -> dict[str, str]:
+    """What came of each program, by the name of its module: its failure, or nothing."""
     found = {}
-    for one in ET.parse(directory / "out.xml").getroot().iter("testcase"):
+    for one in ET.parse(outcome / "out.xml").getroot().iter("testcase"):
         trouble = [*one.iter("failure"), *one.iter("error"), *one.iter("skipped")]
         found[str(one.get("classname"))] = "\n".join(problem.text or "" for problem in trouble)
     return found
@@ -119,13 +131,39 @@ def test_the_program_of_a_page(verdicts, name, kind):
     assert not verdict, verdict
 
 
+def rows_of(report: str, columns: Iterable[str]) -> dict[str, set[str]]:
+    """Of a report's table: column -> the marks in it. Nothing where the report has no table."""
+    lines = report.splitlines()
+    head = next((i for i, line in enumerate(lines) if sum(f"  {column}" in line for column in columns) > 1), None)
+    if head is None:
+        return {}
+    found: dict[str, set[str]] = {}
+    for column in columns:
+        place = lines[head].find(f"  {column}")
+        if place >= 0:
+            marks = {line[place + 2 : place + 5].strip() for line in lines[head + 1 :]}
+            found[column] = marks & {"yes", "NO", "-"}
+    return found
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_table_of_a_page_is_that_of_its_report(outcome, name):
+    shown = re.search(r"^## How it shows\n\n\| (.*) \|\n\|[-|]+\n\| (.*) \|$", page_of(name), re.MULTILINE)
+    assert shown is not None
+    table = dict(zip(shown[1].split(" | "), shown[2].split(" | "), strict=True))
+    seen = rows_of((outcome / f"{name}.txt").read_text(), table)
+    assert seen or "-" in table.values()  # a rank has died, and nothing could be compared
+    wrong = {column for column, marks in seen.items() if "NO" in marks}
+    assert wrong == {column for column in seen if table[column] == "NO"}
+
+
 def test_every_class_has_a_page_and_every_page_a_class():
     assert {path.stem for path in PAGES.glob("*.md")} - {"README"} == set(CLASSES)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_page_has_both_programs_and_says_what_the_class_says(name):
-    text = (PAGES / f"{name}.md").read_text()
+    text = page_of(name)
     assert text.startswith(f"# {name}\n")
     assert len(re.findall(r"^```python (?:wrong|right)$", text, flags=re.MULTILINE)) == len(programs(name)) == 2
     words = " ".join(text.split()).lower()
