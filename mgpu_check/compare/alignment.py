@@ -164,6 +164,18 @@ class Aligned:
                 here[trace.rank] = values[name]
         return expected, here
 
+    @property
+    def compared(self) -> list[str]:
+        """The parameters of which one device and some rank have the whole, at some step."""
+        return [
+            name
+            for name in self.names
+            if any(
+                expected is not None and any(here.values())
+                for expected, here in (self.found(step, "parameter", name) for step in range(self.steps))
+            )
+        ]
+
     def samples(self, step: int) -> Samples:
         return Samples(
             Counter(self.one.steps[step].seen), tuple(Counter(trace.steps[step].seen) for trace in self.ranks)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mgpu_check.compare.scene import Scene, updates
+from mgpu_check.compare.trace import Trace
 from mgpu_check.gate.report import Finding
 from mgpu_check.grouping import grouped, intervals
 
@@ -37,6 +38,8 @@ def diagnose(scene: Scene) -> Diagnosis:
     """What the first step that parts ways looks like."""
     if scene.kind == "before":
         return _start(scene)
+    if skipped := _skipped(scene):
+        return skipped
     samples = scene.samples
     if samples.known and (not samples.same or scene.kind is None):
         return _samples(scene)
@@ -62,6 +65,26 @@ def _start(scene: Scene) -> Diagnosis:
     return Diagnosis(
         findings=[Finding("different-initialization", f"before its first step, ranks 0-{len(aligned.ranks) - 1} differ in {names}")]
     )  # fmt: skip
+
+
+def _skipped(scene: Scene) -> Diagnosis | None:
+    """Whether a GradScaler has skipped other steps on ranks than on one device."""
+
+    def skips(trace: Trace) -> list[int]:
+        return [event["after"] for event in trace.of("skipped") if event["after"] <= scene.step]
+
+    aligned = scene.aligned
+    one, ranks = skips(aligned.one), [skips(trace) for trace in aligned.ranks]
+    if all(found == ranks[0] for found in ranks):
+        if ranks[0] == one:
+            return None
+        return Diagnosis(
+            comparable=False,
+            why=f"step {scene.step + 1}: GradScaler has skipped {len(one)} steps on one device, and {len(ranks[0])} on each rank",
+            todo=["begin with a smaller scale for the comparison: GradScaler(init_scale=1024.0)"],
+        )
+    said = ", ".join(f"{len(found)} on rank {rank}" for rank, found in list(enumerate(ranks))[:4])
+    return Diagnosis(findings=[Finding("decision-per-rank", f"GradScaler has skipped steps: {said}")])
 
 
 def _restored(scene: Scene) -> str:

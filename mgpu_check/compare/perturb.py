@@ -35,8 +35,9 @@ class Perturbation:
     def gradients(self, gradients: list[torch.Tensor | None]) -> None:
         """Move each in place."""
         for gradient in gradients:
-            if gradient is not None and _is_moved(gradient):
-                gradient.mul_(self._factors(gradient))
+            here = gradient.to_local() if gradient is not None and hasattr(gradient, "to_local") else gradient
+            if here is not None and _is_moved(here):
+                here.mul_(self._factors(here))
 
     def _factors(self, like: torch.Tensor) -> torch.Tensor:
         # In the dtype itself: 1 ± 4u are among its numbers.

@@ -11,7 +11,6 @@ process; each process is a process group of its own that is killed at the end, a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from mgpu_check.compare.orphans import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
 from mgpu_check.ranks.agents.variables import OF_LAUNCHERS
 from mgpu_check.ranks.process import describe_exit
@@ -37,7 +37,6 @@ _INTERVAL = 0.02  # between two looks at the processes
 _GRACE = 5.0  # for the others, when one has failed: they may have more to say than that their peer is gone
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
-_PR_SET_CHILD_SUBREAPER = 36
 _HERE = Path(__file__).parent
 _BOOTSTRAP = _HERE / "bootstrap"
 
@@ -184,7 +183,7 @@ def run(
         "moved": moved,
     }
     processes: list[_Process] = []
-    before = _adopt()
+    before = adopt()
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
         port = listener.getsockname()[1]
@@ -198,7 +197,7 @@ def run(
         finally:
             for process in processes:
                 process.kill()
-            _end_orphans(before)
+            end_orphans(before)
             ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
             for process in processes:
                 process.files.close()
@@ -267,31 +266,6 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
             alone = [p for p in open_ if p.place is None or p.place.collective is None]
             return (alone or open_)[0].rank, True
         time.sleep(_INTERVAL)
-
-
-def _adopt() -> set[int]:
-    """Have what the processes leave behind become children of this one; those that it has already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    return set(_children())
-
-
-def _children() -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _end_orphans(before: set[int]) -> None:
-    """End what has left its process group; its own children come here in turn."""
-    deadline = time.monotonic() + _GRACE
-    while (left := set(_children()) - before) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
 
 
 def _look(processes: Sequence[_Process]) -> None:

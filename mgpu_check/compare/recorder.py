@@ -39,7 +39,7 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
-    witnesses.install(recorder.note, world)
+    witnesses.install(recorder.note, world, recorder.scaled_step)
 
 
 class Recorder:
@@ -59,6 +59,7 @@ class Recorder:
         self._waiting = True  # for the first inputs of a micro-batch
         self._before: dict[int, list[float]] = {}
         self._gradients: dict[int, list[float] | None] = {}
+        self._stepping: Any = None
 
     def note(self, event: str, **what: object) -> None:
         self.writer.write(event, after=self.done, **what)
@@ -115,6 +116,9 @@ class Recorder:
     # optimizers
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepping is not None and self._stepping is not optimizer:
+            return  # one that the other uses, as ZeroRedundancyOptimizer does
+        self._stepping = optimizer
         with torch.no_grad():
             parameters = self._parameters(optimizer)
             gradients = [p.grad for _, p in parameters]
@@ -128,6 +132,9 @@ class Recorder:
             self._gradients = {index: one for (index, _), one in zip(parameters, found, strict=True)}
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
         with torch.no_grad():
             after = self._taken(self._parameters(optimizer))
         self.done += 1
@@ -141,11 +148,23 @@ class Recorder:
             gradients=self._gradients,
             parameters=after,
         )
-        self._losses, self._samples, self._before = [], [], {}
-        self._waiting = True
+        self._before = {}
+        self._forget()
         if self.done == self.last:
             self.note("stopped")
             threading.Event().wait()  # until this process is ended, with the others, so that none misses its peers
+
+    def scaled_step(self, step: Callable[[], Any]) -> Any:
+        """Do a `GradScaler`'s step; where that skips the optimizer's, what led to it is no later step's."""
+        before = self.done
+        result = step()
+        if self.done == before:
+            self.note("skipped")
+            self._forget()
+        return result
+
+    def _forget(self) -> None:
+        self._losses, self._samples, self._waiting = [], [], True
 
     def _parameters(self, optimizer: Any) -> list[tuple[int, torch.Tensor]]:
         """The parameters of an optimizer, each with its number in the trace."""
@@ -165,6 +184,7 @@ class Recorder:
                         shape=list(parameter.shape),
                         dtype=str(parameter.dtype).removeprefix("torch."),
                         device=str(parameter.device),
+                        sharded=hasattr(parameter, "full_tensor"),
                     )
                 found.append((index, parameter))
         return found

@@ -124,7 +124,7 @@ def _whole_batch_on_each_rank(scene: Scene) -> bool:
     aligned = scene.aligned
     samples = scene.samples
     whole = all(
-        trace.parameters[name].shape == aligned.parameter(name).shape
+        trace.parameters[name].shape == aligned.parameter(name).shape and not trace.parameters[name].sharded
         for trace in aligned.ranks
         for name in aligned.names
         if name in trace.parameters

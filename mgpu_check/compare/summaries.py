@@ -10,7 +10,7 @@ import torch
 
 from mgpu_check.compare.trace import CHUNKS, positions
 
-__all__ = ["digests", "inputs_of", "summaries"]
+__all__ = ["digests", "inputs_of", "summaries", "whole"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _kept: dict[int, torch.Tensor] = {}
@@ -18,11 +18,12 @@ _factors: list[torch.Tensor] = []
 
 
 def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None]:
-    """The numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for what is none, empty, or sharded.
+    """The numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for what is none, or empty.
 
-    All are moved to the CPU at once, so that a device waits once for each step.
+    All are moved to the CPU at once, so that a device waits once for each step. A DTensor is gathered first: all ranks
+    that hold it must be here.
     """
-    parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [None if t is None else _parts(t) for t in tensors]
+    parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [None if t is None else _parts(whole(t)) for t in tensors]
     on: dict[torch.device, list[int]] = {}
     for index, part in enumerate(parts):
         if part is not None:
@@ -40,10 +41,16 @@ def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None
     return found
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a DTensor, of which a rank holds a part; any other tensor itself."""
+    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered
+
+
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The sum of its bits, int64; and norm, sums and samples, float64."""
-    if hasattr(tensor, "full_tensor") or not tensor.numel():
-        return None  # a DTensor: what this rank has of it compares with nothing on one device
+    if not tensor.numel():
+        return None
     value = tensor.detach()
     if value.layout is not torch.strided:
         value = value.to_dense()

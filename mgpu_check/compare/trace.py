@@ -85,13 +85,19 @@ def _parts(numbers: int) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that an optimizer has: `order` is its place among those of the model."""
+    """A parameter that an optimizer has.
+
+    Attributes:
+        order: its place among those of the model.
+        sharded: it is a DTensor, of which each rank may hold a part.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     device: str
     order: int
+    sharded: bool = False
 
     @property
     def count(self) -> int:
@@ -180,7 +186,7 @@ def read(data: bytes) -> Trace:
         if event["event"] == "parameter":
             name = event["name"]
             trace.parameters[name] = Parameter(
-                name, tuple(event["shape"]), event["dtype"], event["device"], event["order"]
+                name, tuple(event["shape"]), event["dtype"], event["device"], event["order"], event["sharded"]
             )
             names.append(name)
         elif event["event"] == "step":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,16 +91,17 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
     counts = [len(trace.steps) for trace in aligned.ranks]
     if any(count != len(aligned.one.steps) for count in counts):
         return _of_counts(aligned, counts)
-    if not aligned.names:
+    compared = aligned.compared
+    if not compared:
         return refused(
             "no parameter is trained on one device and, by the same name and shape, on the ranks",
-            [f"one device trains {', '.join(aligned.missing[:3])}, ranks train {', '.join(aligned.extra[:3])}"],
+            [f"one device trains {_few(aligned.one.parameters)}; rank 0 trains {_few(aligned.ranks[0].parameters)}"],
         )
     steps = aligned.steps
     useful = rounding.useful_until(steps)
     headline = (
-        f"equal: {steps} steps on {len(aligned.ranks)} ranks train the same {len(aligned.names)} parameters as on one "
-        "device, within what rounding moves"
+        f"equal: {steps} steps on {len(aligned.ranks)} ranks train the same {_of(len(compared), len(aligned.one.parameters))} as on "
+        "one device, within what rounding moves"
     )
     if useful == 0:
         return refused(
@@ -113,6 +114,15 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
             0, f"after step {useful} rounding alone moves gradients so far that not even a factor of two would show"
         )
     return Verdict("equal", Report(headline, remarks=remarks), compared=steps)
+
+
+def _few(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")
+
+
+def _of(part: int, total: int) -> str:
+    return f"{total} parameters" if part == total else f"{part} of {total} parameters"
 
 
 def _not_repeatable(repeat: Repeat) -> Verdict:
@@ -193,13 +203,9 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
         remarks.append(f"trained on ranks only: {', '.join(aligned.extra[:5])}")
     if rounding is None:
         return remarks
-    sharded = [
-        name
-        for name in aligned.names
-        if any(t.parameters[name].shape != aligned.parameter(name).shape for t in aligned.ranks if name in t.parameters)
-    ]
-    if sharded:
-        remarks.append(f"not compared, because ranks hold a part of them only: {', '.join(sharded[:5])}")
+    held_in_parts = [name for name in aligned.names if name not in aligned.compared]
+    if held_in_parts:
+        remarks.append(f"not compared, because no rank holds the whole of them: {', '.join(held_in_parts[:5])}")
     for step in range(aligned.steps):
         samples = aligned.samples(step)
         if samples.known and not samples.same:

@@ -1,6 +1,6 @@
 """In the script's process: calls that explain a difference, each noted as it happens, and otherwise left alone.
 
-Gradient clipping, checkpoints, samplers and dropout. The functions are replaced as soon as torch is imported, before the
+Gradient clipping, checkpoints, samplers, dropout and gradient scaling. The functions are replaced as soon as torch is imported, before the
 script can take them by name.
 """
 
@@ -15,6 +15,8 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
+from mgpu_check.compare.summaries import whole
+
 __all__ = ["install", "place"]
 
 
@@ -27,12 +29,24 @@ def place() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def install(note: Note, world: int) -> None:
-    """Have `note` told of each of those calls; `world` is the world size."""
+def install(note: Note, world: int, scaled: Callable[[Callable[[], Any]], Any]) -> None:
+    """Have `note` told of each of those calls.
+
+    Args:
+        world: the world size.
+        scaled: is given each step of a `GradScaler`, to do it; it may skip the optimizer's.
+    """
     _clipping(note)
     _checkpoints(note)
     _samplers(note, world)
     _random(note)
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return scaled(lambda: step(*args, **kwargs))
+
+    torch.amp.GradScaler.step = watched  # type: ignore[method-assign]
 
 
 def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
@@ -49,8 +63,7 @@ def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[
 
 def _clipping(note: Note) -> None:
     def clipped(norm: Any, parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> None:
-        if not hasattr(norm, "full_tensor"):
-            note("clip", norm=float(norm), most=float(max_norm))
+        note("clip", norm=float(whole(norm)), most=float(max_norm))
 
     watched = _after(clip_grad.clip_grad_norm_, clipped)
     clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -47,6 +48,7 @@ class Training:
         self.after = self.gradient
         self.events: list[dict] = []
         self.micro = 1
+        self.change = lambda made: None
 
     def trace(self) -> Trace:
         made = Trace(self.rank, self.world, events=self.events)
@@ -67,6 +69,7 @@ class Training:
                     {n: summary(v) for n, v in zip(NAMES, values, strict=True)},
                 )
             )
+        self.change(made)
         return made
 
 
@@ -257,12 +260,60 @@ def test_the_same_part_of_the_data_on_each_rank():
     assert mistakes(change) == ("dataset-not-split",)
 
 
-def test_all_data_on_each_rank_is_found_though_nothing_differs():
-    def change(training):
-        training.samples = lambda number: [8 * number + i for i in range(8)]
+def whole_batch(training):
+    training.samples = lambda number: [8 * number + i for i in range(8)]
 
-    found = verdict(change)
+
+def test_all_data_on_each_rank_is_found_though_nothing_differs():
+    found = verdict(whole_batch)
     assert (found.kind, found.report.mistakes, found.parameter) == ("differs", ("dataset-not-split",), None)
+
+
+def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
+    def change(training):
+        whole_batch(training)
+        training.change = lambda made: made.parameters.update(
+            {name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()}
+        )
+
+    assert verdict(change).kind == "equal"
+
+
+def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
+    def one_part(training):
+        def flatten(made):
+            made.parameters["net.weight"] = dataclasses.replace(made.parameters["net.weight"], shape=(15,))
+
+        training.change = flatten
+
+    found = verdict(one_part)
+    assert "train the same 1 of 2 parameters" in found.report.headline
+    assert "not compared, because no rank holds the whole of them: net.weight" in found.report.remarks
+
+    def renamed(training):
+        training.change = lambda made: made.parameters.update(
+            {f"flat{i}": made.parameters.pop(name) for i, name in enumerate(NAMES)}
+        )
+
+    found = verdict(renamed)
+    assert found.kind == "not comparable"
+    assert "one device trains net.weight, net.bias; rank 0 trains flat0, flat1" in found.report.remarks[0]
+
+
+def test_steps_that_a_scaler_skips():
+    def on_all(training):
+        other(training)
+        training.events = [{"event": "skipped", "after": 0}]
+
+    found = verdict(on_all)
+    assert (found.kind, found.report.mistakes) == ("not comparable", ())
+    assert "GradScaler has skipped 0 steps on one device, and 1 on each rank" in found.report.headline
+
+    def on_one(training):
+        other(training)
+        training.events = [{"event": "skipped", "after": 0}] * training.rank
+
+    assert mistakes(on_one) == ("decision-per-rank",)
 
 
 def test_padding():
@@ -325,13 +376,8 @@ def test_no_number_hides():
 
 def test_a_gradient_that_is_missing_on_a_rank():
     def drop(training):
-        def trace():
-            made = Training.trace(training)
-            if training.rank:
-                made.steps[1].gradients["net.bias"] = None
-            return made
-
-        training.trace = trace
+        if training.rank:
+            training.change = lambda made: made.steps[1].gradients.update({"net.bias": None})
 
     found = verdict(drop)
     assert (found.step, found.parameter, found.ranks) == (2, "net.bias", (1,))

@@ -115,6 +115,56 @@ a.step()
     assert clip["norm"] > 0
 
 
+def test_optimizers_within_others_and_steps_that_are_skipped(record):
+    run = record(
+        """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+dist.init_process_group("gloo")
+net = nn.Linear(2, 1)
+optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+for scale in (1.0, float("inf"), 1.0):
+    scaler.scale(net(torch.ones(3, 2)).sum() * scale).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+""",
+        2,
+    )
+    for trace in run.traces:
+        assert [len(step.seen) for step in trace.steps] == [3, 3], run.ranks[0].stderr
+        assert [event["after"] for event in trace.of("skipped")] == [1]
+
+
+def test_sharded_parameters_are_gathered(record):
+    run = record(
+        """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+mesh = init_device_mesh("cpu", (2,))
+whole = torch.arange(12.0).reshape(6, 2)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+net = Net()
+net.weight.grad = distribute_tensor(2 * whole, mesh, [Shard(0)])
+torch.optim.SGD(net.parameters(), lr=0.0).step()
+""",
+        2,
+    )
+    name = "optimizer0.group0.parameter0"  # of a module that was never called
+    for trace in run.traces:
+        assert trace.parameters[name].sharded and trace.parameters[name].shape == (6, 2), run.ranks[0].stderr
+        step = trace.steps[0]
+        assert step.parameters[name].samples[-1] == 11 and step.gradients[name].samples[-1] == 22
+
+
 def test_processes_of_the_script_are_not_recorded(record):
     run = record(
         """
