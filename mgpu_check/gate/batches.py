@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["changed", "digest_of", "make_batches", "samples_in", "seed_everything", "wider"]
+__all__ = ["changed", "digest_of", "has_padding", "make_batches", "samples_in", "seed_everything", "wider"]
 
 _IGNORED = -100
 """What torch's losses take for "no label" unless told otherwise."""
@@ -116,6 +116,11 @@ def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: 
         beyond = valid & (valid.cumsum(1) > lengths.view(-1, *[1] * (leaf.dim() - 1)))
         new.append(leaf.masked_fill(beyond, _IGNORED if labels else 0))
     return new
+
+
+def has_padding(batch: Any) -> bool:
+    """Whether some tensor tells which positions of each sample count."""
+    return any(isinstance(leaf, torch.Tensor) and _is_padded(leaf) for leaf in tree_flatten(batch)[0])
 
 
 def _is_padded(leaf: torch.Tensor) -> bool:

@@ -180,6 +180,11 @@ _ALL = (
         "ranks decide by values of their own what all must do alike",
         "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a rate or the end",
     ),
+    MistakeClass(
+        "uneven-steps",
+        "ranks take different numbers of steps, and wait for each other in the last",
+        "give every rank as many batches: a sampler that pads or drops, or DistributedDataParallel's join() context",
+    ),
     # precision
     MistakeClass(
         "low-precision-overflow",

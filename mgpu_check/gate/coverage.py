@@ -123,6 +123,8 @@ def coverage_of(
         )
     if not all(result.relations[name] for name in ("all seen", "only once", "known")):
         _explain(result, kind, labels, padded=padded, tail=tail)
+    elif result.relations["as many batches"] is False:
+        result.findings.append(Finding("uneven-steps", result.details[-1]))
     return result
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mgpu_check.gate.batches import samples_in
+from mgpu_check.gate.batches import has_padding, samples_in, seed_everything
+from mgpu_check.gate.measuring import one_thread
 from mgpu_check.gate.observing import Program, observe
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.numerics.steps import full_precision
@@ -50,8 +51,11 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Hypotheses:
+    """What ranks may have done with the batch; and whether it has padding, so that parts of one size may count unlike."""
+
     divisions: list[Division]
     alternatives: list[Alternative]
+    padded: bool = False
 
 
 def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: int) -> Hypotheses:
@@ -62,7 +66,7 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
     """
     size = scenario.world_size
     divisions: list[Division] = []
-    with full_precision():
+    with full_precision(), one_thread():
         for name, along, part in _ways(size):
             for count in dict.fromkeys((1, windows)):
                 divided = _divide(rank, program, scenario, name, along, part, count)
@@ -73,7 +77,9 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
             for name, alter in _alternatives(size)
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
-    return Hypotheses(divisions, alternatives)
+        seed_everything(1000 * scenario.seed)
+        batch = scenario.batches[0] if program.batch is None else program.batch(scenario.samples)
+    return Hypotheses(divisions, alternatives, has_padding(batch))
 
 
 def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:

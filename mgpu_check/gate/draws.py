@@ -22,8 +22,6 @@ _IN_PLACE = {
     _aten.geometric_,
 }
 
-_MASKS = {_aten.bernoulli_, _aten.bernoulli, _aten.native_dropout}
-
 
 class DrawsOfFloat32(TorchDispatchMode):
     """Random float64 numbers are those that float32 code draws from the same seed, widened."""
@@ -55,19 +53,21 @@ class Notes(TorchDispatchMode):
 
     Attributes:
         seen: the dtypes.
-        masks: whether elements are dropped at random, as dropout does.
+        drawn: the shapes in which random numbers were drawn, in order.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[torch.dtype] = set()
-        self.masks = False
+        self.drawn: list[tuple[int, ...]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.masks |= func.overloadpacket in _MASKS
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            shape = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
+            self.drawn.append(tuple(shape))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
+from mgpu_check.gate.draws import Notes
 from mgpu_check.ranks.collectives import Recorder
 from mgpu_check.ranks.frames import is_engine, is_installed
 from mgpu_check.ranks.record import relative
@@ -52,9 +53,10 @@ class Event:
 
 @dataclass
 class Trace:
-    """All events of one rank, in order."""
+    """All events of one rank, in order, and the shapes in which it has drawn random numbers."""
 
     events: list[Event] = field(default_factory=list)
+    drawn: tuple[tuple[int, ...], ...] = ()
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]
@@ -76,9 +78,12 @@ def traced(model: Any, trace: Trace) -> Iterator[None]:
     before = sys.getprofile()
     threading.setprofile(watch)
     sys.setprofile(watch)
+    notes = Notes()
     try:
-        yield
+        with notes:
+            yield
     finally:
+        trace.drawn = tuple(notes.drawn)
         sys.setprofile(before)
         threading.setprofile(None)
         hook.remove()
@@ -214,8 +219,9 @@ def _seed(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
 def _backward(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
     loss = local["self"].detach()
     said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
-    # By what ranks can tell whether they hold the same parameters.
-    return said | {"parameters": {name: float(value.detach().double().sum()) for name, value in watch.parameters()}}
+    # By what ranks can tell whether they hold the same parameters; of a DTensor each holds its own part.
+    whole = [(name, value.detach()) for name, value in watch.parameters() if not hasattr(value, "full_tensor")]
+    return said | {"parameters": {name: float(value.double().sum()) for name, value in whole}}
 
 
 def _sampler(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:

@@ -52,10 +52,16 @@ def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> Report:
     finding = _of_parting(text) or Finding(
         "decision-per-rank", f"{first}; the others wait for it in a collective that it does not enter"
     )
+    findings = [finding]
+    if scenario.samples % scenario.world_size and finding.mistake == "decision-per-rank":
+        uneven = (
+            f"{scenario.samples} samples do not divide by {scenario.world_size} ranks, and where they do, it terminates"
+        )
+        findings.insert(0, Finding("uneven-steps", uneven))
     return Report(
         f"{name} does not scale: {first}",
         scenario.described,
-        findings=[finding],
+        findings=findings,
         remarks=["terminates: NO", *text.splitlines()[1:]],
     )
 
@@ -262,14 +268,18 @@ def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> 
 
 def _first_parting(evidence: Evidence) -> str:
     """The first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
-    for step, exact in enumerate(evidence.expected.snapshots):
-        allowed = evidence.expected.allowances[step]
-        for name, value in exact.items():
-            for rank, one in enumerate(evidence.seen):
-                if step >= len(one.snapshots):
-                    return f"optimizer step {step + 1}, which rank {rank} does not do"
-                if not close(one.snapshots[step].get(name), value, allowed[name]):
-                    return f"{name} in optimizer step {step + 1} on rank {rank}"
+    # Gradients first: where ranks update parameters of their own, the others follow after the optimizer's step.
+    for gradients in (True, False):
+        for step, exact in enumerate(evidence.expected.snapshots):
+            allowed = evidence.expected.allowances[step]
+            for name, value in exact.items():
+                if name not in evidence.verdict.wrong or name.startswith("gradient of") is not gradients:
+                    continue
+                for rank, one in enumerate(evidence.seen):
+                    if step >= len(one.snapshots):
+                        return f"optimizer step {step + 1}, which rank {rank} does not do"
+                    if not close(one.snapshots[step].get(name), value, allowed[name]):
+                        return f"{name} in optimizer step {step + 1} on rank {rank}"
     return ""
 
 

@@ -19,7 +19,7 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations, full_precision
 from mgpu_check.ranks import Rank
 
-__all__ = ["Expected", "largest_factor", "measure"]
+__all__ = ["Expected", "largest_factor", "measure", "one_thread"]
 
 _LARGE = 1_000_000
 """Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
@@ -39,7 +39,7 @@ class Expected:
         undetermined: names of results that rounding changes in a way that is not to be measured.
         precise: whether `exact` was computed in float64.
         narrow: the narrow dtypes in which the step computes.
-        masks: whether the step drops elements at random, as dropout does.
+        drawn: the shapes in which the step draws random numbers.
         snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
         remarks: what could not be measured.
     """
@@ -52,7 +52,7 @@ class Expected:
     undetermined: set[str] = field(default_factory=set)
     precise: bool = True
     narrow: tuple[str, ...] = ()
-    masks: bool = False
+    drawn: tuple[tuple[int, ...], ...] = ()
     snapshots: list[dict[str, torch.Tensor]] = field(default_factory=list)
     allowances: list[dict[str, torch.Tensor]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -71,6 +71,7 @@ class _Measured:
     stages: list[Measurement]
     undetermined: set[str]
     precise: bool
+    remarks: list[str]
 
 
 def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False) -> Expected:
@@ -80,16 +81,20 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         deep: measure what each step of an optimizer leaves, too.
     """
     remarks: list[str] = []
-    with full_precision():
+    with full_precision(), one_thread():
         notes = Notes()
         by_reference = program.reference is not None
         main = _measured(rank, program, scenario, by_reference, deep, notes)
+        drawn = tuple(notes.drawn)
         own = None
         if by_reference:
+            notes.drawn.clear()
             try:
                 own = _measured(rank, program, scenario, False, deep, notes)
+                drawn = tuple(notes.drawn)
             except Exception as error:
                 remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
+    remarks += main.remarks
     if not main.precise:
         remarks.append("the step does not run in float64; the reference is float32, as it is")
     expected = Expected(
@@ -98,7 +103,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         by_reference,
         undetermined=main.undetermined | (own.undetermined if own else set()),
         precise=main.precise,
-        masks=notes.masks,
+        drawn=drawn,
         narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
         remarks=remarks,
     )
@@ -160,25 +165,37 @@ def _measured(
     if not precise:
         exact = single
     moved: list[Observation] = []
+    remarks: list[str] = []
     for _ in range(pairs):
         before = generator.get_state()
         for direction in (spread, -spread):
             generator.set_state(before)
-            with contextlib.suppress(Exception):  # a perturbed count is none, for instance
+            try:
                 found = run(
                     precise,
                     alter=lambda batch, by=direction: _moved(batch, by, generator),
                     around=lambda model, by=direction: _perturbed(model, by, generator),
                 )
-                if _alike(exact, found):
-                    moved.append(found)
+            except Exception as error:  # a perturbed count is none, for instance
+                remarks = [
+                    f"not all of it runs with its numbers perturbed: {type(error).__name__}: {_first_line(error)}"
+                ]
+                continue
+            if _alike(exact, found):
+                moved.append(found)
+    if not moved:
+        remarks.append("tolerances are those of one run: no perturbed one has left results to compare")
     undetermined = {
         name
         for name, value in single.values.items()
         if not value.is_floating_point() and any(not torch.equal(value, one.values[name]) for one in (exact, *moved))
     }
     stages = [_assess(exact, singles, moved, place, spread) for place in range(len(exact.snapshots))]
-    return _Measured(single, [*stages, _assess(exact, singles, moved, None, spread)], undetermined, precise)
+    return _Measured(single, [*stages, _assess(exact, singles, moved, None, spread)], undetermined, precise, remarks)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _assess(
@@ -235,6 +252,17 @@ def _perturbed(model: Any, spread: float, generator: torch.Generator) -> Iterato
                     for parameter in module.parameters():
                         parameter.copy_(parameter.clone())
         yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as ranks do that share a machine: small steps gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -179,33 +180,39 @@ def _overflow(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 
 def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    """A rank has kept its own part although there was a collective on a tensor of just that shape."""
-    for name in evidence.wrong():
-        shape = tuple(evidence.expected.exact[name].shape) if name in evidence.expected.exact else None
-        if not shape or name not in evidence.verdict.split:
-            continue
-        mine = [
-            event
-            for event in (evidence.traces[0].of("collective") if evidence.traces else ())
-            if event.name == "all_reduce" and any(tensor["shape"] == shape for tensor in _tensors(event))
-        ]
-        for event in mine:
-            owners = {tensor["name"] for tensor in _tensors(event)}
-            bare = name.removeprefix("returned ").removeprefix("gradient of ")
-            if any(bare in owner for owner in owners if owner):
+    """A rank has kept its own part although there was a collective on just as many numbers."""
+    own = [
+        name
+        for name in evidence.names
+        if name in evidence.verdict.split and evidence.kinds[name] != "buffers" and _is_own(evidence, name)
+    ]
+    if not own or not evidence.traces:
+        return
+    sizes = {tuple(evidence.expected.exact[name].shape) for name in own}
+    total = sum(evidence.expected.exact[name].numel() for name in own)
+    for event in evidence.traces[0].of("collective"):
+        for tensor in _tensors(event) if event.name == "all_reduce" else ():
+            bare = [name.removeprefix("returned ").removeprefix("gradient of ") for name in own]
+            if any(name in tensor["name"] for name in bare) or not tensor["shape"]:
                 continue
-            for factor in (1.0, 1.0 / evidence.size):
-                for division in evidence.hypotheses.divisions:
-                    if evidence.is_combined(division, "own", factor, [name]):
-                        yield (
-                            88,
-                            Finding(
-                                "result-discarded",
-                                f"{event.name} ({event.site}) ran on a tensor of the shape of {name} that is another tensor, "
-                                f"and {name} is still each rank's own",
-                            ),
-                        )
-                        return
+            if tensor["shape"] in sizes or math.prod(tensor["shape"]) == total:
+                yield (
+                    88,
+                    Finding(
+                        "result-discarded",
+                        f"{event.name} ({event.site}) ran on {tensor['dtype']}{list(tensor['shape'])}, in other memory than "
+                        f"{own[0]}, which is still each rank's own",
+                    ),
+                )
+                return
+
+
+def _is_own(evidence: Evidence, name: str) -> bool:
+    return any(
+        evidence.is_combined(division, "own", factor, [name])
+        for division in evidence.hypotheses.divisions
+        for factor in (1.0, 1.0 / evidence.size)
+    )
 
 
 def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:

@@ -136,13 +136,14 @@ def _buffers(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 
 def _drawn(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    if evidence.expected.masks:
+    drawn = [trace.drawn for trace in evidence.traces]
+    if any(shapes != evidence.expected.drawn for shapes in drawn):
         yield (
             86,
             Finding(
                 "random-numbers-per-rank",
-                "the step drops elements at random, as dropout does, and each rank draws for its own part of the batch: nothing "
-                "else can be told from that",
+                "each rank draws random numbers for its own part of the batch, as dropout and noise do: nothing else can be "
+                "told from that",
             ),
         )
     elif evidence.expected.single.draws or evidence.seen[0].draws:

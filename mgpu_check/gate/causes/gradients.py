@@ -41,7 +41,7 @@ def _clipped(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             tensors = [*event.details.get("tensors", []), *event.details.get("list", [])]
             large = any(len(tensor["shape"]) and "value" not in tensor for tensor in tensors)
             on_gradient = any(tensor["name"].startswith("gradient of") for tensor in tensors)
-            if event.name.startswith(("all_reduce", "reduce")) and (on_gradient or large):
+            if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
                 yield (
                     84,
                     Finding(
@@ -93,9 +93,9 @@ def _combined(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 return
             if even and not evidence.gradient_like and division.along == 0:
                 yield (
-                    74,
+                    78.5,
                     Finding(
-                        "wrong-reduction" if _nonlinear(name) else "mean-of-means",
+                        "mean-of-means" if evidence.hypotheses.padded else "wrong-reduction",
                         f"{name} is the mean over ranks of each rank's own{also}, which it is not for all samples together",
                     ),
                 )
@@ -109,10 +109,6 @@ def _combined(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 ),
             )
             return
-
-
-def _nonlinear(name: str) -> bool:
-    return any(word in name.lower() for word in ("norm", "rmse", "std", "auc", "f1", "perplexity", "max", "min"))
 
 
 def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
@@ -139,6 +135,9 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             80.0,
             f"{_few(local)} {'is' if len(local) == 1 else 'are'} each rank's own, of {division.name}",
         )
+    if all(evidence.kinds.get(name) == "buffers" for name in local):
+        yield certainty, Finding("buffers-drift", told + ": nothing synchronizes them")
+        return
     if not evidence.gradient_like:
         yield certainty, Finding("value-of-one-rank", f"{told}: nothing has combined them")
         return
@@ -229,15 +228,13 @@ def _stale(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         for name, value in exact[step].items():
             if not name.startswith("gradient of") or name not in stages[step]:
                 continue
-            before, got = exact[step - 1][name], stages[step][name].double()
-            if bool((before != 0).any()) and _equal(got - value.double(), before.double(), got):
-                yield (
-                    83,
-                    Finding(
-                        "stale-gradients",
-                        f"{name} in optimizer step {step + 1} is that of one device, and that of step {step} added",
-                    ),
-                )
+            before, got = exact[step - 1][name].double(), stages[step][name].double()
+            excess = got - value.double()
+            share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
+            if abs(share) > 1e-3 and _equal(excess, share * before, got):
+                added = "that" if abs(share - 1) < 1e-3 else f"{share:.4g} times that"
+                seen = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
+                yield 83, Finding("stale-gradients", seen)
                 return
 
 
