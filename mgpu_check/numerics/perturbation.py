@@ -61,7 +61,9 @@ class Perturbed(TorchDispatchMode):
             made += tree_leaves(result)
         if not schema.returns:
             made += tree_leaves([a for a, part in zip(args, schema.arguments, strict=False) if _written(part)])
-        for tensor in made:
+        for result_of_operator in made:
+            # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
+            tensor = getattr(result_of_operator, "_local_tensor", result_of_operator)
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.device.type != "meta":
                 roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
                 size = self.spread * roundoff

@@ -1,0 +1,60 @@
+"""The examples: all of them pass, and the gate says of each broken twin what stands in its report."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REPORTS = ROOT / "examples" / "reports"
+NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|-?\d+e[+-]\d+")
+
+
+def shape(report: str) -> str:
+    """A report without what differs between machines: values to two digits, which elements, paths."""
+    report = re.sub(r"element \[[\d, ]*\]: got .*$", "element", report, flags=re.MULTILINE)
+    report = re.sub(r"[\w./-]*/(?=\w+\.py:\d+)", "", report)
+    return NUMBER.sub(lambda number: f"{float(number[0]):.1e}", report)
+
+
+@pytest.fixture
+def examples(pytester: pytest.Pytester) -> Path:
+    """A copy of the examples alone, as somebody has it who installed mgpu-check."""
+    copy = pytester.path / "examples"
+    shutil.copytree(ROOT / "examples", copy, ignore=shutil.ignore_patterns("reports", "__pycache__"))
+    return copy
+
+
+def test_all_of_the_examples(run: Callable[..., pytest.RunResult], examples: Path) -> None:
+    written = examples / "written"
+    result = run("--gpus=4", "--simulate", f"--reports={written}", str(examples))
+    assert result.ret == 0, result.stdout.str()
+    result.assert_outcomes(passed=11)
+    kept = {path.name: shape(path.read_text()) for path in REPORTS.iterdir()}
+    assert {path.name: shape(path.read_text()) for path in written.iterdir()} == kept
+    assert {path.stem for path in REPORTS.iterdir()} == {
+        path.stem for path in (ROOT / "examples" / "broken").glob("[!_]*.py")
+    }
+
+
+def test_a_report_is_told_from_another() -> None:
+    report = (REPORTS / "lenet_by_hand.txt").read_text()
+    assert shape(report) == shape(report.replace("got -0", "got -1"))
+    assert shape(report) != shape(report.replace("  NO  ", "  yes ", 1))
+    assert shape(report) != shape(report.replace("world-size-factor", "stale-gradients"))
+
+
+def test_the_readme_names_every_example() -> None:
+    text = (ROOT / "examples" / "README.md").read_text()
+    files = {path.name for path in (ROOT / "examples").glob("*.py")} - {"conftest.py"}
+    trained = {name for name in files if not name.startswith("test_")}
+    assert files == trained | {f"test_{name}" for name in trained}
+    assert {name for name in trained if f"]({name})" in text} == trained
+    for line in text.splitlines():
+        if (linked := re.search(r"\[([\w-]+)\]\(reports/(\w+)\.txt\)", line)) is not None:
+            report = (REPORTS / f"{linked[2]}.txt").read_text()
+            assert f"looks like {linked[1]}:" in report
