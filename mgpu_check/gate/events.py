@@ -119,7 +119,8 @@ class _Watch:
     def _collective(self, frame: types.FrameType, what: str, result: Any) -> None:
         local = frame.f_locals
         if what == "return":
-            if isinstance(result, dist.Work) and self._trace.events:
+            outermost = not local["self"]._inside.depth
+            if outermost and isinstance(result, dist.Work) and self._trace.events:
                 event = next(event for event in reversed(self._trace.events) if event.kind == "collective")
                 event.details |= {"asynchronous": True, "waited": False}
                 tensors = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -28,8 +28,8 @@ class Evidence:
         seen: of each rank, with all values.
         traces: of each rank, what it has called.
         hypotheses: what one device gives for parts of the batch.
-        same: name -> whether it is the same at other world sizes.
         wrong_alone: the step differs from the reference at world size 1 already.
+        elsewhere: another world size, and what rank 0 has left there.
         further: the same case with other random numbers.
         right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
     """
@@ -40,10 +40,10 @@ class Evidence:
     seen: Sequence[Observation]
     traces: Sequence[Trace]
     hypotheses: Hypotheses
-    same: Mapping[str, bool] = field(default_factory=dict)
     wrong_alone: bool = False
     right_when_small: bool | None = None
     further: Sequence[Evidence] = ()
+    elsewhere: tuple[int, Observation] | None = None
 
     @property
     def size(self) -> int:
@@ -67,6 +67,11 @@ class Evidence:
     def gradient_like(self) -> bool:
         """Whether what differs is gradients, or parameters, rather than metrics."""
         return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
+
+    @property
+    def account(self) -> bool:
+        """Whether what the step returns stands for gradients or parameters."""
+        return any(self.kinds.get(name) in ("grads", "params") for name in self.verdict.skipped)
 
     def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
         for rank, trace in enumerate(self.traces):
@@ -144,10 +149,19 @@ class Evidence:
         """The same of what the step adds to the parameters, as a learning rate changes it."""
         return self._factor(self.names, self.expected.single.initial)
 
+    def factor_elsewhere(self) -> tuple[int, float] | None:
+        """Another world size, and the factor there."""
+        if self.elsewhere is None:
+            return None
+        size, seen = self.elsewhere
+        there = Evidence(self.scenario, self.expected, self.verdict, [seen], (), self.hypotheses)
+        ratio = there._factor(self.names, {})
+        return None if ratio is None else (size, ratio)
+
     def _factor(self, names: Collection[str], before: Mapping[str, torch.Tensor]) -> float | None:
         ratios: list[torch.Tensor] = []
         for name in names:
-            start = before[name].double() if name in before else torch.zeros((), dtype=torch.float64)
+            start = before.get(name.removeprefix("returned "), torch.zeros(())).double()
             exact = self.expected.exact[name] - start
             for one in self.seen:
                 got = one.values.get(name)
@@ -162,6 +176,32 @@ class Evidence:
         if middle == 0 or abs(middle - 1) < 1e-3:
             return None
         return middle if bool(((both - middle).abs() <= 2e-3 * abs(middle)).all()) else None
+
+    def weights_of_windows(self, division: Division) -> list[float] | None:
+        """How much each micro-batch counts, 1 where it counts as it should; None where no weights explain what is wrong.
+
+        By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
+        """
+        columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
+        got: list[torch.Tensor] = []
+        for name in self.names:
+            value = self.seen[0].values.get(name)
+            for window, column in enumerate(columns):
+                parts = [part[window].get(name) for part in division.parts]
+                if value is None or any(part is None or part.shape != value.shape for part in parts):
+                    return None
+                stacked = torch.stack([part.double() for part in parts if part is not None])
+                column.append(stacked.mean(0).flatten() / division.windows)
+            assert value is not None
+            got.append(value.double().flatten())
+        matrix = torch.stack([torch.cat(column) for column in columns], dim=1)
+        right = torch.cat(got)
+        if not bool(matrix.isfinite().all() & right.isfinite().all()) or len(right) <= 2 * division.windows:
+            return None
+        found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
+        if bool(((matrix @ found - right).abs() > _LOOSE * right.abs().max()).any()):
+            return None
+        return [float(weight) for weight in found]
 
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()

@@ -11,6 +11,7 @@ from mgpu_check.gate.causes import collectives, control, data, gradients
 from mgpu_check.gate.divisions import Hypotheses, run_hypotheses
 from mgpu_check.gate.events import Trace
 from mgpu_check.gate.evidence import Evidence
+from mgpu_check.gate.measuring import Expected
 from mgpu_check.gate.observing import Observation
 from mgpu_check.gate.relations import PARITY, Verdict, allowed_for, close, judge, repeats
 from mgpu_check.gate.report import Finding, Observable, Report
@@ -141,7 +142,7 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
         assert failed.verdict is not None
         seen, verdict = failed.seen, failed.verdict
     _repeat(trials, scenario, expected, seen, verdict)
-    same = _at_other_sizes(trials, scenario, expected, seen, verdict, sizes)
+    elsewhere = _at_another_size(trials, scenario, expected, seen, verdict, sizes)
     _in_other_order(trials, scenario, seen, verdict)
     windows = max((len(trace.of("backward")) for trace in traces), default=1) // max(1, scenario.steps)
     try:
@@ -151,7 +152,7 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
     further = _with_other_seeds(trials, scenario, max(1, windows)) if hypotheses.divisions else []
     alone = expected.own is not None and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
     small = _when_small(trials, scenario)
-    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, same, alone, small, further)
+    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, alone, small, further, elsewhere)
 
 
 def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Evidence]:
@@ -183,41 +184,37 @@ def _when_small(trials: Trials, scenario: Scenario) -> bool | None:
 
 
 def _repeat(
-    trials: Trials, scenario: Scenario, expected: object, seen: Sequence[Observation], verdict: Verdict
+    trials: Trials, scenario: Scenario, expected: Expected, seen: Sequence[Observation], verdict: Verdict
 ) -> None:
     try:
         again = trials.on_ranks(scenario, whole=True)
     except (CheckFailure, RankHang):
         verdict.remarks.append("a second run fails")
         return
-    repeats(verdict, trials.expected(scenario, deep=True), seen, again, trials.tolerance)
+    repeats(verdict, expected, seen, again, trials.tolerance)
 
 
-def _at_other_sizes(
+def _at_another_size(
     trials: Trials,
     scenario: Scenario,
-    expected: object,
+    expected: Expected,
     seen: Sequence[Observation],
     verdict: Verdict,
     sizes: Sequence[int],
-) -> dict[str, bool]:
-    """Whether each observable is the same at the next other world size; adds a relation of that name."""
-    others = sorted((size for size in sizes if size not in (1, scenario.world_size)), key=lambda s: s)
-    measured = trials.expected(scenario, deep=True)
-    for other in others[:1]:
-        try:
-            there = trials.on_ranks(replace(scenario, world_size=other), whole=True)
-        except (CheckFailure, RankHang):
-            continue
-        same = {}
-        for name, relations in verdict.relations.items():
-            allowed = 2 * allowed_for(measured, name, trials.tolerance)
-            both = close(there[0].values.get(name), seen[0].values.get(name), allowed)
-            same[name] = relations[
-                f"same at {min(other, scenario.world_size)} and {max(other, scenario.world_size)}"
-            ] = both
-        return same
-    return {}
+) -> tuple[int, Observation] | None:
+    """What rank 0 leaves at the next other world size; adds whether each observable is the same there."""
+    other = min((size for size in sizes if size not in (1, scenario.world_size)), default=None)
+    if other is None:
+        return None
+    try:
+        there: Observation = trials.on_ranks(replace(scenario, world_size=other), whole=True)[0]
+    except (CheckFailure, RankHang):
+        return None
+    low, high = sorted((other, scenario.world_size))
+    for name, relations in verdict.relations.items():
+        allowed = 2 * allowed_for(expected, name, trials.tolerance)
+        relations[f"same at {low} and {high}"] = close(there.values.get(name), seen[0].values.get(name), allowed)
+    return other, there
 
 
 def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observation], verdict: Verdict) -> None:
@@ -269,11 +266,11 @@ def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> 
 def _first_parting(evidence: Evidence) -> str:
     """The first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
     # Gradients first: where ranks update parameters of their own, the others follow after the optimizer's step.
-    for gradients in (True, False):
+    for of_gradients in (True, False):
         for step, exact in enumerate(evidence.expected.snapshots):
             allowed = evidence.expected.allowances[step]
             for name, value in exact.items():
-                if name not in evidence.verdict.wrong or name.startswith("gradient of") is not gradients:
+                if name not in evidence.verdict.wrong or name.startswith("gradient of") is not of_gradients:
                     continue
                 for rank, one in enumerate(evidence.seen):
                     if step >= len(one.snapshots):

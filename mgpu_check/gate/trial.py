@@ -77,6 +77,7 @@ class Trials:
         self._repeated: set[int] = set()
         self._factor: float | None = None
         self._refusals: list[RankFailure] = []
+        self._vague: list[str] = []
 
     def knows(self, scenario: Scenario) -> bool:
         return not scenario.batches and scenario in self._outcomes
@@ -99,6 +100,9 @@ class Trials:
             return None
         if scenario.change and not self._counts(scenario, expected):
             return None
+        if not scenario.change and (vague := self._not_a_number(expected)):
+            self._vague.append(f"{vague} is not a number on one device, for {scenario.samples} samples")
+            return None
         self.trains |= "params" in (expected.own or expected.single).touched
         try:
             seen = self.on_ranks(scenario)
@@ -116,6 +120,14 @@ class Trials:
             repeats(verdict, expected, seen, self.on_ranks(scenario), self.tolerance)
         self.completed += 1
         return None if verdict.holds else Trial(scenario, expected, verdict, seen)
+
+    def _not_a_number(self, expected: Expected) -> str | None:
+        """The first result of one device that is NaN, with which everything and nothing agrees."""
+        single = expected.single
+        for name, value in single.values.items():
+            if single.kinds[name] in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
+                return name
+        return None
 
     def _counts(self, scenario: Scenario, expected: Expected) -> bool:
         """Whether a changed batch is one that the step is meant for: one device can do it, and does what is expected."""
@@ -166,6 +178,11 @@ class Trials:
                 f"assert_step_scales: {self.name} fails on one device for every batch that was tried, so there is nothing "
                 f"to compare with: {str(self._refusals[0]).splitlines()[0]}"
             ) from self._refusals[0]
+        if self._vague:
+            raise ValueError(
+                f"assert_step_scales: {self.name}: {self._vague[0]}, and so for every batch that was tried; leave it out with "
+                "observe=, or give a reference"
+            )
         raise ValueError(
             "assert_step_scales: no case could be drawn; sizes and world_sizes together leave nothing to try"
         )

@@ -17,6 +17,7 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     yield from _started_differently(evidence)
     yield from _decided(evidence)
     yield from _right_on_some(evidence)
+    yield from _from_one_rank(evidence)
     yield from _skipped_in_part(evidence)
     yield from _buffers(evidence)
     yield from _drawn(evidence)
@@ -98,8 +99,24 @@ def _right_on_some(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         wrong = evidence.verdict.wrong.get(name, [])
         right = [rank for rank in range(evidence.size) if rank not in wrong]
         if right and wrong and len(right) == 1:
-            yield 58, Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
+            yield 70, Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
             return
+
+
+def _from_one_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Ranks agree on something wrong that they have from a broadcast."""
+    sent = [event for _, event in evidence.events("collective") if event.name == "broadcast"]
+    wrong = [name for name in evidence.wrong() if name not in evidence.verdict.split]
+    if sent and wrong:
+        source = sent[0].details.get("src", 0)
+        yield (
+            44 if source else 34,
+            Finding(
+                "value-of-one-rank",
+                f"broadcast ({sent[0].site}) sends what rank {source} has, and {wrong[0]} is the same on all ranks, but not that "
+                "of one device",
+            ),
+        )
 
 
 def _skipped_in_part(evidence: Evidence) -> Iterator[tuple[float, Finding]]:

@@ -182,11 +182,11 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _order(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     for name in evidence.wrong("returned"):
-        right, got = evidence.expected.exact.get(name), evidence.seen[0].values.get(name)
+        right = evidence.expected.exact.get(name)
         if right is None:
-            whole = evidence.expected.single.values.get(name)
-            right = None if whole is None else whole.double()
-        if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
+            right = evidence.expected.single.values[name].double()
+        got = evidence.seen[evidence.verdict.wrong[name][0]].values.get(name)
+        if got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
             continue
         if _same_rows(got.double(), right):
             yield 84, Finding("gathered-in-other-order", f"{name} has the rows that one device has, in another order")
@@ -198,4 +198,5 @@ def _same_rows(got: torch.Tensor, right: torch.Tensor) -> bool:
     distance = (rows[:, None] - others[None]).abs().amax(-1)
     slack = 1e-5 * float(others.abs().max())
     nearest = distance.argmin(1)
-    return bool((distance.amin(1) <= slack).all()) and len(set(nearest.tolist())) == len(rows)
+    places = nearest.tolist()
+    return bool((distance.amin(1) <= slack).all()) and sorted(places) == list(range(len(rows))) != places

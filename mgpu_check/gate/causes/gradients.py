@@ -24,6 +24,7 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     yield from _off_by_a_factor(evidence)
     yield from _added_on_every_rank(evidence)
     yield from _stale(evidence)
+    yield from _windows_unlike(evidence)
     yield from _uneven_only(evidence)
 
 
@@ -126,7 +127,11 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         if local:
             break
     if not local:
-        local = [name for name in evidence.verdict.split if evidence.kinds.get(name) == "grads"]
+        local = [
+            name
+            for name in evidence.verdict.split
+            if evidence.kinds.get(name) == "grads" or (evidence.account and evidence.kinds.get(name) == "returned")
+        ]
         if not local:
             return
         certainty, told = 60.0, f"{_few(local)} differ from rank to rank"
@@ -163,7 +168,7 @@ def _why_local(evidence: Evidence, local: list[str]) -> str:
 
 def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     ratio, of = evidence.factor(), ""
-    if ratio is None and not evidence.wrong("grads", "returned"):
+    if ratio is None:
         ratio, of = evidence.factor_of_updates(), "the update of "
     if ratio is None:
         return
@@ -171,7 +176,11 @@ def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     what = of + _few(evidence.names)
     verb = "is" if len(evidence.names) == 1 or of else "are"
     size = evidence.size
-    for power, told in ((1, f"{size}"), (-1, f"1/{size}"), (2, f"{size}²"), (-2, f"1/{size}²")):
+    elsewhere = evidence.factor_elsewhere()
+    # What is the same factor at another world size does not come from the world size.
+    fixed = not of and elsewhere is not None and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
+    powers = () if fixed else ((1, f"{size}"), (-1, f"1/{size}"), (2, f"{size}²"), (-2, f"1/{size}²"))
+    for power, told in powers:
         if abs(ratio - float(size) ** power) <= _NEAR * float(size) ** power:
             twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
             yield (
@@ -236,6 +245,27 @@ def _stale(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 seen = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
                 yield 83, Finding("stale-gradients", seen)
                 return
+
+
+def _windows_unlike(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """Micro-batches count unlike: an earlier one is reduced again with the later, or one is left out."""
+    for division in evidence.hypotheses.divisions:
+        if division.windows < 2 or not evidence.gradient_like:
+            continue
+        weights = evidence.weights_of_windows(division)
+        if weights is None or max(weights) - min(weights) < 1e-2:
+            continue
+        told = ", ".join(f"{weight:.3g}" for weight in weights)
+        name = evidence.names[0]
+        if min(weights) < 1e-3:
+            missed = f"{name} has the micro-batches of each rank with weights {told}: one of them is left out"
+            yield 79.6, Finding("samples-missed", missed)
+        else:
+            counted = (
+                f"{name} has the micro-batches of each rank with weights {told}: what was reduced is reduced again"
+            )
+            yield 79.6, Finding("stale-gradients", counted)
+        return
 
 
 def _uneven_only(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
