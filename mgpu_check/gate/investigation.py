@@ -13,7 +13,7 @@ from mgpu_check.gate.events import Trace
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.measuring import Expected
 from mgpu_check.gate.observing import Observation
-from mgpu_check.gate.relations import PARITY, Verdict, allowed_for, close, judge, repeats
+from mgpu_check.gate.relations import PARITY, RANDOM, Verdict, allowed_for, close, judge, repeats
 from mgpu_check.gate.report import Finding, Observable, Report
 from mgpu_check.gate.running import run_step, run_traced
 from mgpu_check.gate.scenario import Scenario
@@ -212,6 +212,8 @@ def _at_another_size(
         return None
     low, high = sorted((other, scenario.world_size))
     for name, relations in verdict.relations.items():
+        if name == RANDOM:
+            continue
         allowed = 2 * allowed_for(expected, name, trials.tolerance)
         relations[f"same at {low} and {high}"] = close(there.values.get(name), seen[0].values.get(name), allowed)
     return other, there

@@ -9,12 +9,13 @@ import torch
 
 from mgpu_check.gate.measuring import Expected
 from mgpu_check.gate.observing import Observation
-from mgpu_check.grouping import intervals
+from mgpu_check.grouping import grouped, intervals
 from mgpu_check.numerics.compare import Difference, difference, show
 
-__all__ = ["AGREE", "FINITE", "PARITY", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
+__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
+RANDOM = "state of the random numbers"
 
 
 _SHARDED = ("grads", "params", "optimizer")
@@ -78,6 +79,8 @@ def judge(
         relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
         relations[FINITE] = _finite(expected, seen, name)
         verdict.relations[name] = relations
+    if "rng" in kinds and (expected.single.draws or any(one.draws for one in seen)):
+        _take_random_state(verdict, seen)
     for name, text in expected.single.others.items():
         if "returned" in kinds and name in first.others and any(one.others.get(name) != text for one in seen):
             verdict.relations[name] = {PARITY: False}
@@ -96,6 +99,9 @@ def repeats(
 ) -> None:
     """Add to `verdict` whether a second run has left the same."""
     for name, relations in verdict.relations.items():
+        if name == RANDOM:
+            relations[REPEATS] = all(one.rng == other.rng for one, other in zip(seen, again, strict=True))
+            continue
         same = [
             one.digests.get(name) == other.digests.get(name)
             or close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
@@ -112,6 +118,17 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
     if one is None or other is None or one.shape != other.shape:
         return False
     return difference(one, other, allowed) is None
+
+
+def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
+    """Ranks may draw from streams of their own, on purpose; that is told, and only a second run must do the same."""
+    groups = grouped((one.rng, rank) for rank, one in enumerate(seen))
+    verdict.relations[RANDOM] = {}
+    if len(groups) > 1:
+        told = "; ".join(_who(ranks) for _, ranks in groups)
+        verdict.remarks.append(
+            f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
+        )
 
 
 def _is_sharded(expected: Expected, seen: Sequence[Observation], name: str) -> bool:

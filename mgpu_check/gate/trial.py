@@ -100,7 +100,7 @@ class Trials:
             return None
         if scenario.change and not self._counts(scenario, expected):
             return None
-        if not scenario.change and (vague := self._not_a_number(expected)):
+        if vague := self._not_a_number(expected):
             self._vague.append(f"{vague} is not a number on one device, for {scenario.samples} samples")
             return None
         self.trains |= "params" in (expected.own or expected.single).touched

@@ -400,3 +400,26 @@ def test_sizes(ranks, sizes):
 """,
         21,
     )
+
+
+def test_what_is_no_reference(run, pytester):
+    passed(
+        run,
+        pytester,
+        """
+def test_not_a_number_on_one_device(ranks):
+    def step(model, batch, rank):
+        return {"mean": batch[0][:0].mean()}
+    with pytest.raises(ValueError, match="returned mean is not a number on one device.*for every batch"):
+        assert_step_scales(ranks, step, build=build, batch=batch)
+
+def test_random_numbers_that_do_not_repeat(ranks):
+    def step(model, batch, rank):
+        torch.rand(int.from_bytes(os.urandom(1), "little") if rank.size > 1 else 1)
+        return {"sum": batch[0].sum()}
+    text = refuted(ranks, step)
+    line = next(line for line in text.splitlines() if line.strip().startswith("state of the random numbers"))
+    assert line.split()[5:] == ["-", "-", "-", "NO"] or "NO" in line.split(), line
+""",
+        2,
+    )
