@@ -13,6 +13,22 @@ README = Path(__file__).parents[1] / "README.md"
 GPUS = ("-p", "no:cacheprovider", "--gpus=4", "--simulate", "--hypothesis-seed=0")
 
 
+TRAIN = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(6, 1)
+
+def batch(n):
+    return torch.randn(n, 6)
+
+def step(model, batch, rank):
+    ddp = nn.parallel.DistributedDataParallel(model.to(rank.device))
+    (ddp(batch[rank.index :: rank.size].to(rank.device)).sum() * rank.size / len(batch)).backward()
+"""
+
+
 def blocks(language: str) -> list[str]:
     """The fenced blocks of that language, in order."""
     parts = re.split(r"^```(.*)\n", README.read_text(), flags=re.MULTILINE)
@@ -38,19 +54,27 @@ def _of_any_hypothesis(line: str) -> str:
 
 
 def test_the_other_examples_pass(pytester):
-    _, sizes, node = blocks("python")
+    _, gate, sizes, node = blocks("python")
     pytester.makepyfile(
+        train=TRAIN,
+        test_gate=gate,
         test_sizes="import torch, torch.distributed as dist\nfrom hypothesis import given, strategies as st\n" + sizes,
         test_node="def test_it():\n    import torch\n    class Net(torch.nn.Linear):\n"
         "        def __init__(self): super().__init__(2, 3)\n"
         + "".join(f"    {line}\n" for line in node.splitlines())
         + "        assert net(torch.ones(7, 2)).shape == (7, 3)\n",
     )
-    pytester.runpytest_subprocess(*GPUS).assert_outcomes(passed=2)
+    pytester.runpytest_subprocess(*GPUS).assert_outcomes(passed=3)
+
+
+def test_the_report_of_the_gate_is_that_of_its_page():
+    shown = next(block for block in blocks("") if "does not scale" in block)
+    assert shown in (README.parent / "docs" / "gate.md").read_text()
 
 
 @pytest.mark.parametrize(
-    "name", ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/compare.md", "benchmarks/README.md"]
+    "name",
+    ["README.md", "CHANGELOG.md", "docs/architecture.md", "docs/compare.md", "docs/gate.md", "benchmarks/README.md"],
 )
 def test_links_between_pages_lead_somewhere(name):
     page = README.parent / name

@@ -19,6 +19,7 @@ from mgpu_check.gate.running import run_step, run_traced
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.gate.trial import Trial, Trials
 from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.diagnosis import diagnose
 
 __all__ = ["investigate", "report_of_hang"]
 
@@ -261,7 +262,7 @@ def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> 
         scenario.described,
         observables,
         findings,
-        list(_remarks(evidence)),
+        list(_remarks(evidence, not findings)),
     )
 
 
@@ -282,8 +283,20 @@ def _first_parting(evidence: Evidence) -> str:
     return ""
 
 
-def _remarks(evidence: Evidence) -> Iterator[str]:
+def _patterns(evidence: Evidence) -> Iterator[str]:
+    """What the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
+    for name in evidence.names[:1]:
+        for rank in evidence.verdict.wrong[name][:1]:
+            got, exact = evidence.seen[rank].values.get(name), evidence.expected.exact[name]
+            if got is not None and got.shape == exact.shape:
+                for line in diagnose(got, exact, evidence.expected.tolerance[name], rank=rank):
+                    yield f"{name} on rank {rank} {line}"
+
+
+def _remarks(evidence: Evidence, unexplained: bool) -> Iterator[str]:
     yield "terminates: yes"
+    if unexplained:
+        yield from _patterns(evidence)
     if evidence.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
     yield from evidence.verdict.remarks

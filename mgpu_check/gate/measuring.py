@@ -74,11 +74,12 @@ class _Measured:
     remarks: list[str]
 
 
-def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False) -> Expected:
+def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False, alone: bool = True) -> Expected:
     """Run the reference, or the step, as it is, in float64, and perturbed; see `numerics.steps` for what that tells.
 
     Args:
         deep: measure what each step of an optimizer leaves, too.
+        alone: beside a reference, run the step at world size 1, too, whose arithmetic may be less exact.
     """
     remarks: list[str] = []
     with full_precision(), one_thread():
@@ -87,7 +88,9 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         main = _measured(rank, program, scenario, by_reference, deep, notes)
         drawn = tuple(notes.drawn)
         own = None
-        if by_reference:
+        if by_reference and not alone:
+            remarks.append("the step does not run at world size 1")
+        elif by_reference:
             notes.drawn.clear()
             try:
                 own = _measured(rank, program, scenario, False, deep, notes)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mgpu_check.errors import RankFailure
+from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.gate.measuring import Expected, largest_factor, measure
 from mgpu_check.gate.observing import Observation, Program, Unusable
 from mgpu_check.gate.relations import Verdict, judge, repeats
@@ -75,6 +75,7 @@ class Trials:
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         self._outcomes: dict[Scenario, Trial | None] = {}
         self._repeated: set[int] = set()
+        self._alone = True
         self._factor: float | None = None
         self._refusals: list[RankFailure] = []
         self._vague: list[str] = []
@@ -152,7 +153,7 @@ class Trials:
         key = (of_size, scenario.samples, scenario.steps, scenario.change, scenario.factor, scenario.seed, deep)
         if scenario.batches or key not in self._expected:
             try:
-                found: Expected | RankFailure = self.ranks.run(measure, self.program, scenario, deep, size=1)[0]
+                found: Expected | RankFailure = self._measured(scenario, deep)
             except RankFailure as refused:
                 if isinstance(refused.__cause__, Unusable):
                     raise ValueError(str(refused.__cause__)) from None
@@ -164,6 +165,17 @@ class Trials:
         if isinstance(known, RankFailure):
             raise known
         return known
+
+    def _measured(self, scenario: Scenario, deep: bool) -> Expected:
+        try:
+            found: Expected = self.ranks.run(measure, self.program, scenario, deep, self._alone, size=1)[0]
+        except (RankDied, RankHang):
+            if self.program.reference is None or not self._alone:
+                raise
+            # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
+            self._alone = False
+            return self._measured(scenario, deep)
+        return found
 
     def finish(self) -> None:
         """See that something was compared.

@@ -108,6 +108,17 @@ def test_a_reference_that_goes_shard_by_shard(ranks):
     assert_step_scales(ranks, tutorial, build=normalized, reference=reference, **options)
     refuted(ranks, tutorial, "batch-statistics-per-rank", build=normalized, **options)
 
+def test_code_that_cannot_be_alone_has_a_reference(ranks):
+    def step(model, batch, rank):
+        if rank.size == 1:
+            os._exit(1)
+        right(model, batch, rank)
+    def reference(model, batch):
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+    assert_step_scales(ranks, step, build=build, batch=batch, reference=reference, max_examples=8)
+    with pytest.raises(ValueError, match="fails on one device"):
+        assert_step_scales(ranks, step, build=build, batch=batch, max_examples=4)
+
 def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
     def step(model, batch, rank):
         width = model[0].weight.shape[0] // rank.size
@@ -118,7 +129,7 @@ def test_shards_of_parameters_are_judged_by_what_is_returned(ranks):
         return {"hidden": torch.cat(parts, dim=1)}
     assert_step_scales(ranks, step, build=build, batch=batch, max_examples=8)
 """,
-        6,
+        7,
     )
 
 
