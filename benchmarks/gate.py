@@ -1,0 +1,273 @@
+"""Measure the gate: ``python benchmarks/gate.py false-alarms|bit-flips|cost``. See benchmarks/README.md for what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from programs import PROGRAMS, Program
+
+from mgpu_check.gate import observing
+from mgpu_check.gate.measuring import measure
+from mgpu_check.gate.observing import KINDS
+from mgpu_check.gate.relations import judge
+from mgpu_check.gate.running import run_step
+from mgpu_check.gate.scenario import CHANGES, Scenario
+from mgpu_check.gate.trial import Trials
+
+HERE = Path(__file__).parent
+WORLD_SIZES = (2, 3, 4)
+
+
+def of_gate(program: Program) -> observing.Program:
+    return observing.Program(program.step, program.build, program.batch, program.reference, program.single_process)
+
+
+def drawn(program: Program, generator: random.Random) -> Scenario:
+    """A case that the program is right in."""
+    world_size = generator.choice(WORLD_SIZES)
+    if program.divisible:
+        samples = world_size * generator.randint(program.least, 5)
+    else:
+        samples = generator.randint(1, 5 * world_size)
+    steps = generator.choice((1, 1, 2, 3))
+    change = generator.choice(("", "", *CHANGES))
+    return Scenario(world_size, samples, steps, change, seed=generator.randrange(1_000_000))
+
+
+# False alarms
+
+
+def false_alarms(ranks: Any, names: list[str], steps: int, seed: int) -> dict[str, Any]:
+    """Random cases of right programs in turns, until so many steps were compared."""
+    generator = random.Random(seed)
+    trials = {name: Trials(ranks, of_gate(PROGRAMS[name]), frozenset(KINDS), None, name) for name in names}
+    judged = dict.fromkeys(names, 0)
+    alarms: list[dict[str, str]] = []
+    while sum(judged.values()) < steps:
+        for name in names:
+            one = trials[name]
+            scenario = drawn(PROGRAMS[name], generator)
+            before = one.completed
+            failed = one.run(scenario)
+            if one.completed > before or failed is not None:
+                judged[name] += scenario.steps * scenario.world_size
+            if failed is not None:
+                alarms.append({"program": name, "scenario": repr(failed.scenario), "what": _what(failed)})
+                print(alarms[-1], flush=True)
+    return {"steps": sum(judged.values()), "of each": judged, "alarms": alarms}
+
+
+def _what(failed: Any) -> str:
+    if failed.verdict is None:
+        return str(failed.error)[:3000]
+    wrong = [name for name, relations in failed.verdict.relations.items() if False in relations.values()]
+    return "; ".join(
+        f"{name}: {failed.verdict.relations[name]} {failed.verdict.details.get(name, '')}" for name in wrong[:4]
+    )
+
+
+# Flipped bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip:
+    """One bit of one element of the gradient that one rank computes, before it is combined with those of others.
+
+    Attributes:
+        parameter: its name.
+        victim: the rank.
+        chosen: 0 to 1, which element; None for the largest one.
+        bit: of float32, from the lowest; 12 changes a number by 2^-11, about 5e-4, at most.
+    """
+
+    parameter: str
+    victim: int
+    chosen: float | None = None
+    bit: int = 12
+
+
+def with_flip(program: Program, flip: Flip) -> observing.Program:
+    """The program with that fault on one rank of several."""
+    right = of_gate(program)
+
+    def plant(module, rank):
+        if rank.size > 1 and rank.index == flip.victim:
+            _plant(module, flip)
+
+    class Step:
+        def __init__(self, model, rank):
+            import programs
+
+            self.step = right.step
+            if isinstance(right.step, type):
+                with programs.planting(plant):
+                    self.step = right.step(model, rank)
+
+        def __call__(self, model, batch, rank):
+            import programs
+
+            with programs.planting(plant):
+                return self.step(model, batch, rank)
+
+    return dataclasses.replace(right, step=Step)
+
+
+def _plant(model, flip):
+    import torch
+
+    done = []
+
+    def flipped(gradient):
+        if done or not gradient.count_nonzero():
+            return None
+        done.append(True)
+        new = gradient.detach().clone().contiguous()
+        flat = new.view(-1)
+        place = int(flat.abs().argmax()) if flip.chosen is None else int(flip.chosen * flat.numel())
+        plain = flat[place : place + 1].cpu()
+        flat[place] = (plain.view(torch.int32) ^ (1 << flip.bit)).view(torch.float32)[0].item()
+        return new
+
+    parameter = dict(model.named_parameters())[flip.parameter]
+    if not hasattr(parameter, "full_tensor"):
+        parameter.register_hook(flipped)
+        return
+    owner, _, last = flip.parameter.rpartition(".")
+
+    def before_forward(module, args):
+        # FSDP2 has put a plain parameter in the place of the sharded one, for the time of the forward pass.
+        if not done:
+            module._parameters[last].register_hook(flipped)
+
+    model.get_submodule(owner).register_forward_pre_hook(before_forward)
+
+
+def bit_flips(ranks: Any, names: list[str], flips: int, seed: int) -> dict[str, Any]:
+    """For each program: how many of the flips are caught, of largest and of random elements."""
+    generator = random.Random(seed)
+    found: dict[str, Any] = {}
+    for name in names:
+        program = PROGRAMS[name]
+        built = ranks.run(_names_of, of_gate(program), size=1)[0]
+        rows = found[name] = {"largest": [0, 0], "random": [0, 0], "without effect": 0, "missed": []}
+        for parameter in built:
+            for kind in ("largest", *["random"] * flips):
+                world_size = generator.choice((2, 4))
+                samples = world_size * max(2, program.least)
+                scenario = Scenario(world_size, samples, seed=generator.randrange(1000))
+                victim = 0 if program.single_process else generator.randrange(world_size)
+                flip = Flip(parameter, victim, generator.random() if kind == "random" else None)
+                expected = ranks.run(measure, of_gate(program), scenario, size=1)[0]
+                size = 1 if program.single_process else world_size
+                seen = ranks.run(run_step, with_flip(program, flip), scenario, True, size=size)
+                right = ranks.run(run_step, of_gate(program), scenario, True, size=size)
+                if all(one.digests == other.digests for one, other in zip(seen, right, strict=True)):
+                    rows["without effect"] += 1  # the element was zero, or the parameter is not used
+                    continue
+                caught = not judge(expected, seen, KINDS, None).holds
+                rows[kind][0] += caught
+                rows[kind][1] += 1
+                if not caught:
+                    rows["missed"].append(f"{kind} {flip} {scenario}")
+        print(
+            name,
+            {key: value for key, value in rows.items() if key != "missed"},
+            *rows["missed"],
+            sep="\n  ",
+            flush=True,
+        )
+    return found
+
+
+def _names_of(rank, program):
+    model = program.build()
+    modules = model.values() if isinstance(model, dict) else [model]
+    # Of several models the first is trained.
+    return [name for name, parameter in next(iter(modules)).named_parameters() if parameter.requires_grad]
+
+
+# What it costs
+
+
+def cost(ranks: Any, examples: int) -> dict[str, Any]:
+    """Seconds for each part of a case on 4 ranks."""
+    import cost_of
+
+    found = {}
+    for name, program in cost_of.PROGRAMS.items():
+        right = of_gate(program)
+        parts: dict[str, list[float]] = {"measuring": [], "on ranks": [], "in the step": [], "comparing": []}
+        for number in range(examples + 1):
+            scenario = Scenario(4, cost_of.SAMPLES, seed=number)
+            start = time.perf_counter()
+            expected = ranks.run(measure, right, scenario, size=1)[0]
+            measured = time.perf_counter()
+            seen = ranks.run(run_step, right, scenario, size=4)
+            ran = time.perf_counter()
+            assert judge(expected, seen, KINDS, None).holds, name
+            judged = time.perf_counter()
+            inside = max(ranks.run(cost_of.timed, right, scenario, size=4))
+            if number:  # the first warms the ranks up
+                parts["measuring"].append(measured - start)
+                parts["on ranks"].append(ran - measured)
+                parts["in the step"].append(inside)
+                parts["comparing"].append(judged - ran)
+        found[name] = {part: sorted(values)[len(values) // 2] for part, values in parts.items()}
+    return found
+
+
+# The command: it runs this file by pytest, which has the ranks
+
+
+def test_measure(ranks: Any) -> None:
+    asked = json.loads(os.environ["BENCH_GATE"])
+    names = asked["programs"] or list(PROGRAMS)
+    if asked["what"] == "false-alarms":
+        result = false_alarms(ranks, names, asked["steps"], asked["seed"])
+    elif asked["what"] == "bit-flips":
+        narrow = [name for name in names if PROGRAMS[name].narrow or not PROGRAMS[name].observes_gradients]
+        result = bit_flips(ranks, [name for name in names if name not in narrow], asked["flips"], asked["seed"])
+    else:
+        result = cost(ranks, asked["examples"])
+    Path(asked["out"]).write_text(json.dumps(result))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("false-alarms", "bit-flips", "cost"))
+    parser.add_argument("--programs", nargs="*", choices=sorted(PROGRAMS), help="some of them; default: all")
+    parser.add_argument("--steps", type=int, default=10_000, help="false-alarms: steps to compare")
+    parser.add_argument("--flips", type=int, default=2, help="bit-flips: random elements of each parameter")
+    parser.add_argument("--examples", type=int, default=5, help="cost: cases of which the median is taken")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory, "out.json")
+        asked = {name: value for name, value in vars(arguments).items() if name != "json"} | {"out": str(out)}
+        options = ["-o", f"pythonpath={HERE}", "-o", "addopts=", "-o", "filterwarnings=", "-p", "no:cacheprovider"]
+        command = [sys.executable, "-m", "pytest", "-q", "-s", "--gpus=4", "--simulate", *options]
+        ran = subprocess.run(
+            [*command, f"{__file__}::test_measure"], env=os.environ | {"BENCH_GATE": json.dumps(asked)}, check=False
+        )
+        if ran.returncode:
+            return ran.returncode
+        figures = json.loads(out.read_text())
+    print(json.dumps(figures, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
