@@ -249,8 +249,10 @@ def _stale(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _windows_unlike(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """Micro-batches count unlike: an earlier one is reduced again with the later, or one is left out."""
+    if not evidence.gradient_like or any(evidence.is_combined(each, "mean") for each in evidence.hypotheses.divisions):
+        return  # all count alike
     for division in evidence.hypotheses.divisions:
-        if division.windows < 2 or not evidence.gradient_like:
+        if division.windows < 2 or division.along:
             continue
         weights = evidence.weights_of_windows(division)
         if weights is None or max(weights) - min(weights) < 1e-2:
