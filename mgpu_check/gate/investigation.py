@@ -159,17 +159,19 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
 def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Evidence]:
     """The same case with other random numbers: what explains the failure must explain what is seen there, too."""
     found: list[Evidence] = []
+    if scenario.batches:
+        return found
     for seed in range(scenario.seed + 1, scenario.seed + 1 + _FURTHER):
         other = replace(scenario, seed=seed)
         try:
             expected, seen = trials.expected(other), trials.on_ranks(other, whole=True)
-            if scenario.batches or sum(value.numel() for value in seen[0].values.values()) > _LARGE:
-                return []
-            size_one = trials.ranks.run(run_hypotheses, trials.program, other, windows, size=1)[0]
+            if sum(value.numel() for value in seen[0].values.values()) > _LARGE:
+                return found
+            hypotheses = trials.ranks.run(run_hypotheses, trials.program, other, windows, size=1)[0]
         except (CheckFailure, RankHang):
             continue
         verdict = judge(expected, seen, trials.kinds, trials.tolerance)
-        found.append(Evidence(other, expected, verdict, seen, (), size_one))
+        found.append(Evidence(other, expected, verdict, seen, (), hypotheses))
     return found
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import plain
 from mgpu_check.numerics.perturbation import Perturbed
