@@ -95,9 +95,10 @@ def assert_step_scales(
             failed = _search(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
             report = report_of_hang(trials.name, trials.current, hang)
-            hang.args = (f"{report}\n\n{hang}",)
-            hang.mistakes = report.mistakes
-            raise
+            stacks = str(hang).partition("\n\n")[2]
+            late = RankHang(f"{report}\n\n{stacks}", ranks=hang.ranks)
+            late.mistakes = report.mistakes
+            raise late from None  # another one: the engine rewrites its own when it is shown
         if failed is not None:
             report = investigate(trials, failed, allowed)
             raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error

@@ -180,6 +180,11 @@ class World(Crew):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
         return error_of(endings, self.who, doing, round(time.monotonic() - since, 1), records)
 
+    def check_idle(self, when: str) -> None:
+        """As of any crew; but a call that Ctrl-C has interrupted is answered still, to nobody."""
+        if self._running is None:
+            super().check_idle(when)
+
     def _meet(self, entered: dict[int, int]) -> None:
         """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.
 

@@ -276,6 +276,23 @@ def test_no_process_survives_an_end_from_outside(pytester, run, number):
     assert alive(str(pytester.path)) == []
 
 
+def test_an_answer_after_ctrl_c_is_no_death(pytester, run):
+    pytester.makepyfile(
+        """
+        import os, signal
+
+        def test_it(ranks):
+            def interrupt(rank, process):
+                if rank.index == 0:
+                    os.kill(process, signal.SIGINT)
+            ranks.run(interrupt, os.getpid())
+        """
+    )
+    result = run("--gpus=4", "--simulate")
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    result.stdout.no_fnmatch_line("*died*")
+
+
 def alive(directory: str) -> list[str]:
     """Processes whose working directory is `directory`."""
     found = []
