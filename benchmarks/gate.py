@@ -87,7 +87,7 @@ class Flip:
         parameter: its name.
         victim: the rank.
         chosen: 0 to 1, which element; None for the largest one.
-        bit: of float32, from the lowest; 12 changes a number by 2^-11, about 5e-4, at most.
+        bit: of float32, from the lowest; 12 changes a number by 2^-11 to 2^-12 of it.
     """
 
     parameter: str
@@ -95,23 +95,31 @@ class Flip:
     chosen: float | None = None
     bit: int = 12
 
+    def __call__(self, gradient):
+        import torch
 
-def with_flip(program: Program, flip: Flip) -> observing.Program:
-    """The program with that fault on one rank of several."""
-    right = of_gate(program)
+        new = gradient.detach().clone().contiguous()
+        flat = new.view(-1)
+        place = int(flat.abs().argmax()) if self.chosen is None else int(self.chosen * flat.numel())
+        plain = flat[place : place + 1].cpu()
+        flat[place] = (plain.view(torch.int32) ^ (1 << self.bit)).view(torch.float32)[0].item()
+        return new
+
+
+def on_gradient(program: observing.Program, name: str, do: Any) -> observing.Program:
+    """The program, with ``do(rank, gradient)`` called once, on each rank, with what that computes for a parameter."""
 
     def plant(module, rank):
-        if rank.size > 1 and rank.index == flip.victim:
-            _plant(module, flip)
+        _hook(module, name, lambda gradient: do(rank, gradient))
 
     class Step:
         def __init__(self, model, rank):
             import programs
 
-            self.step = right.step
-            if isinstance(right.step, type):
+            self.step = program.step
+            if isinstance(program.step, type):
                 with programs.planting(plant):
-                    self.step = right.step(model, rank)
+                    self.step = program.step(model, rank)
 
         def __call__(self, model, batch, rank):
             import programs
@@ -119,60 +127,69 @@ def with_flip(program: Program, flip: Flip) -> observing.Program:
             with programs.planting(plant):
                 return self.step(model, batch, rank)
 
-    return dataclasses.replace(right, step=Step)
+    return dataclasses.replace(program, step=Step)
 
 
-def _plant(model, flip):
-    import torch
-
+def _hook(model, name, do):
     done = []
 
-    def flipped(gradient):
+    def once(gradient):
         if done or not gradient.count_nonzero():
             return None
         done.append(True)
-        new = gradient.detach().clone().contiguous()
-        flat = new.view(-1)
-        place = int(flat.abs().argmax()) if flip.chosen is None else int(flip.chosen * flat.numel())
-        plain = flat[place : place + 1].cpu()
-        flat[place] = (plain.view(torch.int32) ^ (1 << flip.bit)).view(torch.float32)[0].item()
-        return new
+        return do(gradient)
 
-    parameter = dict(model.named_parameters())[flip.parameter]
+    parameter = dict(model.named_parameters())[name]
     if not hasattr(parameter, "full_tensor"):
-        parameter.register_hook(flipped)
+        parameter.register_hook(once)
         return
-    owner, _, last = flip.parameter.rpartition(".")
+    owner, _, last = name.rpartition(".")
 
     def before_forward(module, args):
         # FSDP2 has put a plain parameter in the place of the sharded one, for the time of the forward pass.
         if not done:
-            module._parameters[last].register_hook(flipped)
+            module._parameters[last].register_hook(once)
 
     model.get_submodule(owner).register_forward_pre_hook(before_forward)
 
 
+def largest(rank, program, scenario, name):
+    """The largest magnitude in the gradient that this rank computes."""
+    seen = [0.0]
+
+    def note(rank, gradient):
+        seen.append(float(gradient.abs().max()))
+
+    run_step(rank, on_gradient(program, name, note), scenario)
+    return max(seen)
+
+
 def bit_flips(ranks: Any, names: list[str], flips: int, seed: int) -> dict[str, Any]:
-    """For each program: how many of the flips are caught, of largest and of random elements."""
+    """For each program how many flips are caught: of the largest element that any rank has, and of random ones."""
     generator = random.Random(seed)
     found: dict[str, Any] = {}
     for name in names:
-        program = PROGRAMS[name]
-        built = ranks.run(_names_of, of_gate(program), size=1)[0]
         rows = found[name] = {"largest": [0, 0], "random": [0, 0], "without effect": 0, "missed": []}
-        for parameter in built:
+        program, right = PROGRAMS[name], of_gate(PROGRAMS[name])
+        for parameter in ranks.run(_names_of, right, size=1)[0]:
             for kind in ("largest", *["random"] * flips):
                 world_size = generator.choice((2, 4))
-                samples = world_size * max(2, program.least)
-                scenario = Scenario(world_size, samples, seed=generator.randrange(1000))
-                victim = 0 if program.single_process else generator.randrange(world_size)
-                flip = Flip(parameter, victim, generator.random() if kind == "random" else None)
-                expected = ranks.run(measure, of_gate(program), scenario, size=1)[0]
                 size = 1 if program.single_process else world_size
-                seen = ranks.run(run_step, with_flip(program, flip), scenario, True, size=size)
-                right = ranks.run(run_step, of_gate(program), scenario, True, size=size)
-                if all(one.digests == other.digests for one, other in zip(seen, right, strict=True)):
-                    rows["without effect"] += 1  # the element was zero, or the parameter is not used
+                scenario = Scenario(world_size, world_size * max(2, program.least), seed=generator.randrange(1000))
+                victim, chosen = generator.randrange(size), generator.random()
+                if kind == "largest":
+                    magnitudes = ranks.run(largest, right, scenario, parameter, size=size)
+                    victim, chosen = magnitudes.index(max(magnitudes)), None
+                flip = Flip(parameter, victim, chosen)
+
+                def do(rank, gradient, flip=flip):
+                    return flip(gradient) if rank.index == flip.victim else None
+
+                expected = ranks.run(measure, right, scenario, size=1)[0]
+                seen = ranks.run(run_step, on_gradient(right, parameter, do), scenario, True, size=size)
+                as_ever = ranks.run(run_step, right, scenario, True, size=size)
+                if all(one.digests == other.digests for one, other in zip(seen, as_ever, strict=True)):
+                    rows["without effect"] += 1  # the element was zero, or what it is added to much larger
                     continue
                 caught = not judge(expected, seen, KINDS, None).holds
                 rows[kind][0] += caught

@@ -29,11 +29,7 @@ def summed_only(model, batch, rank):
 
 @pytest.fixture
 def benchmarks(tmp_path: Path) -> Path:
-    copy = tmp_path / "benchmarks"
-    copy.mkdir()
-    for name in ("gate.py", "programs.py"):
-        shutil.copy(BENCHMARKS / name, copy)
-    return copy
+    return Path(shutil.copytree(BENCHMARKS, tmp_path / "benchmarks", ignore=shutil.ignore_patterns("__pycache__")))
 
 
 def measured(benchmarks: Path, *arguments: str) -> dict[str, Any]:
@@ -65,7 +61,7 @@ def test_right_programs_raise_no_alarm(benchmarks):
 
 
 def test_a_wrong_program_raises_alarms(benchmarks):
-    with (benchmarks / "programs.py").open("a") as file:
+    with (benchmarks / "programs" / "by_hand.py").open("a") as file:
         file.write(WRONG)
     found = measured(benchmarks, "false-alarms", "--steps", "8", "--programs", "summed_only", "metrics")
     assert {alarm["program"] for alarm in found["alarms"]} == {"summed_only"}
