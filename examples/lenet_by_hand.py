@@ -47,7 +47,7 @@ def replicate(parameters: Parameters, device: torch.device) -> Parameters:
     return {name: value.detach().clone().to(device).requires_grad_() for name, value in parameters.items()}
 
 
-def synchronize(p: Parameters, batch_size: int) -> None:
+def synchronize(p: Parameters, batch_size: float) -> None:
     """Gradients that are summed over each rank's samples become those of the mean over the batch."""
     for value in p.values():
         dist.all_reduce(value.grad)
