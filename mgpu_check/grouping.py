@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TypeVar
 
-__all__ = ["grouped", "intervals"]
+__all__ = ["few", "grouped", "intervals", "named"]
 
 Key = TypeVar("Key")
 
@@ -27,3 +27,13 @@ def intervals(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def named(ranks: Collection[int]) -> str:
+    """ "rank 2", "ranks 0-2, 5"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(sorted(ranks))}"
+
+
+def few(names: Sequence[str], shown: int = 2) -> str:
+    """The first names, and how many more: "a, b and 3 more"."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
