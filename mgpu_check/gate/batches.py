@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-__all__ = ["changed", "digest_of", "has_padding", "make_batches", "samples_in", "seed_everything", "wider"]
+__all__ = [
+    "changed",
+    "digest_of",
+    "has_padding",
+    "make_batches",
+    "samples_in",
+    "seed_everything",
+    "tensors_of",
+    "wider",
+    "with_tensors",
+]
 
 _IGNORED = -100
 """What torch's losses take for "no label" unless told otherwise."""
@@ -51,7 +62,7 @@ def samples_in(batch: Any) -> int:
 
     That of the most of them; of the first tensor where none is more frequent. 0 for a batch without tensors.
     """
-    lengths = [leaf.shape[0] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    lengths = [leaf.shape[0] for leaf in tensors_of(batch) if leaf.dim()]
     return max(lengths, key=lengths.count) if lengths else 0
 
 
@@ -67,10 +78,10 @@ def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -
     - "duplicated": the second half of the samples repeats the first.
     - "permuted": in random order.
     """
-    leaves, spec = tree_flatten(batch)
+    leaves = tensors_of(batch)
     count = samples_in(batch)
     generator = torch.Generator().manual_seed(seed)
-    mine = [isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves]
+    mine = [leaf.dim() > 0 and leaf.shape[0] == count for leaf in leaves]
     if change == "scaled":
         new = [
             leaf * factor if own and leaf.is_floating_point() else leaf for leaf, own in zip(leaves, mine, strict=True)
@@ -80,7 +91,7 @@ def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -
     else:
         order = _order(change, leaves, mine, count, generator)
         new = [leaf[order] if own else leaf for leaf, own in zip(leaves, mine, strict=True)]
-    return tree_unflatten(new, spec)
+    return with_tensors(batch, new)
 
 
 def _order(
@@ -120,7 +131,7 @@ def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: 
 
 def has_padding(batch: Any) -> bool:
     """Whether some tensor tells which positions of each sample count."""
-    return any(isinstance(leaf, torch.Tensor) and _is_padded(leaf) for leaf in tree_flatten(batch)[0])
+    return any(_is_padded(leaf) for leaf in tensors_of(batch))
 
 
 def _is_padded(leaf: torch.Tensor) -> bool:
@@ -148,7 +159,44 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def wider(value: Any) -> Any:
-    """`value` with float32 tensors in float64, in any structure."""
-    return tree_map(
-        lambda leaf: leaf.double() if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf, value
-    )
+    """`value` with float32 tensors in float64, and complex64 in complex128, in any structure."""
+    wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+    return with_tensors(value, [leaf.to(wide.get(leaf.dtype, leaf.dtype)) for leaf in tensors_of(value)])
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a structure of mappings, sequences and dataclasses, in order."""
+    found: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(take, value)
+    return found
+
+
+def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The same structure with other tensors, in the order of `tensors_of`."""
+    rest = iter(tensors)
+    return _mapped(lambda tensor: next(rest), value)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            part.name: _mapped(change, getattr(value, part.name)) for part in dataclasses.fields(value) if part.init
+        }
+        return dataclasses.replace(value, **parts)
+    if isinstance(value, Mapping):
+        new: Any = copy.copy(value)
+        for key in list(value):
+            new[key] = _mapped(change, value[key])
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(change, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(change, part) for part in value)
+    return value

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from mgpu_check.gate.batches import has_padding, samples_in, seed_everything
-from mgpu_check.gate.measuring import one_thread
-from mgpu_check.gate.observing import Program, observe
+from mgpu_check.gate.batches import has_padding, samples_in, seed_everything, tensors_of, with_tensors
+from mgpu_check.gate.observing import observe
+from mgpu_check.gate.program import Program
+from mgpu_check.gate.rounding import one_thread
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.ranks import Rank
@@ -120,7 +121,7 @@ def _divide(
                 held.append(_extent(cut, along))
                 return _cut(cut, 0, lambda leaf: leaf.tensor_split(windows)[window]) if windows > 1 else cut
 
-            values = _run(rank, program, scenario, alter)
+            values = _run(rank, program, dataclasses.replace(scenario, world_size=1), alter)
             if values is None and held and held[0]:
                 return None
             mine.append({} if values is None else values)
@@ -145,23 +146,23 @@ def _cut(batch: Any, along: int, part: Callable[[torch.Tensor], torch.Tensor]) -
     Raises:
         ValueError: none has.
     """
-    leaves, spec = tree_flatten(batch)
+    leaves = tensors_of(batch)
     extent = _extent(batch, along)
     new = [part(leaf) if _divisible(leaf, along, extent) else leaf for leaf in leaves]
     if not extent or all(one is other for one, other in zip(new, leaves, strict=True)):
         raise ValueError("nothing to divide")
-    return tree_unflatten(new, spec)
+    return with_tensors(batch, new)
 
 
-def _divisible(leaf: Any, along: int, extent: int) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > along and leaf.shape[along] == extent
+def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
+    return leaf.dim() > along and leaf.shape[along] == extent
 
 
 def _extent(batch: Any, along: int) -> int:
     """Length of the dimension that is divided: of samples, or of the positions of the first tensor that has some."""
     if along == 0:
         return samples_in(batch)
-    lengths = [leaf.shape[1] for leaf in tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]
     return lengths[0] if lengths else 0
 
 
@@ -184,13 +185,13 @@ def _with_first_part(size: int, place: int) -> Alter:
     """One tensor of the batch has its first part in place of every part."""
 
     def alter(batch: Any) -> Any:
-        leaves, spec = tree_flatten(batch)
+        leaves = tensors_of(batch)
         extent = samples_in(batch)
         leaf = leaves[place]
         if not _divisible(leaf, 0, extent):
             raise ValueError("nothing to repeat")
         lengths = [len(chunk) for chunk in leaf.chunk(size)]
         leaves[place] = torch.cat([leaf[:length] for length in lengths])
-        return tree_unflatten(leaves, spec)
+        return with_tensors(batch, leaves)
 
     return alter

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["DrawsOfFloat32", "Notes"]
+__all__ = ["DrawsOfFloat32", "Notes", "entered"]
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
@@ -72,3 +74,12 @@ class Notes(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)
         return result
+
+
+@contextlib.contextmanager
+def entered(*modes: TorchDispatchMode) -> Iterator[None]:
+    """All of the modes, the last one innermost."""
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield

@@ -26,6 +26,7 @@ from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.gate.draws import Notes
+from mgpu_check.gate.program import modules_of
 from mgpu_check.ranks.collectives import Recorder
 from mgpu_check.ranks.frames import is_engine, is_installed
 from mgpu_check.ranks.record import relative
@@ -38,8 +39,8 @@ class Event:
     """One call.
 
     Attributes:
-        kind: "collective", "clip", "backward", "step", "seed", "sampler", "epoch", "iterate", "split", "loader",
-            "schedule", "wrap", "forward", "load".
+        kind: "collective", "group", "clip", "backward", "step", "seed", "sampler", "epoch", "iterate", "split", "loader",
+            "schedule", "wrap", "forward", "no_sync", "load".
         name: of the function or class.
         site: "train.py:40", where the code under test called it.
         details: what it was given, in plain values.
@@ -75,7 +76,7 @@ def traced(model: Any, trace: Trace) -> Iterator[None]:
 
     watch = _Watch(model, trace)
     hook = register_optimizer_step_post_hook(stepped)
-    before = sys.getprofile()
+    before, of_threads = sys.getprofile(), threading.getprofile()
     threading.setprofile(watch)
     sys.setprofile(watch)
     notes = Notes()
@@ -85,7 +86,8 @@ def traced(model: Any, trace: Trace) -> Iterator[None]:
     finally:
         trace.drawn = tuple(notes.drawn)
         sys.setprofile(before)
-        threading.setprofile(None)
+        threading.setprofile(of_threads)
+        watch.on = False  # in threads that are still there
         hook.remove()
 
 
@@ -94,12 +96,12 @@ class _Watch:
 
     def __init__(self, model: Any, trace: Trace) -> None:
         self._trace = trace
-        parts = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else [model]
-        self._modules = [part for part in parts if isinstance(part, nn.Module)]
+        self.on = True
+        self._modules = list(modules_of(model).values())
         self._asynchronous: list[tuple[Any, Event, list[tuple[torch.Tensor, int]]]] = []
 
     def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
-        if what not in ("call", "return"):
+        if what not in ("call", "return") or not self.on:
             return
         code = frame.f_code
         if code is _CALL:

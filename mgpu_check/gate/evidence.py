@@ -29,6 +29,7 @@ class Evidence:
         traces: of each rank, what it has called.
         hypotheses: what one device gives for parts of the batch.
         wrong_alone: the step differs from the reference at world size 1 already.
+        shardwise: the reference knows the world size, and goes through the batch as ranks do.
         elsewhere: another world size, and what rank 0 has left there.
         further: the same case with other random numbers.
         right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
@@ -44,6 +45,7 @@ class Evidence:
     right_when_small: bool | None = None
     further: Sequence[Evidence] = ()
     elsewhere: tuple[int, Observation] | None = None
+    shardwise: bool = False
 
     @property
     def size(self) -> int:

@@ -19,6 +19,7 @@ Sizes = st.SearchStrategy[int] | int | Iterable[int] | str | Callable[[int], "st
 SEVERAL_STEPS = "several steps"
 """The family that is of no use where the step leaves the model as it is."""
 
+_KINDS = ("divisible", "uneven", "below")
 _DIVISIBLE = "divisible"
 _SEEDS = 3
 _MOST_STEPS = 3
@@ -53,9 +54,13 @@ def families(
 
     @st.composite
     def scenario(
-        draw: st.DrawFn, kind: str = "", changes: Sequence[str] = ("",), steps: tuple[int, int] = (1, 1)
+        draw: st.DrawFn,
+        kind: str = "",
+        changes: Sequence[str] = ("",),
+        steps: tuple[int, int] = (1, 1),
+        worlds: Sequence[int] = world_sizes,
     ) -> Scenario:
-        world_size = draw(st.sampled_from(world_sizes))
+        world_size = draw(st.sampled_from(worlds))
         samples = 0
         batches: tuple[Any, ...] = ()
         count = draw(st.integers(*steps))
@@ -69,16 +74,15 @@ def families(
         return Scenario(world_size, samples, count, change, seed=seed, batches=batches)
 
     shares: list[tuple[str, st.SearchStrategy[Scenario], float]] = []
-    if drawn is not None:
-        shares.append(("batches as drawn", scenario(), 0.45))
-    else:
-        shares += [
-            ("sizes divisible by the world size", scenario("divisible"), 0.2),
-            ("sizes not divisible by the world size", scenario("uneven"), 0.2),
-            ("sizes below the world size", scenario("below"), 0.1),
-        ]
+    for world in world_sizes:  # each for itself, so that none is left to chance
+        if drawn is not None:
+            shares.append(("batches as drawn", scenario(worlds=(world,)), 0.45 / len(world_sizes)))
+            continue
+        for kind, share in (("divisible", 0.2), ("uneven", 0.2), ("below", 0.1)):
+            shares.append((kind, scenario(kind, worlds=(world,)), share / len(world_sizes)))
+    shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
     shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS)), 0.15))
-    shares += [(f"{change} batches", scenario(changes=(change,)), 0.08) for change in CHANGES]
+    shares += [(change, scenario(changes=(change,)), 0.08) for change in CHANGES]
     return [Family(name, strategy, max(1, round(share * max_examples))) for name, strategy, share in shares]
 
 
@@ -93,7 +97,9 @@ def _sizes(sizes: Sizes) -> Callable[[int, str], st.SearchStrategy[int]]:
             if sizes == _DIVISIBLE:
                 return st.nothing() if kind else divisible
             if kind == "below":
-                return st.integers(1, world - 1)
+                return st.integers(1, world - 1) if world > 1 else st.nothing()
+            if world == 1:
+                return st.nothing() if kind == "uneven" else divisible
             uneven = st.integers(world + 1, 4 * world + 3).filter(lambda n: n % world != 0)
             return uneven if kind == "uneven" else st.one_of(divisible, uneven)
 
@@ -122,14 +128,23 @@ def _given(sizes: Sizes) -> Callable[[int], st.SearchStrategy[int]]:
         strategy = sizes
         return lambda world: strategy
     if isinstance(sizes, (bool, str)):
-        raise ValueError(f"assert_step_scales: sizes={sizes!r} is no batch size; {wanted}")
+        raise ValueError(f"sizes={sizes!r} is no batch size; {wanted}")
     if isinstance(sizes, int):
         sizes = (sizes,)
     if isinstance(sizes, Iterable):
-        several = sorted(set(sizes))
-        if not several or not all(isinstance(n, int) and n > 0 for n in several):
-            raise ValueError(f"assert_step_scales: sizes={several!r} are not all positive integers; {wanted}")
-        return lambda world: st.sampled_from(several)
+        several = list(sizes)
+        if not several or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in several):
+            raise ValueError(f"sizes={several!r} are not all positive integers; {wanted}")
+        ascending = sorted(set(several))
+        return lambda world: st.sampled_from(ascending)
     if callable(sizes):
-        return sizes
-    raise ValueError(f"assert_step_scales: sizes={sizes!r} is no batch size; {wanted}")
+        of_world = sizes
+
+        def made(world: int) -> st.SearchStrategy[int]:
+            found = of_world(world)
+            if callable(found) and not isinstance(found, st.SearchStrategy):
+                raise ValueError(f"sizes({world}) is {found!r}; let the function return a strategy, or integers")
+            return _given(found)(world)
+
+        return made
+    raise ValueError(f"sizes={sizes!r} is no batch size; {wanted}")

@@ -13,6 +13,7 @@ from mgpu_check.gate.events import Trace
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.measuring import Expected
 from mgpu_check.gate.observing import Observation
+from mgpu_check.gate.program import wants_world_size
 from mgpu_check.gate.relations import PARITY, RANDOM, Verdict, allowed_for, close, judge, repeats
 from mgpu_check.gate.report import Finding, Observable, Report
 from mgpu_check.gate.running import run_step, run_traced
@@ -151,9 +152,14 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
     except (CheckFailure, RankHang):
         hypotheses = Hypotheses([], [])
     further = _with_other_seeds(trials, scenario, max(1, windows)) if hypotheses.divisions else []
-    alone = expected.own is not None and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
+    shardwise = wants_world_size(program.reference)
+    alone = (
+        expected.own is not None
+        and not shardwise
+        and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
+    )
     small = _when_small(trials, scenario)
-    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, alone, small, further, elsewhere)
+    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, alone, small, further, elsewhere, shardwise)
 
 
 def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Evidence]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import gc
-import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,39 +17,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from mgpu_check.gate.batches import digest_of, make_batches, seed_everything, wider
+from mgpu_check.gate.batches import digest_of, make_batches, seed_everything, tensors_of, wider
+from mgpu_check.gate.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.ranks import Rank
 
-__all__ = ["KINDS", "Observation", "Program", "Unusable", "observe"]
+__all__ = ["KINDS", "Observation", "observe", "plain_copy"]
+
+Nudge = Callable[[int, str, torch.Tensor], None]
 
 KINDS = ("grads", "params", "buffers", "optimizer", "returned", "rng")
 """What can be observed."""
-
-
-class Unusable(ValueError):
-    """What the user gave does not fit what the gate needs of it."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """What the user gives.
-
-    Attributes:
-        step: ``step(model, batch, rank)``; or a class that is called with (model, rank) first.
-        build: makes the model.
-        batch: ``batch(n)``; None where batches are drawn.
-        reference: ``reference(model, batch)`` on one device, or None.
-        single_process: one process drives all devices, as with nn.DataParallel.
-    """
-
-    step: Callable[..., Any]
-    build: Callable[[], Any]
-    batch: Callable[[int], Any] | None
-    reference: Callable[..., Any] | None = None
-    single_process: bool = False
 
 
 @dataclass
@@ -56,7 +37,7 @@ class Observation:
 
     Attributes:
         values: by name: "gradient of head.weight", "head.weight", "buffer bn.running_mean", "exp_avg of head.weight",
-            "lr of group 0", "returned loss".
+            "learning rate of group 0", "returned loss".
         kinds: name -> one of `KINDS`.
         digests: name -> checksum of the value.
         initial: parameters and buffers as they were built.
@@ -96,7 +77,9 @@ def observe(
     *,
     of_reference: bool = False,
     double: bool = False,
-    deep: bool = False,
+    deep: bool | str = False,
+    traced: bool = False,
+    nudge: Nudge | None = None,
     alter: Callable[[Any], Any] | None = None,
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda model: contextlib.nullcontext(),
 ) -> Observation:
@@ -104,13 +87,16 @@ def observe(
 
     Args:
         double: in float64: the model and the batches are widened, and it is the default dtype.
-        deep: keep what each step of an optimizer leaves.
+        deep: keep what each step of an optimizer leaves; "gradients" for these only.
+        traced: make a step that is a class inside of `around`.
+        nudge: called with the number of the optimizer's step, the name, and the gradient, which it may change for the
+            time of that step.
         alter: done to each batch.
         around: entered around the steps, not around building the model and the batches.
     """
     seed_everything(scenario.seed)
     model = program.build()
-    modules = _modules(model)
+    modules = modules_of(model)
     batches = make_batches(
         program.batch,
         scenario.batches,
@@ -125,15 +111,20 @@ def observe(
     seen = Observation(batch=_digest_of_all(batches))
     for prefix, module in modules.items():
         for name, value in (*module.named_parameters(), *module.named_buffers()):
-            seen.initial[prefix + name] = _plain(value)
+            seen.initial[prefix + name] = plain_copy(value)
     if double:
         for module in modules.values():
             module.double()
+            for value in (*module.parameters(), *module.buffers()):
+                if value.dtype == torch.complex64:
+                    value.data = value.data.to(torch.complex128)
         batches = [wider(batch) for batch in batches]
-    call = _call(program, model, rank, of_reference, scenario.world_size)
+    make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
+    call = None if traced else make()
     seed_everything(scenario.seed + 1)
     before = torch.get_rng_state()
-    with _default_dtype(double), _Watch(modules, seen, deep) as watch, around(model):
+    with _default_dtype(double), _Watch(modules, seen, deep, nudge) as watch, around(model):
+        call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
         for number, batch in enumerate(batches):
             if number:
                 gc.collect()  # a dead DistributedDataParallel would still answer to the next backward
@@ -150,58 +141,40 @@ def observe(
 def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_size: int) -> Callable[[Any], Any]:
     if of_reference:
         assert program.reference is not None
-        reference = program.reference
-        if "world_size" in inspect.signature(reference).parameters:
-            return lambda batch: reference(model, batch, world_size=world_size)
-        return lambda batch: reference(model, batch)
-    step = program.step
-    if isinstance(step, type):
-        step = step(model, rank)
-    return lambda batch: step(model, batch, rank)
+        return bound_reference(program.reference, model, world_size)
+    return bound(program.step, model, rank)
 
 
-def _modules(model: Any) -> dict[str, nn.Module]:
-    """Prefix of names -> module; of several where `build` returns several."""
-    if isinstance(model, nn.Module):
-        return {"": model}
-    several: Mapping[Any, Any] = {}
-    if isinstance(model, Mapping):
-        several = model
-    elif isinstance(model, (list, tuple)):
-        several = dict(enumerate(model))
-    found = {f"{key}.": module for key, module in several.items() if isinstance(module, nn.Module)}
-    if not found:
-        raise Unusable(
-            f"assert_step_scales: build() returned {type(model).__name__}; return an nn.Module, or a tuple or mapping of them"
-        )
-    return found
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a DTensor the whole tensor, which is a collective."""
+def plain_copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; of a DTensor the whole tensor, which is a collective; of complex numbers pairs of real ones."""
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
     if value.layout != torch.strided:
         value = value.to_dense()
-    return value.to("cpu", copy=True).contiguous()
+    value = value.to("cpu", copy=True).contiguous()
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:
     for prefix, module in modules.items():
         for name, parameter in module.named_parameters():
-            now = _plain(parameter)
+            now = plain_copy(parameter)
             if parameter.requires_grad or parameter.grad is not None:
                 if parameter.grad is not None:
                     seen.touched.add("grads")
-                gradient = torch.zeros_like(now) if parameter.grad is None else _plain(parameter.grad)
+                gradient = torch.zeros_like(now) if parameter.grad is None else plain_copy(parameter.grad)
                 seen.add("grads", f"gradient of {prefix}{name}", gradient)
             seen.add("params", prefix + name, now)
             before = seen.initial.get(prefix + name)
             if before is None or not torch.equal(before.to(now.dtype), now):
                 seen.touched.add("params")
         for name, buffer in module.named_buffers():
-            seen.add("buffers", f"buffer {prefix}{name}", _plain(buffer))
+            now = plain_copy(buffer)
+            seen.add("buffers", f"buffer {prefix}{name}", now)
+            before = seen.initial.get(prefix + name)
+            if before is None or not torch.equal(before.to(now.dtype), now):
+                seen.touched.add("buffers")
         seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
 
 
@@ -211,28 +184,50 @@ def _normalizes(module: nn.Module) -> bool:
 
 
 def _take_returned(seen: Observation, returned: Any, suffix: str) -> None:
-    if returned is None:
+    if returned is not None:
+        _take(seen, "returned", returned, suffix)
+        seen.touched.add("returned")
+
+
+def _take(seen: Observation, name: str, value: Any, suffix: str) -> None:
+    """Take down a returned value, part by part."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, (Mapping, list, tuple)):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in entries:
+            below = f"{name} {key}" if name == "returned" else f"{name}.{key}"
+            _take(seen, below, part, suffix)
         return
-    if isinstance(returned, torch.Tensor) or not isinstance(returned, (Mapping, list, tuple)):
-        returned = {"": returned}
-    for path, value in tree_flatten_with_path(returned)[0]:
-        text = keystr(path)
-        key = text[2:-2] if text.count("[") == 1 and text.startswith("['") else text
-        name = f"returned {key}".rstrip() + suffix
-        if isinstance(value, torch.Tensor):
-            seen.add("returned", name, _plain(value))
-        elif isinstance(value, (bool, int, float)):
-            dtype = torch.float64 if isinstance(value, float) else None
-            seen.add("returned", name, torch.tensor(value, dtype=dtype))
-        elif value is not None:
-            seen.others[name] = repr(value)
+    if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
+        value = torch.from_numpy(np.array(value)) if (np := sys.modules.get("numpy")) else value
+    name += suffix
+    if isinstance(value, torch.Tensor):
+        seen.add("returned", name, plain_copy(value))
+    elif isinstance(value, (float, complex)):
+        wide = torch.complex128 if isinstance(value, complex) else torch.float64
+        seen.add("returned", name, plain_copy(torch.tensor(value, dtype=wide)))
+    elif isinstance(value, int) and abs(value) < 2**63:
+        seen.add("returned", name, torch.tensor(value))
+    elif isinstance(value, (int, str, bytes)):
+        seen.others[name] = repr(value)
+    elif value is not None:
+        raise Unusable(
+            f"step returned {name.removeprefix('returned ')} of type {type(value).__name__}; return tensors, numbers or "
+            "texts, in mappings, sequences or dataclasses"
+        )
 
 
 class _Watch:
     """While it is entered: which optimizers step, and what DistributedDataParallel is called."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], seen: Observation, deep: bool) -> None:
-        self._modules, self._seen, self._deep = modules, seen, deep
+    def __init__(
+        self, modules: Mapping[str, nn.Module], seen: Observation, deep: bool | str, nudge: Nudge | None
+    ) -> None:
+        self._modules, self._seen, self._deep, self._nudge = modules, seen, deep, nudge
+        self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizers: dict[int, Optimizer] = {}
         self._stack = contextlib.ExitStack()
         self._gradients: dict[str, torch.Tensor] = {}
@@ -249,16 +244,25 @@ class _Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._deep:
             self._gradients = {
-                f"gradient of {name}": torch.zeros_like(value) if value.grad is None else value.grad
+                f"gradient of {name}": plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
                 for name, value in self._parameters()
             }
-            self._gradients = {name: _plain(value) for name, value in self._gradients.items()}
+        if self._nudge is None:
+            return
+        for name, value in self._parameters():
+            if value.grad is not None and value.grad.layout == torch.strided:
+                gradient = getattr(value.grad, "_local_tensor", value.grad)
+                self._before_nudge.append((gradient, gradient.clone()))
+                self._nudge(self._seen.optimizer_steps, f"gradient of {name}", gradient)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
         self._seen.optimizer_steps += 1
+        for gradient, before in self._before_nudge:
+            gradient.copy_(before)
+        self._before_nudge.clear()
         if self._deep:
-            after = {name: _plain(value) for name, value in self._parameters()}
+            after = {} if self._deep == "gradients" else {n: plain_copy(value) for n, value in self._parameters()}
             self._seen.snapshots.append(self._gradients | after)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -281,13 +285,13 @@ class _Watch:
             which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
-                    rate = _plain(torch.as_tensor(rate, dtype=torch.float64))
+                    rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
                     self._seen.add("optimizer", f"learning rate of group {index}{which}", rate)
                 for place, parameter in enumerate(group["params"]):
                     owner = names.get(id(parameter), f"parameter {place} of group {index}")
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
-                            self._seen.add("optimizer", f"{key} of {owner}{which}", _plain(value))
+                            self._seen.add("optimizer", f"{key} of {owner}{which}", plain_copy(value))
         self._optimizers.clear()
 
 
@@ -303,5 +307,14 @@ def _default_dtype(double: bool) -> Iterator[None]:
 
 
 def _digest_of_all(batches: list[Any]) -> str:
-    leaves = tree_flatten_with_path(batches)[0]
-    return ",".join(digest_of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for _, leaf in leaves)
+    """Of the tensors; of plain values and arrays, too, where nothing else is in the batches."""
+    tensors = tensors_of(batches)
+    return ",".join(map(digest_of, tensors)) if tensors else _text(batches)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_text, value))
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    return digest_of(torch.as_tensor(value)) if hasattr(value, "__array__") else type(value).__name__

@@ -9,7 +9,7 @@ import torch
 
 from mgpu_check.gate.measuring import Expected
 from mgpu_check.gate.observing import Observation
-from mgpu_check.grouping import grouped, intervals
+from mgpu_check.grouping import grouped, named
 from mgpu_check.numerics.compare import Difference, difference, show
 
 __all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
@@ -63,6 +63,8 @@ def judge(
     verdict = Verdict()
     first = seen[0]
     left_out = _left_out(expected, first)
+    without = _untouched_by_reference(expected, first)
+    returns = any(first.kinds[name] == "returned" for name in first.values)
     names = {**expected.single.kinds, **first.kinds}
     for name, kind in names.items():
         if kind not in kinds:
@@ -70,23 +72,21 @@ def judge(
         if kind in left_out:
             verdict.skipped[name] = left_out[kind]
             continue
-        if kind in _SHARDED and _is_sharded(expected, seen, name):
+        if kind in _SHARDED and returns and _is_sharded(expected, seen, name):
             verdict.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
             continue
         relations: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
-        relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
+        relations[PARITY] = None if kind in without else _parity(verdict, expected, seen, name, allowed)
         relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
         relations[FINITE] = _finite(expected, seen, name)
         verdict.relations[name] = relations
     if "rng" in kinds and (expected.single.draws or any(one.draws for one in seen)):
         _take_random_state(verdict, seen)
-    for name, text in expected.single.others.items():
-        if "returned" in kinds and name in first.others and any(one.others.get(name) != text for one in seen):
-            verdict.relations[name] = {PARITY: False}
-            verdict.details[name] = f"got {first.others.get(name)}, expected {text}"
-            verdict.wrong[name] = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
+    if "returned" in kinds:
+        _judge_texts(verdict, expected, seen)
     verdict.remarks += sorted({f"not judged: {reason}" for reason in verdict.skipped.values()})
+    verdict.remarks += [f"not compared with one device: {what}" for what in without.values()]
     return verdict
 
 
@@ -110,7 +110,7 @@ def repeats(
         relations[REPEATS] = all(same)
         if not all(same) and name not in verdict.details:
             ranks = [rank for rank, equal in enumerate(same) if not equal]
-            verdict.details[name] = f"a second run gives other values, {_who(ranks)}"
+            verdict.details[name] = f"a second run gives other values, {named(ranks)}"
 
 
 def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
@@ -120,12 +120,35 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
     return difference(one, other, allowed) is None
 
 
+def _untouched_by_reference(expected: Expected, first: Observation) -> dict[str, str]:
+    """Kinds of which the reference leaves nothing that could be compared."""
+    if not expected.by_reference:
+        return {}
+    kinds = {"grads": "gradients", "params": "parameters", "optimizer": "the optimizer's state"}
+    return {
+        kind: f"{what}, which the reference leaves as they were"
+        for kind, what in kinds.items()
+        if (kind if kind != "optimizer" else "params") in first.touched - expected.single.touched
+    }
+
+
+def _judge_texts(verdict: Verdict, expected: Expected, seen: Sequence[Observation]) -> None:
+    """Whatever was returned that is no number: equal, or not."""
+    for name in {**expected.single.others, **seen[0].others}:
+        text = expected.single.others.get(name)
+        wrong = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
+        verdict.relations[name] = {PARITY: not wrong}
+        if wrong:
+            verdict.details[name] = f"got {seen[wrong[0]].others.get(name)}, expected {text}, {named(wrong)}"
+            verdict.wrong[name] = wrong
+
+
 def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
     """Ranks may draw from streams of their own, on purpose; that is told, and only a second run must do the same."""
     groups = grouped((one.rng, rank) for rank, one in enumerate(seen))
     verdict.relations[RANDOM] = {}
     if len(groups) > 1:
-        told = "; ".join(_who(ranks) for _, ranks in groups)
+        told = "; ".join(named(ranks) for _, ranks in groups)
         verdict.remarks.append(
             f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
         )
@@ -141,37 +164,47 @@ def _is_sharded(expected: Expected, seen: Sequence[Observation], name: str) -> b
 
 
 def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
-    """Kinds that are not judged, and why."""
+    """Kinds that are not compared with one device, and why."""
     out: dict[str, str] = {}
-    reference, step = expected.single, first
-    returned = [
-        value for name, value in step.values.items() if step.kinds[name] == "returned" and value.is_floating_point()
-    ]
-    parameters = {name: value for name, value in step.values.items() if step.kinds[name] == "params"}
-    account = sum(value.numel() for value in returned) >= sum(value.numel() for value in parameters.values()) > 0
-    if account:
-        told = "the step returns as many numbers as there are parameters, which stand for them"
-        gradients = {name: value for name, value in step.values.items() if step.kinds[name] == "grads"}
-        out["grads"] = f"gradients; {told}"
-        if _tells(returned, parameters) or not _tells(returned, gradients):
-            out["params"] = f"parameters; {told}"
-            out["optimizer"] = f"the optimizer's state; {told}"
-    if expected.by_reference:
-        for kind, what in (("grads", "gradients"), ("params", "parameters")):
-            if kind in step.touched and kind not in reference.touched:
-                out.setdefault(kind, f"{what}; the reference leaves them as they were")
+    told = _account(first)
+    if told:
+        why = "what the step returns stands for them"
+        out["grads"] = f"gradients; {why}"
+        gradients = [first.values.get(f"gradient of {name}") for name in told]
+        parameters = [first.values.get(name) for name in told]
+        of_parameters = _tells(told, parameters)
+        # Returned gradients tell nothing of parameters; neither the one nor the other tells how the rest is kept.
+        if of_parameters or (not _tells(told, gradients) and "params" in first.touched):
+            out["params"] = f"parameters; {why}"
+            out["optimizer"] = f"the optimizer's state; {why}"
     return out
 
 
-def _tells(returned: Sequence[torch.Tensor], values: Mapping[str, torch.Tensor]) -> bool:
-    """Whether what was returned has the very bits of all of these values, one by one or one after the other."""
-    if not values:
-        return False
-    flat = torch.cat([value.flatten() for value in values.values()])
-    if any(one.numel() == flat.numel() and torch.equal(one.flatten(), flat) for one in returned):
-        return True
+def _account(first: Observation) -> dict[str, torch.Tensor]:
+    """What the step returns as its account of gradients or parameters, by the parameter; empty if it returns none.
+
+    Tensors under the names of parameters, or one tensor that is all of them, one after the other.
+    """
+    parameters = {name: value for name, value in first.values.items() if first.kinds[name] == "params"}
+    returned = {
+        name.removeprefix("returned "): value for name, value in first.values.items() if first.kinds[name] == "returned"
+    }
+    named = {name: returned[name] for name in parameters if name in returned}
+    if named:
+        return named
+    total = sum(value.numel() for value in parameters.values())
+    flat = next((value for value in returned.values() if value.dim() == 1 and value.numel() == total > 1), None)
+    if flat is None:
+        return {}
+    pieces = flat.split([value.numel() for value in parameters.values()])
+    return {name: piece.view_as(parameters[name]) for name, piece in zip(parameters, pieces, strict=True)}
+
+
+def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the account has the very bits of what is left in the model."""
     return all(
-        any(one.shape == value.shape and torch.equal(one, value) for one in returned) for value in values.values()
+        value is not None and value.shape == one.shape and torch.equal(value, one)
+        for one, value in zip(told.values(), values, strict=True)
     )
 
 
@@ -215,7 +248,7 @@ def _parity(
         return True
     verdict.wrong[name] = sorted(found)
     some = next(iter(found))
-    ranks = "" if len(found) == len(seen) else f", {_who(found)}"
+    ranks = "" if len(found) == len(seen) else f", {named(found)}"
     verdict.details[name] = found[some] + ranks
     return False
 
@@ -240,7 +273,7 @@ def _agreement(
     verdict.split.append(name)
     if name not in verdict.details:
         others = [rank for rank, value in enumerate(values) if not close(value, values[0], allowed)]
-        verdict.details[name] = f"{_who(others)} differ from rank 0"
+        verdict.details[name] = f"other values than on rank 0 on {named(others)}"
     return False
 
 
@@ -259,7 +292,3 @@ def _describe(off: Difference) -> str:
     if not isinstance(off.expected, (int, float)) or not off.expected:
         return str(off)
     return f"{off} (ratio {show(off.got / off.expected, torch.float32)})"
-
-
-def _who(ranks: Collection[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(sorted(ranks))}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from mgpu_check.gate.events import Trace, traced
-from mgpu_check.gate.observing import Observation, Program, observe
+from mgpu_check.gate.observing import Observation, observe
+from mgpu_check.gate.program import Program
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.ranks import Rank
@@ -30,7 +31,12 @@ def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observ
     with full_precision():
         trace = Trace()
         seen = observe(
-            _placed(rank, program, scenario), program, scenario, deep=True, around=lambda model: traced(model, trace)
+            _placed(rank, program, scenario),
+            program,
+            scenario,
+            deep=True,
+            traced=True,
+            around=lambda model: traced(model, trace),
         )
     return seen, trace
 

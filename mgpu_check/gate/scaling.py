@@ -8,19 +8,27 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
-from hypothesis.errors import Unsatisfiable
+from hypothesis.errors import Flaky, Unsatisfiable
 from hypothesis.reporting import with_reporter
+from torch import nn
 
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gate.families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gate.investigation import investigate, report_of_hang
-from mgpu_check.gate.observing import KINDS, Program
+from mgpu_check.gate.observing import KINDS
+from mgpu_check.gate.program import Program, name_of
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.gate.trial import Trial, Trials
-from mgpu_check.gate.worlds import World, world_sizes_of
+from mgpu_check.gate.worlds import World, check_tolerance, world_sizes_of
 
 __all__ = ["assert_metric_scales", "assert_step_scales"]
 
+_AS_IN = {
+    "step": "step(model, batch, rank)",
+    "build": "build() that makes the model",
+    "batch": "batch(n) that makes n samples, or a strategy of batches",
+    "reference": "reference(model, batch)",
+}
 _EXAMPLES = 24
 _MOST_SHRINKS = 40
 """Cases that are run to find a smaller one, once one has failed."""
@@ -79,30 +87,8 @@ def assert_step_scales(
             batches when it is called again under the same seed.
     """
     __tracebackhide__ = True
-    _check_arguments(observe, tolerance, max_examples)
-    allowed = world_sizes_of(ranks, world_sizes)
-    drawn = batch if isinstance(batch, st.SearchStrategy) else None
-    if drawn is not None and sizes is not None:
-        raise ValueError(
-            "assert_step_scales: sizes and a strategy of batches are both given; batches bring their sizes"
-        )
-    program = Program(step, build, None if drawn is not None else batch, reference, single_process)  # type: ignore[arg-type]
-    trials = Trials(ranks, program, frozenset(observe), tolerance, _name_of(step))
-    for kind in families(allowed, sizes, drawn, max_examples or _EXAMPLES):
-        if kind.name == SEVERAL_STEPS and not trials.trains:
-            continue
-        try:
-            failed = _search(trials, kind.scenarios, kind.examples)
-        except RankHang as hang:
-            report = report_of_hang(trials.name, trials.current, hang)
-            stacks = str(hang).partition("\n\n")[2]
-            late = RankHang(f"{report}\n\n{stacks}", ranks=hang.ranks)
-            late.mistakes = report.mistakes
-            raise late from None  # another one: the engine rewrites its own when it is shown
-        if failed is not None:
-            report = investigate(trials, failed, allowed)
-            raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
-    trials.finish()
+    program = Program(step, build, None if isinstance(batch, st.SearchStrategy) else batch, reference, single_process)
+    _assert_scales(ranks, program, batch, world_sizes, sizes, observe, tolerance, max_examples)
 
 
 def assert_metric_scales(
@@ -127,34 +113,65 @@ def assert_metric_scales(
         ValueError: see `assert_step_scales`; or the metric returns nothing.
     """
     __tracebackhide__ = True
-    assert_step_scales(
-        ranks,
-        metric,
-        build=build,
-        batch=batch,
-        reference=reference,
-        world_sizes=world_sizes,
-        sizes=sizes,
-        observe=("returned",),
-        tolerance=tolerance,
-        max_examples=max_examples,
-    )
+    of_batch = None if isinstance(batch, st.SearchStrategy) else batch
+    program = Program(metric, build, of_batch, reference, gate="assert_metric_scales")
+    _assert_scales(ranks, program, batch, world_sizes, sizes, ("returned",), tolerance, max_examples)
+
+
+def _assert_scales(
+    ranks: World,
+    program: Program,
+    batch: Callable[[int], Any] | st.SearchStrategy[Any],
+    world_sizes: Iterable[int] | None,
+    sizes: Sizes,
+    observe: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+    max_examples: int | None,
+) -> None:
+    __tracebackhide__ = True
+    _check_arguments(program, observe, tolerance, max_examples)
+    allowed = world_sizes_of(ranks, world_sizes)
+    drawn = batch if isinstance(batch, st.SearchStrategy) else None
+    if drawn is not None and sizes is not None:
+        raise ValueError(f"{program.gate}: sizes and a strategy of batches are both given; batches bring their sizes")
+    if allowed == [1] and program.reference is None:
+        raise ValueError(
+            f"{program.gate}: world_sizes={allowed} compares one device with itself; give a reference, or 2"
+        )
+    trials = Trials(ranks, program, frozenset(observe), tolerance, name_of(program.step))
+    for kind in families(allowed, sizes, drawn, max_examples or _EXAMPLES):
+        if kind.name == SEVERAL_STEPS and not trials.trains:
+            continue
+        try:
+            failed = _search(trials, kind.scenarios, kind.examples)
+        except RankHang as hang:
+            report = report_of_hang(trials.name, trials.current, hang)
+            stacks = str(hang).partition("\n\n")[2]
+            late = RankHang(f"{report}\n\n{stacks}", ranks=hang.ranks)
+            late.mistakes = report.mistakes
+            raise late from None  # another one: the engine rewrites its own when it is shown
+        if failed is not None:
+            report = investigate(trials, failed, allowed)
+            raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
+    trials.finish(allowed)
 
 
 def _check_arguments(
-    observe: Collection[str], tolerance: float | Mapping[str, float] | None, max_examples: int | None
+    program: Program,
+    observe: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+    max_examples: int | None,
 ) -> None:
-    unknown = [kind for kind in observe if kind not in KINDS]
-    if isinstance(observe, str) or unknown or not observe:
-        raise ValueError(f"assert_step_scales: observe={observe!r}; choose some of {', '.join(KINDS)}")
-    given = tolerance.values() if isinstance(tolerance, Mapping) else () if tolerance is None else (tolerance,)
-    if any(not isinstance(value, (int, float)) or not 0 <= value < 1 for value in given):
-        raise ValueError(
-            f"assert_step_scales: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, for "
-            "all tensors or by name, or leave it out to have it measured"
-        )
-    if max_examples is not None and (not isinstance(max_examples, int) or max_examples < 1):
-        raise ValueError(f"assert_step_scales: max_examples={max_examples!r}; give an integer of at least 1")
+    gate = program.gate
+    for name in ("step", "build", "batch", "reference"):
+        value = getattr(program, name)
+        if value is not None and (not callable(value) or isinstance(value, nn.Module)):
+            raise ValueError(f"{gate}: {name}={value!r:.80} is no function; give one, as in {_AS_IN[name]}")
+    if isinstance(observe, str) or not isinstance(observe, Collection) or not set(observe) or set(observe) - set(KINDS):
+        raise ValueError(f"{gate}: observe={observe!r}; choose some of {', '.join(KINDS)}")
+    check_tolerance(gate, tolerance)
+    if max_examples is not None and (type(max_examples) is not int or max_examples < 1):
+        raise ValueError(f"{gate}: max_examples={max_examples!r}; give an integer of at least 1")
 
 
 def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
@@ -194,14 +211,12 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
             try_one()
         except Unsatisfiable:
             return None
-        except _Failed:
+        except (_Failed, Flaky):  # a step that fails now and then fails
+            if not found:
+                raise
             return found[-1]
     return None
 
 
 class _Failed(AssertionError):
     """A scenario has failed; Hypothesis looks for a smaller one."""
-
-
-def _name_of(step: Callable[..., Any]) -> str:
-    return getattr(step, "__name__", type(step).__name__)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.gate.batches import digest_of, tensors_of
 from mgpu_check.gate.measuring import Expected, largest_factor, measure
-from mgpu_check.gate.observing import Observation, Program, Unusable
+from mgpu_check.gate.observing import Observation
+from mgpu_check.gate.program import Program, Unusable, is_class, wants_world_size
 from mgpu_check.gate.relations import Verdict, judge, repeats
 from mgpu_check.gate.running import run_step
 from mgpu_check.gate.scenario import Scenario
@@ -55,7 +57,7 @@ class Trials:
         name: of the step.
 
     Attributes:
-        completed: scenarios that were compared.
+        completed: world size -> how many scenarios were compared.
         current: that which is tried, or was tried last.
         trains: the step has changed the model, so that a second one is another.
     """
@@ -69,62 +71,111 @@ class Trials:
         name: str,
     ) -> None:
         self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
-        self.completed = 0
-        self.trains = isinstance(program.step, type)
+        self.completed: Counter[int] = Counter()
+        self.trains = is_class(program.step)
         self.current = Scenario(1, 0)
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
-        self._outcomes: dict[Scenario, Trial | None] = {}
+        self._outcomes: dict[tuple[object, ...], Trial | None] = {}
         self._repeated: set[int] = set()
         self._alone = True
         self._factor: float | None = None
-        self._refusals: list[RankFailure] = []
-        self._vague: list[str] = []
+        self._effects = False
+        self._refusals: dict[int, str] = {}
+        self._cause: RankFailure | None = None
 
     def knows(self, scenario: Scenario) -> bool:
-        return not scenario.batches and scenario in self._outcomes
+        """Whether the scenario was tried."""
+        return self._key(scenario) in self._outcomes
+
+    def _key(self, scenario: Scenario) -> tuple[object, ...]:
+        """What tells scenarios apart: batches that were drawn by their bits."""
+        return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
     def run(self, scenario: Scenario) -> Trial | None:
         """Try a scenario; None where all relations hold, or one device cannot do it either."""
         self.current = scenario = self._placed(scenario)
-        if self.knows(scenario):
-            return self._outcomes[scenario]
-        trial = self._run(scenario)
-        if not scenario.batches:
-            self._outcomes[scenario] = trial
-        return trial
+        key = self._key(scenario)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._run(scenario)
+        return self._outcomes[key]
 
     def _run(self, scenario: Scenario) -> Trial | None:
         try:
             expected = self.expected(scenario)
         except RankFailure as refused:
-            self._refusals.append(refused)
+            self._cause = self._cause or refused
+            self._refuse(scenario, f"fails on one device: {str(refused).splitlines()[0]}")
             return None
         if scenario.change and not self._counts(scenario, expected):
             return None
         if vague := self._not_a_number(expected):
-            self._vague.append(f"{vague} is not a number on one device, for {scenario.samples} samples")
+            self._refuse(
+                scenario,
+                f"leaves what is not a number on one device ({vague}, for {scenario.samples} samples); leave it out with "
+                "observe=, or give a reference",
+            )
             return None
         self.trains |= "params" in (expected.own or expected.single).touched
         try:
             seen = self.on_ranks(scenario)
+            self._check(expected, seen)
+            verdict = judge(expected, seen, self.kinds, self.tolerance)
+            if not verdict.holds and not all(one.values for one in seen):
+                # Checksums tell that ranks differ, values by how much.
+                seen = self.on_ranks(scenario, whole=True)
+                verdict = judge(expected, seen, self.kinds, self.tolerance)
+            if verdict.holds and scenario.world_size not in self._repeated:
+                self._repeated.add(scenario.world_size)
+                self._repeat(scenario, expected, seen, verdict)
         except RankFailure as error:
             return Trial(scenario, expected, None, error=error)
-        self._check_batches(expected, seen)
-        verdict = judge(expected, seen, self.kinds, self.tolerance)
-        if not verdict.holds and not all(one.values for one in seen):
-            # Checksums tell that ranks differ, values by how much.
-            seen = self.on_ranks(scenario, whole=True)
-            verdict = judge(expected, seen, self.kinds, self.tolerance)
-        if not verdict.relations:
+        self.completed[scenario.world_size] += 1
+        return None if verdict.holds else Trial(scenario, expected, verdict, seen)
+
+    def _repeat(self, scenario: Scenario, expected: Expected, seen: Sequence[Observation], verdict: Verdict) -> None:
+        again = self.on_ranks(scenario)
+        alike = all(
+            one.digests == other.digests and one.rng == other.rng for one, other in zip(seen, again, strict=True)
+        )
+        if not alike and not all(one.values for one in (*seen, *again)):
+            seen, again = self.on_ranks(scenario, whole=True), self.on_ranks(scenario, whole=True)
+        repeats(verdict, expected, seen, again, self.tolerance)
+
+    def _refuse(self, scenario: Scenario, why: str) -> None:
+        self._refusals.setdefault(scenario.world_size, why)
+
+    def _check(self, expected: Expected, seen: Sequence[Observation]) -> None:
+        """See that there is something to compare, of the same batch.
+
+        Raises:
+            ValueError: saying what the user's functions do.
+        """
+        gate, first, single = self.program.gate, seen[0], expected.single
+        if {one.batch for one in seen} != {single.batch}:
             raise ValueError(
-                f"assert_step_scales: {self.name} leaves nothing of {', '.join(sorted(self.kinds))} to be compared; return "
+                f"{gate}: batch(n) gives other batches when it is called again under the same seed; draw "
+                "from torch's, Python's or NumPy's global generators, or from one of your own with a fixed seed"
+            )
+        self._effects |= bool(first.touched | single.touched)
+        if expected.by_reference and "returned" in self.kinds:
+            names = [_returned(one) for one in (first, single)]
+            if names[0] != names[1]:
+                raise ValueError(
+                    f"{gate}: {self.name} returns {_listed(names[0])}, and the reference {_listed(names[1])}; return the same "
+                    "names from both, or leave them out with observe="
+                )
+        if not any(kind in self.kinds for kind in (*first.kinds.values(), *("returned" for _ in first.others))):
+            raise ValueError(
+                f"{gate}: {self.name} leaves nothing of {', '.join(sorted(self.kinds))} to be compared; return "
                 "named tensors or numbers from it, or observe something else"
             )
-        if verdict.holds and scenario.world_size not in self._repeated:
-            self._repeated.add(scenario.world_size)
-            repeats(verdict, expected, seen, self.on_ranks(scenario), self.tolerance)
-        self.completed += 1
-        return None if verdict.holds else Trial(scenario, expected, verdict, seen)
+        known = {*first.values, *single.values}
+        unknown = [name for name in self.tolerance if name not in known] if isinstance(self.tolerance, Mapping) else []
+        if unknown:
+            raise ValueError(
+                f"{gate}: tolerance has {', '.join(map(repr, unknown))}, which is not observed; choose of "
+                f"{', '.join(sorted(known))}"
+            )
 
     def _not_a_number(self, expected: Expected) -> str | None:
         """The first result of one device that is NaN, with which everything and nothing agrees."""
@@ -153,14 +204,14 @@ class Trials:
             RankFailure: the reference, or the step, fails on one device.
             ValueError: what `build` gives is no model.
         """
-        of_size = scenario.world_size if _wants_world_size(self.program.reference) else 0
-        key = (of_size, scenario.samples, scenario.steps, scenario.change, scenario.factor, scenario.seed, deep)
-        if scenario.batches or key not in self._expected:
+        of_size = scenario.world_size if wants_world_size(self.program.reference) else 0
+        key = (self._key(replace(scenario, world_size=of_size)), deep)
+        if key not in self._expected:
             try:
                 found: Expected | RankFailure = self._measured(scenario, deep)
             except RankFailure as refused:
                 if isinstance(refused.__cause__, Unusable):
-                    raise ValueError(str(refused.__cause__)) from None
+                    raise ValueError(f"{self.program.gate}: {refused.__cause__}") from None
                 found = refused
             if len(self._expected) >= _KEPT:
                 del self._expected[next(iter(self._expected))]
@@ -181,27 +232,29 @@ class Trials:
             return self._measured(scenario, deep)
         return found
 
-    def finish(self) -> None:
-        """See that something was compared.
+    def finish(self, world_sizes: Sequence[int]) -> None:
+        """See that something was compared, at each world size.
 
         Raises:
             ValueError: nothing could be.
         """
-        if self.completed:
-            return
-        if self._refusals:
+        gate = self.program.gate
+        for size in world_sizes:
+            if self.completed[size]:
+                continue
+            if size in self._refusals:
+                raise ValueError(
+                    f"{gate}: nothing was compared at world size {size}, because {self.name} {self._refusals[size]}; and so "
+                    "for every batch that was tried"
+                ) from self._cause
             raise ValueError(
-                f"assert_step_scales: {self.name} fails on one device for every batch that was tried, so there is nothing "
-                f"to compare with: {str(self._refusals[0]).splitlines()[0]}"
-            ) from self._refusals[0]
-        if self._vague:
-            raise ValueError(
-                f"assert_step_scales: {self.name}: {self._vague[0]}, and so for every batch that was tried; leave it out with "
-                "observe=, or give a reference"
+                f"{gate}: no case could be drawn at world size {size}; sizes and world_sizes together leave nothing to try"
             )
-        raise ValueError(
-            "assert_step_scales: no case could be drawn; sizes and world_sizes together leave nothing to try"
-        )
+        if not self._effects:
+            raise ValueError(
+                f"{gate}: {self.name} leaves no gradient, changes no parameter or buffer, and returns nothing; train the "
+                "model that it is given, in place, or return what it computes"
+            )
 
     def _placed(self, scenario: Scenario) -> Scenario:
         """With the factor for scaling that suits the step."""
@@ -216,13 +269,11 @@ class Trials:
             self._factor = factor or scenario.factor
         return replace(scenario, factor=self._factor)
 
-    def _check_batches(self, expected: Expected, seen: Sequence[Observation]) -> None:
-        if {one.batch for one in seen} != {expected.single.batch}:
-            raise ValueError(
-                "assert_step_scales: batch(n) gives other batches when it is called again under the same seed; draw "
-                "from torch's, Python's or NumPy's global generators, or from one of your own with a fixed seed"
-            )
+
+def _returned(seen: Observation) -> set[str]:
+    names = {name for name, kind in seen.kinds.items() if kind == "returned"} | set(seen.others)
+    return {name.removeprefix("returned").strip() for name in names}
 
 
-def _wants_world_size(reference: object) -> bool:
-    return callable(reference) and "world_size" in inspect.signature(reference).parameters
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names)) or "nothing"

@@ -41,11 +41,12 @@ class Perturbed(TorchDispatchMode):
         spread: in unit roundoffs; with the other sign, and the generator in the same state, in the other direction.
         generator: of the signs, on the CPU.
         stands_for: unit roundoff of the dtype that float64 stands for.
+        coherent: all signs are the same: where few operators round coarsely, random ones may well cancel.
     """
 
-    def __init__(self, spread: float, generator: torch.Generator, stands_for: float) -> None:
+    def __init__(self, spread: float, generator: torch.Generator, stands_for: float, *, coherent: bool = False) -> None:
         super().__init__()
-        self.spread, self.generator, self.stands_for = spread, generator, stands_for
+        self.spread, self.generator, self.stands_for, self.coherent = spread, generator, stands_for, coherent
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,10 +65,13 @@ class Perturbed(TorchDispatchMode):
         for result_of_operator in made:
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
             tensor = getattr(result_of_operator, "_local_tensor", result_of_operator)
+            if isinstance(tensor, torch.Tensor) and tensor.is_complex() and not tensor.is_conj():
+                tensor = torch.view_as_real(tensor)
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.device.type != "meta":
                 roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
                 size = self.spread * roundoff
-                sign = torch.randint(0, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
+                least = 1 if self.coherent else 0
+                sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
                 factor = (1 - size + 2 * size * sign).to(tensor.device)
                 whole = (tensor == tensor.round()) & (tensor.abs() <= 0.25 / roundoff)
                 tensor.mul_(torch.where(whole, 1, factor))

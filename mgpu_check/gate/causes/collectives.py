@@ -9,7 +9,7 @@ from typing import Any
 from mgpu_check.gate.events import Event
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.report import Finding
-from mgpu_check.grouping import intervals
+from mgpu_check.grouping import grouped, named
 
 __all__ = ["causes"]
 
@@ -85,6 +85,7 @@ def _to_one_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _of_groups(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     sizes = {len(event.details["group"]) for _, event in evidence.events("collective") if "group" in event.details}
+    yield from _parted_by_group(evidence)
     made = evidence.first("group")
     if made is None or not sizes:
         return
@@ -110,30 +111,25 @@ def _of_groups(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                             ),
                         )
                         return
-    yield from _parted_by_group(evidence)
 
 
 def _parted_by_group(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    """Ranks of a group agree with each other, and not with those of another."""
-    groups = {
-        tuple(event.details["group"])
-        for _, event in evidence.events("collective")
-        if 1 < len(event.details.get("group", ())) < evidence.size
-    }
-    for name in evidence.verdict.split:
-        digests = [one.digests.get(name) for one in evidence.seen]
-        for group in sorted(groups):
-            inside = {digests[rank] for rank in group}
-            outside = {digest for rank, digest in enumerate(digests) if rank not in group}
-            if len(inside) == 1 and not inside & outside:
-                yield (
-                    81,
-                    Finding(
-                        "wrong-process-group",
-                        f"{name} is the same on ranks {intervals(group)}, which form a group, and another on the other ranks",
-                    ),
-                )
-                return
+    """Ranks agree with each other in groups of one size, and not with those of another group."""
+    split = evidence.verdict.split
+    if not split or evidence.size < 4:
+        return
+    parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(evidence.seen)) for name in split]
+    groups = [ranks for _, ranks in parts[0]]
+    sizes = {len(ranks) for ranks in groups}
+    if len(sizes) == 1 and 1 < min(sizes) < evidence.size and all([r for _, r in part] == groups for part in parts):
+        yield (
+            81,
+            Finding(
+                "wrong-process-group",
+                f"{split[0]} is the same within each of {' and '.join(named(ranks) for ranks in groups)}, and another in the "
+                "others",
+            ),
+        )
 
 
 def _sizes(sizes: set[int]) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.report import Finding
-from mgpu_check.grouping import intervals
+from mgpu_check.grouping import few
 
 __all__ = ["causes"]
 
@@ -55,7 +55,7 @@ def _clipped(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _statistics(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     modules = evidence.seen[0].normalized
-    if not modules:
+    if not modules or evidence.shardwise:
         return
     of_shards = any(evidence.is_combined(division, "mean") for division in evidence.hypotheses.divisions)
     yield (
@@ -134,11 +134,11 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         ]
         if not local:
             return
-        certainty, told = 60.0, f"{_few(local)} differ from rank to rank"
+        certainty, told = 60.0, f"{few(local)} differ from rank to rank"
     else:
         certainty, told = (
             80.0,
-            f"{_few(local)} {'is' if len(local) == 1 else 'are'} each rank's own, of {division.name}",
+            f"{few(local)} {'is' if len(local) == 1 else 'are'} each rank's own, of {division.name}",
         )
     if all(evidence.kinds.get(name) == "buffers" for name in local):
         yield certainty, Finding("buffers-drift", told + ": nothing synchronizes them")
@@ -157,7 +157,7 @@ def _why_local(evidence: Evidence, local: list[str]) -> str:
     bare = [name.removeprefix("returned ").removeprefix("gradient of ") for name in local]
     outside = [name for name in bare if name not in covered]
     if outside:
-        return f"; {_few(outside)} {'was' if len(outside) == 1 else 'were'} in no DistributedDataParallel when it was made ({wrap.site})"
+        return f"; {few(outside)} {'was' if len(outside) == 1 else 'were'} in no DistributedDataParallel when it was made ({wrap.site})"
     if evidence.first("no_sync") is not None:
         return "; backward ran under no_sync"
     if evidence.first("forward") is None:
@@ -173,19 +173,19 @@ def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     if ratio is None:
         return
     windows = max((len(trace.of("backward")) for trace in evidence.traces), default=0) / max(1, evidence.scenario.steps)
-    what = of + _few(evidence.names)
+    what = of + few(evidence.names)
     verb = "is" if len(evidence.names) == 1 or of else "are"
     size = evidence.size
     elsewhere = evidence.factor_elsewhere()
     # What is the same factor at another world size does not come from the world size.
     fixed = not of and elsewhere is not None and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
-    powers = () if fixed else ((1, f"{size}"), (-1, f"1/{size}"), (2, f"{size}²"), (-2, f"1/{size}²"))
+    powers = () if fixed else ((1, f"{size} times"), (-1, f"1/{size} of"), (2, f"{size}² times"), (-2, f"1/{size}² of"))
     for power, told in powers:
         if abs(ratio - float(size) ** power) <= _NEAR * float(size) ** power:
             twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
             yield (
                 79,
-                Finding("world-size-factor", f"{what} {verb} {told} of what one device gives, on {size} ranks{twice}"),
+                Finding("world-size-factor", f"{what} {verb} {told} what one device gives, on {size} ranks{twice}"),
             )
             return
     for power in (1, -1):
@@ -279,16 +279,7 @@ def _uneven_only(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         50,
         Finding(
             "mean-of-means",
-            f"{samples} samples do not divide by {size} ranks, which agree with each other on {_few(evidence.names)}, but not "
+            f"{samples} samples do not divide by {size} ranks, which agree with each other on {few(evidence.names)}, but not "
             "with one device: as when each part counts as much as any other",
         ),
     )
-
-
-def _few(names: list[str]) -> str:
-    """The first names, and how many more."""
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
-
-
-def _who(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(ranks)}"
