@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
-from mgpu_check.gate.causes import collectives, control, data, gradients
+from mgpu_check.gate.causes import collectives, control, data, gradients, steps
 from mgpu_check.gate.divisions import Hypotheses, run_hypotheses
 from mgpu_check.gate.events import Trace
 from mgpu_check.gate.evidence import Evidence
@@ -29,7 +29,7 @@ _FURTHER = 2
 _LARGE = 1_000_000
 _LIKELY = 2
 """Causes that a report names."""
-_THEMES = (collectives.causes, data.causes, gradients.causes, control.causes)
+_THEMES = (collectives.causes, data.causes, gradients.causes, steps.causes, control.causes)
 _ENTERED = re.compile(r"(\w+) #\d+ (?:of ranks [\d, ]+ )?\(([^)]*)\)(?:, (\w+\[[^\]]*\]))?")
 
 
@@ -73,6 +73,9 @@ def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> 
     text = str(error).split("\n\n", maxsplit=1)[0]
     lines = text.splitlines()
     finding = _of_parting(text) or _of_words(str(error))
+    if finding is not None and finding.mistake == "decision-per-rank" and scenario.samples % scenario.world_size:
+        uneven = f"{scenario.samples} samples do not divide by {scenario.world_size} ranks; {finding.evidence}"
+        finding = Finding("uneven-steps", uneven)
     return Report(
         f"{trials.name} does not scale: {lines[0]}",
         scenario.described,
@@ -171,6 +174,8 @@ def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[
         other = replace(scenario, seed=seed)
         try:
             expected, seen = trials.expected(other), trials.on_ranks(other, whole=True)
+            if expected.single.batch == trials.expected(scenario).single.batch:
+                return found  # the user's own seeds rule: it is the same case again
             if sum(value.numel() for value in seen[0].values.values()) > _LARGE:
                 return found
             hypotheses = trials.ranks.run(run_hypotheses, trials.program, other, windows, size=1)[0]

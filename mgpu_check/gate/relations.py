@@ -177,7 +177,20 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
         if of_parameters or (not _tells(told, gradients) and "params" in first.touched):
             out["params"] = f"parameters; {why}"
             out["optimizer"] = f"the optimizer's state; {why}"
+    elif expected.by_reference and _returns_gradients(expected.single):
+        out["grads"] = "gradients; the reference returns those that are to be compared"
     return out
+
+
+def _returns_gradients(reference: Observation) -> bool:
+    """Whether something that it returns has the very bits of a gradient that it leaves."""
+    held = {
+        kind: [v for name, v in reference.values.items() if reference.kinds[name] == kind and v.numel() > 1]
+        for kind in ("returned", "grads")
+    }
+    return "grads" in reference.touched and any(
+        one.shape == value.shape and torch.equal(one, value) for one in held["returned"] for value in held["grads"]
+    )
 
 
 def _account(first: Observation) -> dict[str, torch.Tensor]:

@@ -53,7 +53,8 @@ def _uneven(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """Tensors of other shapes on other ranks, in the same call."""
     calls = [trace.of("collective") for trace in evidence.traces]
     for same in zip(*calls, strict=False):
-        shapes = [[tensor["shape"] for tensor in _tensors(event)] for event in same]
+        # The lists that a collective fills or deals out are those of one rank only.
+        shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
         name = same[0].name
         if any(shape != shapes[0] for shape in shapes) and name.startswith(_FILLING) and "object" not in name:
             told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)

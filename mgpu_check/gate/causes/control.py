@@ -8,6 +8,7 @@ import torch
 
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.report import Finding
+from mgpu_check.grouping import named
 
 __all__ = ["causes"]
 
@@ -31,11 +32,19 @@ def _started_differently(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     if len(held) < 2 or len(held) < len(evidence.traces):
         return
     different = [name for name, value in held[0].items() if any(other.get(name) != value for other in held)]
-    if not different:
-        return
     loads = [len(trace.of("load")) for trace in evidence.traces]
+    rank = loads.index(max(loads))
+    if not different:
+        if len(set(loads)) > 1 and evidence.verdict.split:
+            event = evidence.traces[rank].of("load")[0]
+            yield (
+                88,
+                Finding(
+                    "restored-on-one-rank", f"{event.name} ({event.site}) ran on rank {rank}, and not on all ranks"
+                ),
+            )
+        return
     if len(set(loads)) > 1:
-        rank = loads.index(max(loads))
         event = evidence.traces[rank].of("load")[0]
         yield (
             92,
@@ -133,6 +142,22 @@ def _skipped_in_part(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 moved[label] = not torch.equal(got.to(before.dtype), before)
                 should[label] = not torch.equal(right.to(before.dtype), before)
     odd = [name for name in moved if moved[name] != should[name]]
+    if odd and odd[0] in evidence.verdict.split:
+        before = initial[odd[0].removeprefix("returned ")]
+        updated = [
+            rank
+            for rank, one in enumerate(evidence.seen)
+            if odd[0] in one.values and not torch.equal(one.values[odd[0]].to(before.dtype), before)
+        ]
+        if 0 < len(updated) < evidence.size:
+            yield (
+                86,
+                Finding(
+                    "value-of-one-rank",
+                    f"{odd[0]} was updated on {named(updated)} only, and nothing gives it to the others",
+                ),
+            )
+            return
     if odd and len(set(should.values())) == 1 and len(set(moved.values())) == 2:
         all_stay = not next(iter(should.values()))
         yield (

@@ -163,6 +163,8 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 ),
             )
         elif alternative.name.startswith("first of"):
+            if any(True for _ in evidence.events("collective", "wrap")):
+                continue  # what DataParallel does not scatter; here are ranks
             yield (
                 85,
                 Finding(

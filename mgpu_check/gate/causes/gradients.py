@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 
+from mgpu_check.gate.causes.values import same_values
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.report import Finding
 from mgpu_check.grouping import few
@@ -23,8 +25,7 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     yield from _not_synchronized(evidence)
     yield from _off_by_a_factor(evidence)
     yield from _added_on_every_rank(evidence)
-    yield from _stale(evidence)
-    yield from _windows_unlike(evidence)
+    yield from _limited(evidence)
     yield from _uneven_only(evidence)
 
 
@@ -140,13 +141,27 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             80.0,
             f"{few(local)} {'is' if len(local) == 1 else 'are'} each rank's own, of {division.name}",
         )
-    if all(evidence.kinds.get(name) == "buffers" for name in local):
+    if all(_is_buffer(evidence, name) for name in local):
         yield certainty, Finding("buffers-drift", told + ": nothing synchronizes them")
         return
     if not evidence.gradient_like:
         yield certainty, Finding("value-of-one-rank", f"{told}: nothing has combined them")
         return
     yield certainty, Finding("gradients-not-synchronized", told + _why_local(evidence, local))
+
+
+def _is_buffer(evidence: Evidence, name: str) -> bool:
+    """Whether it is a buffer, or a returned copy of one on each rank."""
+    if evidence.kinds.get(name) == "buffers":
+        return True
+    of_buffers = [other for other, kind in evidence.kinds.items() if kind == "buffers"]
+    return any(
+        all(
+            other in one.values and name in one.values and torch.equal(one.values[other], one.values[name])
+            for one in evidence.seen
+        )
+        for other in of_buffers
+    )
 
 
 def _why_local(evidence: Evidence, local: list[str]) -> str:
@@ -198,7 +213,31 @@ def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 ),
             )
             return
+    if not of and not _grows_with_size(evidence, ratio):
+        return
     yield 45, Finding("world-size-factor", f"{what} {verb} {ratio:.6g} times what one device gives, on {size} ranks")
+
+
+def _grows_with_size(evidence: Evidence, ratio: float) -> bool:
+    """Whether the factor is one power of the world size, here and at another one."""
+    elsewhere = evidence.factor_elsewhere()
+    if evidence.size < 2 or elsewhere is None or ratio <= 0 or elsewhere[1] <= 0:
+        return False
+    there, other = elsewhere
+    return abs(math.log(ratio, evidence.size) - math.log(other, there)) <= 1e-2
+
+
+def _limited(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
+    """All ranks agree on what is right for small batches only: the norm of something else than the whole is limited."""
+    if evidence.right_when_small and evidence.gradient_like and not evidence.verdict.split and not evidence.wrong_alone:
+        yield (
+            55,
+            Finding(
+                "clipped-before-synchronization",
+                f"{few(evidence.names)} is right for a batch that is scaled down: a limit is applied to another norm than that "
+                "of the whole gradient",
+            ),
+        )
 
 
 def _added_on_every_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
@@ -214,7 +253,7 @@ def _added_on_every_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             continue
         excess = (got.double() - exact) / (evidence.size - 1) if evidence.size > 1 else got.double() * 0
         for owner, value in parameters.items():
-            if value.dim() == 1 and exact.shape[-1] == len(value) and _equal(excess, value.expand_as(excess), got):
+            if value.dim() == 1 and exact.shape[-1] == len(value) and same_values(excess, value.expand_as(excess), got):
                 yield (
                     82,
                     Finding(
@@ -224,50 +263,6 @@ def _added_on_every_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                     ),
                 )
                 return
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
-    return bool(((one - other).abs() <= 1e-5 * float(scale.abs().max())).all()) and bool((other != 0).any())
-
-
-def _stale(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    """Right in the first step, and what was left then is in the second, too."""
-    stages, exact = evidence.seen[0].snapshots, evidence.expected.snapshots
-    for step in range(1, min(len(stages), len(exact))):
-        for name, value in exact[step].items():
-            if not name.startswith("gradient of") or name not in stages[step]:
-                continue
-            before, got = exact[step - 1][name].double(), stages[step][name].double()
-            excess = got - value.double()
-            share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
-            if abs(share) > 1e-3 and _equal(excess, share * before, got):
-                added = "that" if abs(share - 1) < 1e-3 else f"{share:.4g} times that"
-                seen = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
-                yield 83, Finding("stale-gradients", seen)
-                return
-
-
-def _windows_unlike(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    """Micro-batches count unlike: an earlier one is reduced again with the later, or one is left out."""
-    if not evidence.gradient_like or any(evidence.is_combined(each, "mean") for each in evidence.hypotheses.divisions):
-        return  # all count alike
-    for division in evidence.hypotheses.divisions:
-        if division.windows < 2 or division.along:
-            continue
-        weights = evidence.weights_of_windows(division)
-        if weights is None or max(weights) - min(weights) < 1e-2:
-            continue
-        told = ", ".join(f"{weight:.3g}" for weight in weights)
-        name = evidence.names[0]
-        if min(weights) < 1e-3:
-            missed = f"{name} has the micro-batches of each rank with weights {told}: one of them is left out"
-            yield 79.6, Finding("samples-missed", missed)
-        else:
-            counted = (
-                f"{name} has the micro-batches of each rank with weights {told}: what was reduced is reduced again"
-            )
-            yield 79.6, Finding("stale-gradients", counted)
-        return
 
 
 def _uneven_only(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
