@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mgpu_check.gate.report import Finding
-from mgpu_check.grouping import grouped, intervals
+from mgpu_check.grouping import grouped, named
 
 __all__ = ["Accepted", "Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "shown"]
 
@@ -43,6 +43,7 @@ class Visits:
         labels: how a sample is shown, by identity.
         shuffles: a sampler was seen that is to shuffle.
         workers: the most worker processes that read an IterableDataset.
+        bare: a generator gave lists, tuples or the like, which may be loaders or batches.
         problem: what of the user's functions cannot be used; nothing where they can.
     """
 
@@ -50,6 +51,7 @@ class Visits:
     labels: dict[Hashable, str] = field(default_factory=dict)
     shuffles: bool = False
     workers: int = 0
+    bare: bool = False
     problem: str = ""
 
 
@@ -113,7 +115,7 @@ def coverage_of(
         result.details.append(f"{unknown.total()} seen that world size 1 does not give: {shown(unknown, labels)}")
     if result.relations["as many batches"] is False:
         numbers = grouped((len(part.batches), rank) for rank, part in enumerate(parts))
-        texts = [f"{number} on {_ranks(ranks)}" for number, ranks in numbers]
+        texts = [f"{number} on {named(ranks)}" for number, ranks in numbers]
         result.details.append(f"numbers of batches differ: {', '.join(texts)}")
         result.ranks.update(sorted((ranks for _, ranks in numbers), key=len)[0])
         result.remarks.append(
@@ -201,7 +203,7 @@ def _explain(result: Coverage, kind: _Kind, labels: Mapping[Hashable, str], *, p
             f"as {how} would have it; padding=True accepts it",
         )
     elif missing and kind.twins:
-        same = " and ".join(_ranks(ranks) for ranks in kind.twins)
+        same = " and ".join(named(ranks) for ranks in kind.twins)
         found(
             "samples-missed",
             f"{same} see the same samples, and nobody {missing.total()} of {size}: is the sampler given each rank's own "
@@ -211,7 +213,7 @@ def _explain(result: Coverage, kind: _Kind, labels: Mapping[Hashable, str], *, p
     elif missing and (repeated or kind.unknown):
         strange = [rank for rank, share in enumerate(shares) if share]
         several = f"{repeated.total()} seen several times ({shown(repeated, labels)})" if repeated else ""
-        other = f"{_ranks(strange)} with samples that world size 1 does not give" if strange else ""
+        other = f"{named(strange)} with samples that world size 1 does not give" if strange else ""
         none = f"{missing.total()} on none ({shown(missing, labels)})"
         found("split-differs-between-ranks", ", ".join(filter(None, [several, other, none])), strange)
     elif missing:
@@ -246,7 +248,3 @@ def _even(parts: Sequence[Epoch], accepted: Accepted) -> bool | None:
     if len(parts) == 1:
         return None
     return accepted.uneven or len({len(part.batches) for part in parts}) == 1
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(ranks)}"

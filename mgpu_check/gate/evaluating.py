@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gate.report import Finding, Observable, Report
-from mgpu_check.gate.worlds import World, noting, world_sizes_of
-from mgpu_check.grouping import intervals
+from mgpu_check.gate.worlds import World, check_count, noting, sizes_of, world_sizes_of
+from mgpu_check.grouping import few, named
 
 if TYPE_CHECKING:
     from torch import nn
 
     from mgpu_check.gate.evaluation import Compared
-    from mgpu_check.ranks.rank import Rank
 
 __all__ = ["assert_evaluation_agrees"]
 
@@ -26,13 +25,13 @@ _SHOWN = 4
 
 def assert_evaluation_agrees(
     ranks: World,
-    step: Callable[[nn.Module, Any, Rank], Any],
+    step: Callable[..., Any],
     *,
     build: Callable[[], nn.Module],
     batch: Callable[[int], Any],
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     steps: int = 3,
-    sizes: Iterable[int] | None = None,
+    sizes: int | Iterable[int] | None = None,
     world_sizes: Iterable[int] | None = None,
 ) -> None:
     """Assert that, after some steps of training, the models of all ranks answer alike in evaluation mode.
@@ -52,13 +51,14 @@ def assert_evaluation_agrees(
     Args:
         ranks: the fixture.
         step: the user's parallel training step, called on every rank; it takes its share of the global batch itself, and
-            leaves what it has learned in `model`.
+            leaves what it has learned in `model`. A class is called with (model, rank) first, and the object then for
+            each batch.
         build: the model, not yet on a device.
         batch: ``batch(n)``: a global batch of n samples, with new samples for each step.
         evaluate: what the model answers: tensors, or mappings or lists of these. Default: ``model(x)`` of the first tensor
             of the batch, on the device of the model.
         steps: of training.
-        sizes: of global batches; default 4 * world size.
+        sizes: of global batches, one or several; default 4 * world size.
         world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
 
     Raises:
@@ -68,11 +68,8 @@ def assert_evaluation_agrees(
             all parameters as they were.
     """
     __tracebackhide__ = True
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps is {steps!r}; give an int of at least 1")
-    numbers = None if sizes is None else sorted(set(sizes))
-    if numbers is not None and not (numbers and all(isinstance(n, int) and n >= 1 for n in numbers)):
-        raise ValueError(f"sizes is {numbers!r}; give ints of at least 1, such as [8]")
+    check_count("assert_evaluation_agrees", "steps", steps)
+    numbers = sizes_of("assert_evaluation_agrees", sizes)
     worlds = world_sizes_of(ranks, world_sizes)
     # Here, because it imports torch, which this process may do without until it has a gate to run.
     from mgpu_check.gate.evaluation import Evaluated
@@ -102,7 +99,7 @@ def _run(ranks: World, program: Any, size: int, *, measure: bool) -> list[Compar
         compared: list[Compared] = ranks.run(compare_ranks, root, size, size=1)[0]
     if unequal := [row for row in compared if row.kind == "batches"]:
         raise ValueError(
-            f"batch({program.samples}) differs on rank(s) {intervals(unequal[0].wrong)} from that of rank 0, under the same "
+            f"batch({program.samples}) differs on {named(unequal[0].wrong)} from that of rank 0, under the same "
             "seed; make it from torch's generator, from Python's or NumPy's, or from one with a seed of its own"
         )
     if _of(compared, "untouched"):
@@ -165,7 +162,7 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
     first = (parameters or buffers or list(wrong))[0]
     what = "answers otherwise when asked again" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
     return Report(
-        f"ranks do not answer alike in evaluation mode: {what} on rank(s) {intervals(first.wrong)}"
+        f"ranks do not answer alike in evaluation mode: {what} on {named(first.wrong)}"
         + ("" if first.kind == "repeated" else f": {first.detail}"),
         case,
         observables,
@@ -175,5 +172,4 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
 
 
 def _listed(rows: Sequence[Compared]) -> str:
-    texts = [f"{row.name} on rank(s) {intervals(row.wrong)}" for row in rows[:_SHOWN]]
-    return ", ".join(texts) + (f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else "")
+    return few([f"{row.name} on {named(row.wrong)}" for row in rows], _SHOWN)

@@ -13,18 +13,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mgpu_check.gate.batches import seed_everything
-from mgpu_check.gate.states import digest_of_value, flattened
-from mgpu_check.grouping import grouped
+from mgpu_check.gate.flattening import Opaque, flattened
+from mgpu_check.gate.observing import plain_copy
+from mgpu_check.gate.program import bound
+from mgpu_check.gate.states import digest_of_value
+from mgpu_check.grouping import few, grouped
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.compare import difference, plain, show
+from mgpu_check.numerics.compare import difference, show
 from mgpu_check.numerics.perturbation import Perturbed
-from mgpu_check.numerics.steps import deviations, full_precision
+from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.ranks.rank import Rank
 
 __all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
 
 _SEED = 7
-_PAIRS = 3  # of perturbations, in both directions
 _SHOWN_RANKS = 8
 
 
@@ -32,7 +34,7 @@ _SHOWN_RANKS = 8
 class Evaluated:
     """The user's functions, and how they are to be called."""
 
-    step: Callable[..., Any]
+    step: Callable[..., Any]  # or a class, see `bound`
     build: Callable[[], Any]
     batch: Callable[[int], Any]
     evaluate: Callable[[Any, Any], Any] | None
@@ -75,10 +77,13 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
         seed_everything(_SEED + 1 + number)
         batches.append(program.batch(program.samples))
     *training, held = batches
-    seen["batches"] = digest_of_value(str({name: digest_of_value(v) for name, v in flattened(batches).items()}))
+    seen["batches"] = digest_of_value(
+        str({name: digest_of_value(v) for name, v in flattened(batches, strict=False).items()})
+    )
     seed_everything(_SEED)
+    step = bound(program.step, model, rank)
     for batch in training:
-        program.step(model, batch, rank)
+        step(batch)
     state = _state(model)
     parameters = {name for name, _ in model.named_parameters()}
     seen["parameter"] = {name: value for name, value in state.items() if name in parameters}
@@ -88,7 +93,10 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
         # Of seeds that differ between ranks, and from one time to the next, an answer does not depend.
         for kind, seed in (("answer", 1000), ("again", 2000)):
             seed_everything(_SEED + seed + rank.index)
-            seen[kind] = _answer(program, model, held)
+            try:
+                seen[kind] = _answer(program, model, held)
+            except Opaque as error:
+                return f"of what evaluate(model, batch) returned, {error}"
         seen["granted"] = _granted(program, model, held, rank) if measure else {}
     if not any(isinstance(value, torch.Tensor) for value in seen["answer"].values()):
         return "evaluate(model, batch) returned no tensor or float; return what the model answers"
@@ -99,19 +107,19 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
 
 def _state(model: nn.Module) -> dict[str, torch.Tensor]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    return {name: plain(value).clone() for name, value in named}
+    return {name: plain_copy(value) for name, value in named}
 
 
 def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
     if program.evaluate is not None:
-        return flattened(program.evaluate(model, batch), "answer")
+        return flattened(program.evaluate(model, batch), "answer", take=plain_copy)
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
     if first is None:
         raise ValueError(
             "batch(n) holds no tensor to call the model with; pass evaluate=, a function of model and batch"
         )
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), first.device)
-    return flattened(model(first.to(device)), "answer")
+    return flattened(model(first.to(device)), "answer", take=plain_copy)
 
 
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
@@ -121,8 +129,9 @@ def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> di
     spread = deviations(sum(value.numel() for value in usual.values()))
     moved = {name: torch.zeros_like(value) for name, value in usual.items()}
     generator = torch.Generator().manual_seed(_SEED)
-    for sign in (1, -1) * _PAIRS:
+    for sign in (1, -1) * PAIRS:
         seed_everything(_SEED + 1000 + rank.index)
+        # The model answers in its own dtypes: float64 stands for itself, not for a narrower one.
         with Perturbed(sign * spread, generator, unit_roundoff(torch.float64)):
             answers = _answer(program, model, batch)
         for name, value in usual.items():
@@ -196,4 +205,4 @@ def _kind(value: Any) -> str:
 
 def _said(texts: list[str], owners: list[str]) -> str:
     pairs = [f"{text} {owner}" for text, owner in zip(texts, owners, strict=True)]
-    return ", ".join(pairs[:_SHOWN_RANKS]) + (", …" if len(pairs) > _SHOWN_RANKS else "")
+    return few(pairs, _SHOWN_RANKS)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gate.coverage import Accepted, Coverage, Visits, coverage_of, same_orders
 from mgpu_check.gate.report import Finding, Observable, Report
-from mgpu_check.gate.worlds import World, noting, world_sizes_of
-from mgpu_check.grouping import intervals
+from mgpu_check.gate.worlds import World, check_count, noting, world_sizes_of
+from mgpu_check.grouping import named
 
 if TYPE_CHECKING:
     from mgpu_check.ranks.rank import Rank
@@ -46,8 +46,8 @@ def assert_loader_covers(
     Args:
         ranks: the fixture.
         make_loader: called on every rank with its `Rank`, as training code makes it. Returns the loader, any iterable of
-            batches, which is iterated once per epoch as it is; or is a generator function that yields the loader once
-            per epoch: ``for epoch in range(epochs): sampler.set_epoch(epoch); yield loader``. The seeds of all ranks
+            batches, which is iterated once per epoch as it is; or is a generator function that yields the loader (not
+            its batches) once per epoch: ``for epoch in range(epochs): sampler.set_epoch(epoch); yield loader``. The seeds of all ranks
             are the same when it is called.
         epochs: how many to look at; from 2 on, their orders are compared.
         world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
@@ -65,11 +65,14 @@ def assert_loader_covers(
             each epoch.
     """
     __tracebackhide__ = True
-    if not isinstance(epochs, int) or epochs < 1:
-        raise ValueError(f"epochs is {epochs!r}; give an int of at least 1, and 2 or more to compare their orders")
+    check_count("assert_loader_covers", "epochs", epochs, ", and 2 or more to compare their orders")
     if not callable(make_loader):
         raise ValueError(
             f"make_loader is a {type(make_loader).__name__}; give a function that makes the loader, so that each rank has one"
+        )
+    if key is not None and not callable(key):
+        raise ValueError(
+            f"key is {key!r}; give a function from a batch to the ids of its samples, such as lambda batch: batch['id']"
         )
     sizes = world_sizes_of(ranks, world_sizes)
     accepted = Accepted(padding=padding, dropped=dropped, uneven=uneven)
@@ -107,6 +110,13 @@ def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
     if not union:
         raise ValueError("make_loader gives no samples at world size 1; give it a dataset that has some")
     differ = next((number for number, count in enumerate(counts) if count != counts[0]), None)
+    if differ is not None and alone.bare and not counts[differ] & counts[0]:
+        raise ValueError(
+            f"at world size 1, what make_loader yields for epoch {differ} has no sample in common with what it yields for "
+            "epoch 0; if it yields batches, return a loader, or a list of the batches, in place of yielding them; if it "
+            "yields loaders whose samples are augmented at random, pass key=, a function from a batch to the ids of its "
+            "samples"
+        )
     if differ is not None and not dropped:
         others = (counts[differ] - counts[0]).total() or (counts[0] - counts[differ]).total()
         raise ValueError(
@@ -176,7 +186,9 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Vi
     ]
     coverage.relations["repeatable"] = not others
     if others:
-        coverage.details.append(f"run again under the same seeds, rank(s) {intervals(others)} get other samples")
+        coverage.details.append(
+            f"run again under the same seeds, {named(others)} {'gets' if len(others) == 1 else 'get'} other samples"
+        )
         coverage.remarks.append(
             "an epoch that cannot be repeated can be neither resumed nor debugged: seed the generator that draws the order, "
             "from one seed for all ranks"
@@ -189,7 +201,7 @@ def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
     same, told = same_orders(visits, samples)
     result = Coverage({"epochs differ": None if not shuffled or (same and not told) else not same})
     if result.relations["epochs differ"] is False:
-        who = "all ranks" if len(same) == len(visits) else f"rank(s) {intervals(same)} only"
+        who = "all ranks" if len(same) == len(visits) else f"{named(same)} only"
         evidence = f"{who}: the same order in each of {len(visits[0].epochs)} epochs"
         result.details.append(evidence)
         result.ranks.update(same)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mgpu_check.gate.report import Finding, Observable
-from mgpu_check.grouping import grouped, intervals
+from mgpu_check.grouping import few, grouped, named
 
 if TYPE_CHECKING:
     from mgpu_check.gate.states import Row
@@ -27,6 +27,18 @@ class Entries:
         for rank, of_rank in enumerate(rows):
             for row in of_rank:
                 self.by_name.setdefault(row.name, {})[rank] = row
+
+    @property
+    def irreproducible(self) -> str:
+        """In which entries two uninterrupted runs differ by more than rounding, and how; nothing where in none."""
+        differing = {
+            name: [rank for rank, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()
+        }
+        differing = {name: ranks for name, ranks in differing.items() if ranks}
+        if not differing:
+            return ""
+        name, ranks = next(iter(differing.items()))
+        return f"{_listed(differing)}: {name}: {self.by_name[name][ranks[0]].detail}"
 
     @property
     def state_moves(self) -> bool:
@@ -158,20 +170,14 @@ def _detail(entries: Entries, name: str, when: str = "") -> str:
     if not wrong:
         return next((row.detail for row in entries.by_name.get(name, {}).values() if row.same is None), "")
     what = "go on otherwise" if _generator(name) else entries.by_name[name][wrong[0]].detail
-    return f"{when}{_where(wrong)}: {what}"
+    return f"{when}{named(wrong)}: {what}"
 
 
 def _listed(lost: dict[str, list[int]]) -> str:
     groups = grouped((tuple(ranks), number) for number, ranks in enumerate(lost.values()))
     names = list(lost)
-    return "; ".join(f"{_names([names[i] for i in members])} on {_where(ranks)}" for ranks, members in groups)
+    return "; ".join(f"{_names([names[i] for i in members])} on {named(ranks)}" for ranks, members in groups)
 
 
-def _names(names: Sequence[str] | dict[str, list[int]]) -> str:
-    listed = list(names)
-    more = len(listed) - _SHOWN
-    return ", ".join(listed[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _where(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(ranks)}"
+def _names(names: Iterable[str]) -> str:
+    return few(list(names), _SHOWN)

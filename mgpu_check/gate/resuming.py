@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gate.report import Report
 from mgpu_check.gate.restored import Entries, explained
-from mgpu_check.gate.worlds import World, noting, world_sizes_of
-from mgpu_check.grouping import intervals
+from mgpu_check.gate.worlds import World, check_count, check_tolerance, noting, world_sizes_of
+from mgpu_check.grouping import named
 
 if TYPE_CHECKING:
     from mgpu_check.ranks.rank import Rank
@@ -45,8 +45,9 @@ def assert_resume_continues(
     right may round otherwise after a start: DistributedDataParallel reduces in other buckets in its first step. How far
     is measured on four more uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D.
     S. Parker, UCLA CSD-970002, 1997). Where two uninterrupted runs do not agree to the bit, 8 times their largest difference
-    in a tensor is granted, too. What is no floating-point number and differs between those two, as a time of day does, is
-    not compared.
+    in a tensor is granted, too. Where they differ by more than rounding explains (2^-10 of the largest magnitude in a
+    tensor, or 16 unit roundoffs of its dtype if that is more), or in what is no floating-point number, training cannot be
+    repeated, and nothing is told: seed what it draws from, and do not return what is no part of it, as a time of day.
 
     The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank; `train`
     and what it refers to travel anew with each call, globals of the test's module and of conftests included. Globals of
@@ -60,24 +61,23 @@ def assert_resume_continues(
         train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is above
             0 it loads what an earlier call has saved in `directory` (a `pathlib.Path`, one for all ranks); at the end it
             saves there, over what is there. Returns a mapping of names to what makes up the state: tensors on any device,
-            numbers, texts, lists and mappings of these, or objects with ``state_dict()``: model, optimizer, scheduler,
-            scaler, sampler. Of a DTensor each rank's own part is held.
+            numbers, texts, lists and mappings of these, dataclasses, or objects with ``state_dict()``: model, optimizer,
+            scheduler, scaler, sampler; others by their attributes. Of a DTensor each rank's own part is held.
             After a failure it is also called with `start` equal to `stop`, to see what loading restores.
         steps: how many to train before and after; enough that an epoch ends, if the position in the data is to be seen.
         world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
-        tolerance: how far an element may be off, as a part of the largest magnitude in its tensor, in place of what is
-            measured.
+        tolerance: how far an element may be off, as a fraction of the largest magnitude in its tensor, from 0 to below 1,
+            in place of what is measured.
 
     Raises:
         ScalingMismatch: at the smallest world size at which the resumed run ends otherwise. ``.ranks`` are those where it
             does.
-        ValueError: an argument is not valid, `train` returns no mapping, or the later steps change nothing.
+        ValueError: an argument is not valid, `train` returns no mapping, or what cannot be compared, the later steps
+            change nothing, or two uninterrupted runs do not end alike.
     """
     __tracebackhide__ = True
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps is {steps!r}; give an int of at least 1")
-    if tolerance is not None and not tolerance >= 0:
-        raise ValueError(f"tolerance is {tolerance!r}; give a number of at least 0, or None to have it measured")
+    check_count("assert_resume_continues", "steps", steps)
+    check_tolerance("assert_resume_continues", tolerance, by_name=False)
     for size in world_sizes_of(ranks, world_sizes):
         with tempfile.TemporaryDirectory(prefix="mgpu-check-resume-") as root:
             _check(ranks, train, steps, size, tolerance, Path(root))
@@ -104,6 +104,12 @@ def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, toler
     resumed = run(steps, 2 * steps, "resumed", "checkpoint", _OTHER_SEED)
     whole = [run(0, 2 * steps, name, f"of {name}", _SEED) for name in ("whole", "again")]
     ends = compared(resumed, whole)
+    if ends.irreproducible:
+        raise ValueError(
+            f"two uninterrupted runs of steps 0 to {2 * steps} differ by more than rounding in {ends.irreproducible}; so "
+            "nothing can be told of a resumed one. Seed each generator that train makes (torch.Generator(), "
+            "numpy.random.default_rng()), and do not return what is no part of the state, as a time of day"
+        )
     if not ends.state_moves:
         raise ValueError(
             f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so that nothing can be "
@@ -140,7 +146,7 @@ def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, toler
     name, detail, wrong = ends.first_wrong
     report = Report(
         f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {name} on "
-        f"rank(s) {intervals(wrong)}: {detail}",
+        f"{named(wrong)}: {detail}",
         {"world size": size, "steps": f"{steps} + {steps}"},
         observables,
         findings,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -15,21 +14,24 @@ from typing import Any
 import torch
 
 from mgpu_check.gate.batches import seed_everything
+from mgpu_check.gate.flattening import Opaque, flattened
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference, plain
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.ranks.rank import Rank
 
-__all__ = ["Part", "Row", "Train", "compare", "digest_of_value", "flattened", "kept", "load", "train_and_keep"]
+__all__ = ["Part", "Row", "Train", "compare", "digest_of_value", "kept", "load", "train_and_keep"]
 
 Train = Callable[[Rank, Path, int, int], Any]
 
 GENERATORS = "random numbers of "
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # Of two runs, the largest difference is a poor estimate of how far a third may be off; each may be off on its own side.
 _ROOM = 8.0
 # Rounding errors of the run that is held, and of that which it is held against.
 _BOTH = 2.0
+# Between two runs that start alike, rounding explains this part of the largest magnitude in an entry; in dtypes that are
+# so narrow that this is hardly more than their unit roundoff, some of those. More comes of random numbers.
+_EXPLAINED, _ROUNDOFFS = 2.0**-10, 16.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Row:
 
     Attributes:
         same: whether it is what it should be; None where two uninterrupted runs do not say what that is.
+        repeats: two uninterrupted runs agree, but for rounding; of generators that is not asked.
         got, expected: digests, "" where there is no such entry.
         moved: it differs from what it was at the earlier step.
     """
@@ -48,6 +51,7 @@ class Row:
     got: str
     expected: str
     moved: bool
+    repeats: bool
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
     """Run a part of the training, and keep the state that it returns. Returns what is wrong with that."""
     seed_everything(part.seed)
     generator = torch.Generator().manual_seed(part.signs)
+    # Training runs in the dtypes in which it is written: float64 stands for itself, not for a narrower one.
     perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
     with perturbed:
         state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
@@ -84,7 +89,10 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
             f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping of names to what "
             "makes up the state: tensors, numbers, state dicts, or objects with state_dict()"
         )
-    flat = flattened(state)
+    try:
+        flat = flattened(state)
+    except Opaque as error:
+        return f"of what train returns, {error}"
     if not flat:
         return "train returned an empty mapping; return the model and the optimizer, at least"
     torch.save({**flat, **generators}, kept(file, rank))
@@ -101,34 +109,6 @@ def load(directory: Path, rank: Rank) -> dict[str, Any]:
     """What was kept there."""
     state: dict[str, Any] = torch.load(kept(directory, rank), weights_only=False)
     return state
-
-
-def flattened(value: Any, name: str = "") -> dict[str, Any]:
-    """The state as tensors on the CPU (floats as float64), numbers and texts, by dotted name."""
-    if isinstance(value, torch.Tensor):
-        # Of a tensor that is spread over ranks (a DTensor), this rank's part.
-        local = value.to_local() if hasattr(value, "to_local") else value
-        return {name: plain(local).clone()}
-    if isinstance(value, torch.Generator):
-        return {name: value.get_state().clone()}
-    if isinstance(value, float):
-        return {name: torch.tensor(value, dtype=torch.float64)}
-    if value is None or isinstance(value, bool | int | str | bytes | complex):
-        return {name: value}
-    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and value.dtype.kind in "biufc":
-        return {name: torch.as_tensor(value).clone()}
-    if not isinstance(value, Mapping) and callable(getattr(value, "state_dict", None)):
-        value = value.state_dict()
-    if isinstance(value, Mapping):
-        parts = [(str(key), part) for key, part in value.items()]
-    elif isinstance(value, list | tuple):
-        parts = [(str(key), part) for key, part in enumerate(value)]
-    else:
-        return {name: _ADDRESS.sub("", repr(value))}
-    found: dict[str, Any] = {}
-    for key, part in parts:
-        found.update(flattened(part, f"{name}.{key}" if name else key))
-    return found
 
 
 def _generators(rank: Rank) -> dict[str, str]:
@@ -162,18 +142,23 @@ def compare(
     first, second = load(runs[0], rank), load(runs[-1], rank)
     moved_runs = [load(run, rank) for run in perturbed]
     rows = []
-    for name in dict.fromkeys([*first, *new]):
-        if name not in new or name not in first:
-            same: bool | None = False if (name in first) == (name in second) else None
-            detail = "is missing" if name in first else "is there, where it should not be"
-        elif (noise := _noise(first[name], second.get(name))) is None:
-            same, detail = None, "differs between two uninterrupted runs"
+    for name in dict.fromkeys([*first, *second, *new]):
+        noise = _noise(first.get(name), second.get(name)) if (name in first) == (name in second) else None
+        repeats = name.startswith(GENERATORS) or (
+            noise is not None and noise <= _explained(first.get(name), tolerance or 0.0)
+        )
+        if noise is None or not repeats:
+            same: bool | None = None
+            detail = _difference(second.get(name), first.get(name), 0.0, None)
+        elif name not in new or name not in first:
+            same, detail = False, "is missing" if name in first else "is there, where it should not be"
         else:
             granted = _ROOM * noise + _envelope(first[name], [run.get(name) for run in moved_runs])
             detail = _difference(new[name], first[name], granted, tolerance)
             same = not detail
         moved = name not in old or bool(_difference(first.get(name), old[name], 0.0, None))
-        rows.append(Row(name, same, detail, digest_of_value(new.get(name)), digest_of_value(first.get(name)), moved))
+        digests = digest_of_value(new.get(name)), digest_of_value(first.get(name))
+        rows.append(Row(name, same, detail, *digests, moved, repeats))
     return rows
 
 
@@ -197,9 +182,25 @@ def _noise(one: Any, other: Any) -> float | None:
         return None
     if digest_of_value(one) == digest_of_value(other):
         return 0.0
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
     if not one.dtype.is_floating_point:
         return None
-    return float((one.double() - other.double()).abs().nan_to_num(0.0).max())
+    same = (one == other) | (one.isnan() & other.isnan())  # infinities, too
+    return float(torch.where(same, 0.0, (one.double() - other.double()).abs().nan_to_num(torch.inf)).max())
+
+
+def _explained(value: Any, tolerance: float) -> float:
+    """How far two runs may be apart in this entry before it is more than rounding, or than what the user tolerates."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or not value.numel()
+        or not (value.is_floating_point() or value.is_complex())
+    ):
+        return 0.0
+    largest = float(value.abs().double().nan_to_num(0.0, 0.0, 0.0).max())
+    roundoff = torch.finfo(value.dtype).eps / 2
+    return max(_EXPLAINED, _ROUNDOFFS * roundoff, tolerance) * largest
 
 
 def _envelope(usual: Any, moved: list[Any]) -> torch.Tensor | float:

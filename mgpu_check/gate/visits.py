@@ -24,6 +24,9 @@ MakeLoader = Callable[[Rank], Any]
 _SHOWN_VALUES, _SHOWN_CHARACTERS = 4, 40
 
 
+_BATCHES = "; if it yields batches, return a loader, or a list of the batches, in place of yielding them"
+
+
 class _Misuse(Exception):
     """`make_loader` or `key` does not give what is asked for."""
 
@@ -35,26 +38,47 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
         inline: where a loader has worker processes that read an IterableDataset, read it in this process instead.
     """
     visits = Visits()
+    made = make_loader(rank)
     try:
-        for loader in _loaders(make_loader(rank), epochs):
+        for loader in _loaders(made, epochs):
+            visits.bare = isinstance(made, types.GeneratorType) and isinstance(loader, list | tuple)
             visits.shuffles |= _shuffles(loader)
             visits.workers = max(visits.workers, _workers(loader))
-            batches = []
-            for batch in _without_workers(loader) if inline else loader:
-                samples = list(_samples(batch, key))
-                visits.labels.update(samples)
-                batches.append(tuple(sample for sample, _ in samples))
-            visits.epochs.append(Epoch(tuple(batches)))
+            epoch = _epoch(_without_workers(loader) if inline else loader, key, visits.labels)
+            if not epoch.batches and hasattr(loader, "__next__") and any(one.batches for one in visits.epochs):
+                raise _Misuse(
+                    f"make_loader(rank) gave a {type(loader).__name__}, an iterator, which has nothing left for epoch "
+                    f"{len(visits.epochs)}; return the loader itself, not iter(loader)"
+                )
+            visits.epochs.append(epoch)
+        # Of a single epoch nothing else tells a list of batches from a batch that is a list.
+        more = next(made, None) if visits.bare and epochs == 1 else None
+        if more is not None and not _epoch(more, key, {}).counts & visits.epochs[0].counts:
+            raise _Misuse(f"make_loader(rank) yielded twice, though epochs is 1, and no sample both times{_BATCHES}")
     except _Misuse as misuse:
-        visits.problem = str(misuse)
+        visits.problem = str(misuse).removesuffix(_BATCHES) + (
+            _BATCHES if visits.bare or _BATCHES in str(misuse) else ""
+        )
+    if isinstance(made, types.GeneratorType):
+        made.close()
     return visits
+
+
+def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
+    """What a loader gives in one epoch. Adds to `labels` how its samples are shown."""
+    batches = []
+    for batch in loader:
+        samples = list(_samples(batch, key))
+        labels.update(samples)
+        batches.append(tuple(sample for sample, _ in samples))
+    return Epoch(tuple(batches))
 
 
 def _loaders(made: Any, epochs: int) -> Iterator[Any]:
     """The loader of each epoch: what a generator yields, or always the same."""
     if not isinstance(made, types.GeneratorType):
         for _ in range(epochs):
-            yield _iterable(made, "make_loader(rank) returned")
+            yield _iterable(made, "make_loader(rank) returned a", "")
         return
     for epoch in range(epochs):
         try:
@@ -63,16 +87,15 @@ def _loaders(made: Any, epochs: int) -> Iterator[Any]:
             raise _Misuse(
                 f"make_loader(rank) yielded {epoch} loaders, and epochs is {epochs}; yield the loader once per epoch"
             ) from None
-        yield _iterable(loader, "make_loader(rank) yielded")
-    made.close()
+        yield _iterable(loader, "make_loader(rank) yielded a", _BATCHES)
 
 
-def _iterable(loader: Any, where: str) -> Any:
+def _iterable(loader: Any, where: str, more: str) -> Any:
     if isinstance(loader, torch.Tensor | Mapping) or not (
         hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     ):
         raise _Misuse(
-            f"{where} a {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch"
+            f"{where} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch{more}"
         )
     return loader
 

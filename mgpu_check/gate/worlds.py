@@ -1,14 +1,14 @@
-"""The world sizes that a gate runs at."""
+"""The world sizes that a gate runs at, and what gates ask of their arguments."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 from mgpu_check.errors import RankFailure, RankHang
 
-__all__ = ["World", "noting", "world_sizes_of"]
+__all__ = ["World", "check_count", "check_tolerance", "noting", "sizes_of", "world_sizes_of"]
 
 
 class World(Protocol):
@@ -62,6 +62,50 @@ def world_sizes_of(ranks: World, world_sizes: Iterable[int] | None) -> list[int]
             "(more with --gpus=N)"
         )
     return sorted(set(sizes))
+
+
+def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int] | None:
+    """Numbers of samples, in ascending order, each once; None for those that the gate chooses.
+
+    Raises:
+        ValueError: `sizes` is no int of at least 1, and not several of them.
+    """
+    if sizes is None:
+        return None
+    given = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else [sizes]
+    if not given or not all(_is_count(n) for n in given):
+        shown = given if isinstance(sizes, Iterable) and not isinstance(sizes, str | bytes) else sizes
+        raise ValueError(f"{function_name}: sizes={shown!r}; give an int of at least 1, or several, such as [8, 9]")
+    return sorted({int(n) for n in given})
+
+
+def check_count(function_name: str, argument: str, value: object, more: str = "") -> None:
+    """Raise a ValueError that names the argument unless `value` is an int of at least 1; `more` is added to the advice."""
+    if not _is_count(value):
+        raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{more}")
+
+
+def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
+    """Raise a ValueError unless `tolerance` is None, or a number from 0 to below 1, above which nothing could be wrong.
+
+    Args:
+        by_name: whether a mapping of names to such numbers will do, too.
+    """
+    given = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
+    if tolerance is not None and not all(_is_fraction(value) for value in given):
+        which = "for all tensors or by name" if by_name else "for all tensors"
+        raise ValueError(
+            f"{function_name}: tolerance={tolerance!r}; give a fraction of the largest magnitude, from 0 to below 1, "
+            f"{which}, or leave it out to have it measured"
+        )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
 @contextlib.contextmanager

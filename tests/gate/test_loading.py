@@ -139,7 +139,7 @@ def test_set_epoch_on_rank_0_only(ranks):
     def make(rank):
         return sampled(rank, set_epoch=rank.index == 0)
     error = refuted(ranks, make, "epochs-not-reshuffled", "split-differs-between-ranks", match="epoch 1: ")
-    assert "rank(s) 1 only" in str(error)
+    assert "rank 1 only" in str(error)
 
 def test_too_few_samples_to_tell(ranks):
     assert_loader_covers(ranks, lambda rank: sampled(rank, 4, set_epoch=False))
@@ -262,9 +262,15 @@ def test_errors_of_ranks_say_where(ranks):
         assert_loader_covers(ranks, make)
     assert caught.value.__notes__ == ["while checking the loader at world size 4, 2 epochs"]
 
+def one_by_one(rank, made=lambda x: (x, x[:, 0] * 2)):
+    for x in torch.arange(24.0).reshape(24, 1).split(2)[rank.index::rank.size]:
+        yield made(x)
+
 def test_misuse(ranks):
     for options, match in [
-        ({"epochs": 0}, "epochs is 0"),
+        ({"epochs": 0}, "epochs=0; give an int of at least 1, and 2 or more"),
+        ({"epochs": True}, "epochs=True"),
+        ({"key": "id"}, "key is 'id'; give a function"),
         ({"world_sizes": [9]}, "world_sizes has 9; give ints from 1 to 4"),
         ({"world_sizes": []}, "world_sizes is empty"),
         ({"world_sizes": 2}, "world_sizes is 2"),
@@ -280,18 +286,37 @@ def test_misuse(ranks):
         (lambda rank: [(torch.ones(3), torch.ones(2))], r"leaves of \\[2, 3\\] rows"),
         (lambda rank: [torch.tensor(1)], "no tensor with rows"),
         (lambda rank: [[object()]], "holds a object"),
+        (lambda rank: iter(plain(rank)), "an iterator, which has nothing left for epoch 1; return the loader itself"),
+        (lambda rank: one_by_one(rank), "no sample in common .* if it yields batches, return a loader, or a list of"),
+        (lambda rank: one_by_one(rank, lambda x: (x, 3)), "a batch of type int .* if it yields batches, return a loader"),
+        (lambda rank: one_by_one(rank, lambda x: {"x": x}), "yielded a dict; .* if it yields batches, return a loader"),
     ]:
         with pytest.raises(ValueError, match=match):
             assert_loader_covers(ranks, make)
+    with pytest.raises(ValueError, match="yielded twice, though epochs is 1.* if it yields batches"):
+        assert_loader_covers(ranks, one_by_one, epochs=1)
     with pytest.raises(ValueError, match="gave a dict, which is not hashable"):
         assert_loader_covers(ranks, sampled, key=lambda batch: [{}])
+
+def test_what_looks_like_these_and_is_right(ranks):
+    # Lists that are loaders, more of them than epochs; and iterators where there is one epoch, or one for each.
+    def lists(rank):
+        for epoch in range(3):
+            yield [part for part in torch.arange(24).split(2)[rank.index::rank.size]]
+    assert_loader_covers(ranks, lists, world_sizes=[2])
+    assert_loader_covers(ranks, lists, world_sizes=[2], epochs=1)
+    def loader(rank):
+        return DataLoader(Subset(numbers(24), range(rank.index, 24, rank.size)), batch_size=2)
+    assert_loader_covers(ranks, lambda rank: iter(loader(rank)), epochs=1, world_sizes=[2])
+    assert_loader_covers(ranks, lambda rank: (iter(loader(rank)) for epoch in range(2)), world_sizes=[2])
+    assert_loader_covers(ranks, lambda rank: list(one_by_one(rank)), world_sizes=[2])
 
 @pytest.mark.gpus(1)
 def test_one_rank(ranks):
     with pytest.raises(ValueError, match="--gpus=2 or more"):
         assert_loader_covers(ranks, sampled)
 """,
-        12,
+        13,
     )
 
 
