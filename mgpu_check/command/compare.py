@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,11 +23,12 @@ _USAGE = (
 )
 _EPILOG = """\
 exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
-other parameters, the script is not repeatable, or it makes no optimizer step; 4 wrong usage; 130 interrupted.
+other parameters, the script is not repeatable, makes no optimizer step, or gives no finite numbers from the first step on;
+3 internal error of mgpu-check, which says nothing of the script; 4 wrong usage; 130 interrupted.
 What a script must do to be comparable: docs/compare.md.
 """
 _CODES = {"equal": 0, "differs": 1, "not comparable": 2}
-_WRONG_USAGE = 4
+_INTERNAL_ERROR, _WRONG_USAGE, _INTERRUPTED = 3, 4, 130
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,10 +55,6 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _backing(text: str) -> str:
-    return simulate._backing(text)
-
-
 def _writable(text: str) -> Path:
     path = Path(text)
     if not path.absolute().parent.is_dir():
@@ -78,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--gpus", type=_number(2, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
     add(
         "--simulate",
-        type=_backing,
+        type=simulate.backing_device,
         nargs="?",
         const="cpu",
         metavar="DEVICE",
@@ -133,9 +131,19 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = _split(argv)
         given = parser.parse_args(own)
-        command = simulate._command(program, parser)
+        command = simulate.program_command(program, parser)
     except SystemExit as stop:
         return _WRONG_USAGE if stop.code else 0
+    try:
+        return _compare(given, program, command)
+    except Exception:
+        # Python would exit with 1, which says that the script differs.
+        traceback.print_exc()
+        print("mgpu-check compare: internal error; of the script this says nothing", file=sys.stderr)
+        return _INTERNAL_ERROR
+
+
+def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str]) -> int:
     from mgpu_check.compare.comparison import Plan, compare
     from mgpu_check.compare.page import write_page
     from mgpu_check.compare.result import write_json
@@ -150,7 +158,7 @@ def main(argv: Sequence[str]) -> int:
         done = compare(plan, lambda line: print(f"  {line}", flush=True))
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
-        return 130
+        return _INTERRUPTED
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["main"]
+__all__ = ["backing_device", "environment", "main", "program_command"]
 
 _USAGE = (
     "mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] script.py [args...]\n"
@@ -33,7 +33,12 @@ def _gpus(text: str) -> int:
     return n
 
 
-def _backing(text: str) -> str:
+def backing_device(text: str) -> str:
+    """The real device that computes, "cpu" or "cuda:I", as `argparse` parses it.
+
+    Raises:
+        argparse.ArgumentTypeError: `text` is neither.
+    """
     kind, _, index = text.partition(":")
     if text == "cpu" or (kind == "cuda" and index.isdecimal()):
         return text
@@ -50,7 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--gpus", type=_gpus, default=2, metavar="N", help="number of simulated GPUs (default: 2)")
     parser.add_argument(
-        "--backing", type=_backing, default="cpu", metavar="DEVICE", help="real device that computes (default: cpu)"
+        "--backing",
+        type=backing_device,
+        default="cpu",
+        metavar="DEVICE",
+        help="real device that computes (default: cpu)",
     )
     return parser
 
@@ -68,7 +77,12 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv[:position]), list(argv[position:])
 
 
-def _command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def program_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """What starts `program`, a script or ``-m`` and a module, with its arguments, in a Python of its own.
+
+    Raises:
+        SystemExit: by `parser`, with what is wrong: there is none, or no such script.
+    """
     if not program:
         parser.error("no program given; name a script, or a module with -m")
     if program[0] == "-m":
@@ -104,7 +118,7 @@ def main(argv: list[str]) -> int:
     try:
         own, program = _split(argv)
         given = parser.parse_args(own)
-        command = _command(program, parser)
+        command = program_command(program, parser)
     except SystemExit as stop:
         return int(stop.code or 0)
     notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.backing}; this says nothing about hardware"

@@ -150,6 +150,11 @@ class Aligned:
         """The number of steps that all have made."""
         return min(len(trace.steps) for trace in (self.one, *self.ranks))
 
+    @property
+    def judged(self) -> int:
+        """The number of those before one device has what is no finite number: after that all are alike, and say nothing."""
+        return min(self.steps, self.one.finite_steps)
+
     def parameter(self, name: str) -> Parameter:
         return self.one.parameters[name]
 
@@ -165,7 +170,7 @@ class Aligned:
         return expected, here
 
     @property
-    def compared(self) -> list[str]:
+    def held(self) -> list[str]:
         """The parameters of which one device and some rank have the whole, at some step."""
         return [
             name

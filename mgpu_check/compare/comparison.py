@@ -12,6 +12,7 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.processes import Run, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused
+from mgpu_check.grouping import named
 
 __all__ = ["Comparison", "Plan", "compare"]
 
@@ -79,7 +80,7 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
         return of_failure(several, several.failed, one_device=False)
     silent = [trace.rank for trace in several.traces if not trace.steps]
     if silent:
-        return refused(f"no optimizer step was seen on ranks {silent}, though one device makes some")
+        return refused(f"no optimizer step was seen on {named(silent)}, though one device makes some")
     made.aligned = aligned = Aligned(one.traces[0], several.traces)
     if found := _found_what_was_left(made.runs):
         return found

@@ -4,34 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
-from mgpu_check.compare.scene import Scene, updates
+from mgpu_check.compare.batches import of_samples
+from mgpu_check.compare.scene import Diagnosis, Scene, updates
 from mgpu_check.compare.trace import Trace
 from mgpu_check.gate.report import Finding
-from mgpu_check.grouping import grouped, intervals
+from mgpu_check.grouping import few, grouped, named
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["common_factor", "diagnose"]
 
 _FACTOR = 1e-3  # what looks like a factor: what is left of a tensor when the factor is taken out
-_SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
-
-
-@dataclass
-class Diagnosis:
-    """What is said of a scene.
-
-    Attributes:
-        comparable: the difference is one of the training step, and not of what the step was given.
-        why: for what is not comparable: what the step was given, in a clause.
-        todo: what to do about that, a line each.
-    """
-
-    comparable: bool = True
-    findings: list[Finding] = field(default_factory=list)
-    why: str = ""
-    todo: list[str] = field(default_factory=list)
 
 
 def diagnose(scene: Scene) -> Diagnosis:
@@ -42,7 +24,7 @@ def diagnose(scene: Scene) -> Diagnosis:
         return skipped
     samples = scene.samples
     if samples.known and (not samples.same or scene.kind is None):
-        return _samples(scene)
+        return of_samples(scene)
     if scene.kind == "gradient":
         return _gradient(scene)
     return _update(scene)
@@ -61,9 +43,9 @@ def _start(scene: Scene) -> Diagnosis:
         return Diagnosis(
             findings=[Finding("restored-on-one-rank", f"{restored}, and ranks start from other parameters")]
         )
-    names = ", ".join(scene.apart["before"][:3])
+    names, ranks = few(scene.apart["before"], 3), named(range(len(aligned.ranks)))
     return Diagnosis(
-        findings=[Finding("different-initialization", f"before its first step, ranks 0-{len(aligned.ranks) - 1} differ in {names}")]
+        findings=[Finding("different-initialization", f"before its first step, {ranks} differ in {names}")]
     )  # fmt: skip
 
 
@@ -95,99 +77,16 @@ def _restored(scene: Scene) -> str:
     groups = grouped(calls)
     if len(groups) == 1:
         return ""
-    parts = [f"{count} time{'s' * (count != 1)} on {_ranks(ranks)}" for count, ranks in groups]
+    parts = [f"{count} time{'s' * (count != 1)} on {named(ranks)}" for count, ranks in groups]
     return "load_state_dict was called " + ", ".join(parts)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    numbers = list(ranks)
-    return f"rank{'s' * (len(numbers) != 1)} {intervals(numbers)}"
-
-
-def _samples(scene: Scene) -> Diagnosis:
-    samples, world = scene.samples, len(scene.aligned.ranks)
-    step = scene.step + 1
-    if samples.repeated_on_each_rank:
-        return Diagnosis(
-            findings=[
-                Finding(
-                    "dataset-not-split",
-                    f"at step {step} all {world} ranks saw the same {samples.counts[0]} samples",
-                )
-            ]
-        )
-    repeated = _repeated_epoch(scene)
-    if repeated:
-        return Diagnosis(findings=[repeated])
-    together, one = samples.together, samples.one
-    said = (
-        f"step {step}: the ranks together saw {together.total()} samples, of which {samples.common} are those of one "
-        f"device, which saw {one.total()}: the script is not comparable as it is"
-    )
-    if together.total() == world * one.total():
-        return Diagnosis(
-            comparable=False,
-            why=said,
-            todo=[
-                f"each rank takes a batch as large as one device does ({one.total()}); for the same global batch divide "
-                "it: batch_size=global_batch // world_size"
-            ],
-        )
-    surplus = together - one
-    if not one - together and surplus and _padded(scene):
-        return Diagnosis(
-            comparable=False,
-            findings=[
-                Finding(
-                    "padding-counted",
-                    f"at step {step} {surplus.total()} samples came again, to give each rank as many as the others",
-                )
-            ],
-            why=said,
-            todo=["take a multiple of the global batch, or drop_last=True for sampler and loader, for the comparison"],
-        )
-    return Diagnosis(
-        comparable=False,
-        why=said,
-        todo=[
-            "let both see the same global batch at each step: one seed for the order of the samples on all ranks, "
-            f"a sampler that splits it ({_SAMPLER}), also at world size 1",
-            "draw augmentation from the sample's own index, or switch it off, for the comparison",
-        ],
-    )
-
-
-def _padded(scene: Scene) -> bool:
-    world = len(scene.aligned.ranks)
-    events = [event for trace in scene.aligned.ranks for event in trace.of("sampler")]
-    return any(not event["drop_last"] and event["length"] % world for event in events)
-
-
-def _repeated_epoch(scene: Scene) -> Finding | None:
-    """Whether the ranks see, at this step, what they saw in an earlier epoch, for want of set_epoch."""
-    epochs: dict[int, list[dict[str, Any]]] = {}
-    for event in scene.aligned.ranks[0].of("sampler"):
-        if event["shuffle"] and not event["set_epoch"] and event["after"] <= scene.step:
-            epochs.setdefault(event["sampler"], []).append(event)
-    for iterations in epochs.values():
-        first, last = iterations[0]["after"], iterations[-1]["after"]
-        if last == first:
-            continue
-        twin = first + scene.step - last
-        if scene.aligned.samples(twin).ranks == scene.samples.ranks:
-            return Finding(
-                "epochs-not-reshuffled",
-                f"epoch {len(iterations)} begins at step {last + 1}; at step {scene.step + 1} the ranks saw the samples "
-                f"of step {twin + 1} again, and set_epoch was never called",
-            )
-    return None
 
 
 def _gradient(scene: Scene) -> Diagnosis:
     apart = scene.apart["gradient"]
     if apart:
-        names = ", ".join(apart[:3]) + (f" and {len(apart) - 3} more" if len(apart) > 3 else "")
-        evidence = f"at step {scene.step + 1} each rank goes into the optimizer with a gradient of its own for {names}"
+        evidence = (
+            f"at step {scene.step + 1} each rank goes into the optimizer with a gradient of its own for {few(apart, 3)}"
+        )
         return Diagnosis(findings=[Finding("gradients-not-synchronized", evidence)])
     found = _clipped(scene) or _factor(scene) or _modules(scene) or _means(scene)
     return found or Diagnosis()

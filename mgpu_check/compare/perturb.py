@@ -25,7 +25,12 @@ class Perturbation:
     def output(self, value: Any) -> Any:
         """`value`, the result of a module, with its floating-point tensors moved; in lists, tuples and dicts, too."""
         if isinstance(value, torch.Tensor):
-            return value * self._factors(value) if _is_moved(value) else value
+            if not _is_moved(value):
+                return value
+            if value.is_complex():
+                parts = torch.view_as_real(value.resolve_conj())
+                return torch.view_as_complex(parts * self._factors(parts))
+            return value * self._factors(value)
         if type(value) in (list, tuple):
             return type(value)(self.output(part) for part in value)
         if type(value) is dict:
@@ -37,6 +42,9 @@ class Perturbation:
         for gradient in gradients:
             here = gradient.to_local() if gradient is not None and hasattr(gradient, "to_local") else gradient
             if here is not None and _is_moved(here):
+                if here.is_complex():
+                    # Of a tensor that is kept as its conjugate: what is kept.
+                    here = torch.view_as_real(here.conj() if here.is_conj() else here)
                 here.mul_(self._factors(here))
 
     def _factors(self, like: torch.Tensor) -> torch.Tensor:
@@ -47,4 +55,5 @@ class Perturbation:
 
 
 def _is_moved(value: torch.Tensor) -> bool:
-    return value.is_floating_point() and value.layout is torch.strided and not hasattr(value, "full_tensor")
+    rounds = value.is_floating_point() or value.is_complex()
+    return rounds and value.layout is torch.strided and not hasattr(value, "full_tensor")

@@ -5,6 +5,7 @@ What is recorded is what the script's own calls show: see `docs/compare.md`.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mgpu_check.compare import witnesses
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
-from mgpu_check.compare.summaries import digests, inputs_of, summaries
+from mgpu_check.compare.summaries import digests, inputs_of, shape_of, summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 
 __all__ = ["install"]
@@ -38,6 +39,8 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
+    hooked = torch.optim.Optimizer.profile_hook_step  # what calls the hooks around a step
+    torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
     witnesses.install(recorder.note, world, recorder.scaled_step)
 
@@ -154,6 +157,36 @@ class Recorder:
             self.note("stopped")
             threading.Event().wait()  # until this process is ended, with the others, so that none misses its peers
 
+    def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
+        """`hooked`, which has hooks called before and after a step; where the step raises, there is none after it."""
+
+        @functools.wraps(hooked)
+        def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+            step = hooked(func)
+
+            @functools.wraps(step)
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return step(*args, **kwargs)
+                except BaseException:
+                    self._raised(args[0])
+                    raise
+
+            return watched
+
+        return profile_hook_step
+
+    def _raised(self, optimizer: Any) -> None:
+        """The step of `optimizer` did not come to its end: it is none, and what led to it is no later step's."""
+        if self._stepping is not optimizer:
+            return
+        self._stepping = None
+        if self._before:
+            # Its first: the next is that.
+            self._before = {}
+            del self._optimizers[id(optimizer)]
+        self._forget()
+
     def scaled_step(self, step: Callable[[], Any]) -> Any:
         """Do a `GradScaler`'s step; where that skips the optimizer's, what led to it is no later step's."""
         before = self.done
@@ -181,7 +214,7 @@ class Recorder:
                         "parameter",
                         name=name,
                         order=order,
-                        shape=list(parameter.shape),
+                        shape=shape_of(parameter),
                         dtype=str(parameter.dtype).removeprefix("torch."),
                         device=str(parameter.device),
                         sharded=hasattr(parameter, "full_tensor"),

@@ -20,7 +20,8 @@ def curves(done: Comparison) -> dict[str, list[Any]]:
     """Step by step: losses; the largest deviation of a gradient or parameter, and that as a part of what may be.
 
     "one" and "ranks" are the loss on one device and the mean over the ranks, "each" that of each rank; "deviation" is in
-    proportion to the tensor, "excess" in proportion to its tolerance (above 1: not rounding). None where unknown.
+    proportion to the tensor, "excess" in proportion to its tolerance (above 1: not rounding). None where unknown: of both from the step on
+    at which one device has no finite numbers.
     """
     found: dict[str, list[Any]] = {"one": [], "ranks": [], "each": [], "deviation": [], "excess": []}
     aligned = done.aligned
@@ -31,7 +32,7 @@ def curves(done: Comparison) -> dict[str, list[Any]]:
         found["one"].append(one)
         found["ranks"].append(mean)
         found["each"].append(each)
-        size, excess = _largest(done, aligned, step)
+        size, excess = _largest(done, aligned, step) if step < aligned.judged else (None, None)
         found["deviation"].append(size)
         found["excess"].append(excess)
     return found

@@ -8,23 +8,31 @@ that among all comparisons of a run rounding errors exceed it with probability 1
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from dataclasses import dataclass
 
 from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
 from mgpu_check.compare.trace import Trace
+from mgpu_check.grouping import few
 
 __all__ = ["Repeat", "Rounding", "repeatability"]
 
-_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _WINDOW = 8  # steps over which few numbers of a small tensor cannot all happen to be right
 _USELESS = 0.5  # where not even a factor of two would show
 
 
+@functools.cache
 def roundoff(dtype: str) -> float:
-    """The unit roundoff of a dtype by its name; that of float64 for complex128, and of float32 for what else there is."""
-    return _ROUNDOFF.get(dtype, 2.0**-53 if dtype == "complex128" else 2.0**-24)
+    """The unit roundoff of a dtype by its name, of a complex one that of its parts; of float32 for what does not round."""
+    import torch  # late: while the first processes import it, too
+
+    from mgpu_check.numerics.bounds import unit_roundoff
+
+    known: torch.dtype = getattr(torch, dtype)
+    real = known.to_real() if known.is_complex else known
+    return unit_roundoff(real if real.is_floating_point else torch.float32)
 
 
 class Rounding:
@@ -38,20 +46,15 @@ class Rounding:
     def __init__(self, one: Trace, others: list[Trace]) -> None:
         from mgpu_check.numerics.steps import deviations
 
-        self._one = one
-        steps = min(len(trace.steps) for trace in (one, *others))
+        self._one, self._others = one, others
+        # After the first step at which one device has no finite numbers, deviations from it are none of rounding.
+        steps = min(one.finite_steps + 1, len(one.steps), *(len(trace.steps) for trace in others))
         comparisons = 2 * sum(len(step.parameters) for step in one.steps) * 13
         self.margin = deviations(comparisons)
         self._grown: dict[tuple[Kind, str], list[float]] = {}
         for kind in _KINDS:
             for name, parameter in one.parameters.items():
-                apart = [
-                    max(
-                        deviation(of_kind(t.steps[s], kind).get(name), of_kind(one.steps[s], kind).get(name), parameter.shape).size
-                        for t in others
-                    )
-                    for s in range(steps)
-                ]  # fmt: skip
+                apart = [self._apart(s, kind, name, parameter.shape) for s in range(steps)]
                 self._grown[kind, name] = _envelope(apart)
         self._medians = {
             kind: [statistics.median(self._grown[kind, n][s] for n in one.parameters) for s in range(steps)]
@@ -60,6 +63,12 @@ class Rounding:
         }
         losses = [_relative([t.steps[s].loss for t in others], one.steps[s].loss) for s in range(steps)]
         self._losses = _envelope(losses)
+
+    def _apart(self, step: int, kind: Kind, name: str, shape: tuple[int, ...]) -> float:
+        expected = of_kind(self._one.steps[step], kind).get(name)
+        if expected is not None and not expected.finite:
+            return math.inf
+        return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
 
     def tolerance(self, step: int, kind: Kind, name: str) -> float:
         """For the deviation of a tensor: infinite where the moved run has parted ways by more than its size."""
@@ -74,6 +83,15 @@ class Rounding:
     def of_loss(self, step: int) -> float:
         """For the loss, in proportion to it."""
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
+
+    def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
+        """The first of so many steps at which rounding alone hides a factor of two in a tensor; None where none does."""
+        return next((step for step in range(steps) if self.tolerance(step, kind, name) > _USELESS), None)
+
+    def leaves_numbers(self, step: int, kind: Kind, name: str) -> bool:
+        """Whether rounding alone makes a finite tensor of one that is not finite on one device."""
+        found = [of_kind(trace.steps[step], kind).get(name) for trace in self._others if step < len(trace.steps)]
+        return any(summary is not None and summary.finite for summary in found)
 
     def useful_until(self, steps: int) -> int:
         """The number of steps up to which rounding alone leaves a factor of two to be seen in most gradients."""
@@ -122,19 +140,25 @@ def repeatability(one: Trace, again: Trace) -> Repeat | None:
         return Repeat(min(len(one.steps), len(again.steps)), f"it made {len(one.steps)} and {len(again.steps)} steps")
     aligned = Aligned(one, [again])
     if aligned.missing or aligned.extra:
-        return Repeat(0, f"it trains other parameters: {', '.join((aligned.missing + aligned.extra)[:3])}")
+        return Repeat(0, f"it trains other parameters: {few(aligned.missing + aligned.extra, 3)}")
     apart = 0.0
     for number, (here, there) in enumerate(zip(one.steps, again.steps, strict=True)):
         for name, summary in here.before.items():
-            if there.before.get(name) != summary:
+            found = there.before.get(name)
+            # What is no number is not even itself.
+            if (
+                found is None
+                or found.bits != summary.bits
+                or deviation(found, summary, one.parameters[name].shape).size
+            ):
                 return Repeat(number, f"{name} had other values before the step")
         if here.samples != there.samples:
             return Repeat(number, "the model was given other samples, or in another order")
         before = apart
         for kind in _KINDS:
             for name in aligned.names:
-                found = of_kind(there, kind).get(name), of_kind(here, kind).get(name)
-                size = deviation(*found, one.parameters[name].shape).size
+                pair = of_kind(there, kind).get(name), of_kind(here, kind).get(name)
+                size = deviation(*pair, one.parameters[name].shape).size
                 if not before and size > math.sqrt(roundoff(one.parameters[name].dtype)):
                     tensor = f"the gradient of {name}" if kind == "gradient" else name
                     return Repeat(number, f"{tensor} was another, from the same samples")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mgpu_check.compare.alignment import Aligned, Deviation, Kind, Samples, deviation, of_kind
 from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Summary
-from mgpu_check.gate.report import Observable
+from mgpu_check.gate.report import Finding, Observable
 
-__all__ = ["KINDS", "Scene", "Wrong", "first_scene", "ratio_of"]
+__all__ = ["KINDS", "Diagnosis", "Scene", "Wrong", "first_scene", "ratio_of", "updates"]
 
 KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter")
 _SAME_SIZE = 0.9  # deviations that are nearly the largest count as the largest
@@ -81,6 +81,22 @@ class Scene:
         return found
 
 
+@dataclass
+class Diagnosis:
+    """What is said of a scene.
+
+    Attributes:
+        comparable: the difference is one of the training step, and not of what the step was given.
+        why: for what is not comparable: what the step was given, in a clause.
+        todo: what to do about that, a line each.
+    """
+
+    comparable: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    why: str = ""
+    todo: list[str] = field(default_factory=list)
+
+
 def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
     """How many times as large a tensor is as it should be, by its norm."""
     if got is None or expected is None or not expected.norm or not math.isfinite(got.norm / expected.norm):
@@ -89,8 +105,11 @@ def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
 
 
 def first_scene(aligned: Aligned, rounding: Rounding) -> Scene | None:
-    """The first step at which a tensor is further off than rounding leads, or at which all ranks do the whole work."""
-    for step in range(aligned.steps):
+    """The first step at which a tensor is further off than rounding leads, or at which all ranks do the whole work.
+
+    The last that is looked at is that at which one device first has a tensor that is not finite: its others say something.
+    """
+    for step in range(min(aligned.judged + 1, aligned.steps)):
         scene = _scene(aligned, rounding, step)
         if scene.kind is not None or _whole_batch_on_each_rank(scene):
             return scene
@@ -105,6 +124,12 @@ def _scene(aligned: Aligned, rounding: Rounding, step: int) -> Scene:
             expected, here = aligned.found(step, kind, name)
             tolerance = rounding.tolerance(step, kind, name)
             shape = aligned.parameter(name).shape
+            if expected is not None and not expected.finite:
+                if rounding.leaves_numbers(step, kind, name):
+                    continue
+                # Ranks that have no numbers either are as they should be; others are infinitely far off.
+                here = {rank: value for rank, value in here.items() if value is None or value.finite}
+                tolerance = 0.0
             found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
             off = {rank: one for rank, one in found.items() if one.size > tolerance}
             if off:

@@ -10,7 +10,7 @@ import torch
 
 from mgpu_check.compare.trace import CHUNKS, positions
 
-__all__ = ["digests", "inputs_of", "summaries", "whole"]
+__all__ = ["digests", "inputs_of", "shape_of", "summaries", "whole"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _kept: dict[int, torch.Tensor] = {}
@@ -47,6 +47,11 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return gathered
 
 
+def shape_of(tensor: torch.Tensor) -> list[int]:
+    """The shape of what is summed up: complex numbers are two real ones each, in a last dimension."""
+    return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
+
+
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The sum of its bits, int64; and norm, sums and samples, float64."""
     if not tensor.numel():
@@ -55,7 +60,7 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     if value.layout is not torch.strided:
         value = value.to_dense()
     if value.is_complex():
-        value = torch.view_as_real(value)
+        value = torch.view_as_real(value.resolve_conj())
     flat = value.reshape(-1)
     count = flat.numel()
     if count not in _kept:
@@ -91,7 +96,7 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     for position, tensor in enumerate(t for t in batch if t.shape[0] == count):
         rows = tensor.cpu().contiguous().reshape(count, -1)
         if rows.is_complex():
-            rows = torch.view_as_real(rows).reshape(count, -1)
+            rows = torch.view_as_real(rows.resolve_conj()).reshape(count, -1)
         if rows.dtype is torch.bool:
             rows = rows.to(torch.uint8)
         values = rows.view(_INTEGERS[rows.element_size()]).to(torch.int64)

@@ -50,12 +50,19 @@ class Summary:
         norm: the 2-norm, summed up in float64.
         sums: of `chunk_sizes` consecutive elements each, in float64.
         samples: the elements at `positions`.
+
+    Of complex numbers, real and imaginary parts count as elements.
     """
 
     bits: int
     norm: float
     sums: tuple[float, ...]
     samples: tuple[float, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether all of its elements are, and their norm: that of float64 overflows beyond 1e154."""
+        return math.isfinite(self.norm)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Summary:
@@ -88,6 +95,7 @@ class Parameter:
     """A parameter that an optimizer has.
 
     Attributes:
+        shape: of complex numbers with a last dimension of 2, their real and imaginary parts.
         order: its place among those of the model.
         sharded: it is a DTensor, of which each rank may hold a part.
     """
@@ -131,6 +139,12 @@ class Step:
         return math.fsum(self.losses) if self.losses and all(map(math.isfinite, self.losses)) else None
 
     @property
+    def finite(self) -> bool:
+        """Whether all of its tensors are."""
+        found = (*self.before.values(), *self.gradients.values(), *self.parameters.values())
+        return all(summary is None or summary.finite for summary in found)
+
+    @property
     def seen(self) -> list[int]:
         """The samples of all micro-batches."""
         return [digest for part in self.samples for digest in part]
@@ -145,7 +159,12 @@ class Trace:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All else: "clip", "load", "restore", "save", "sampler", "module", "stopped"."""
+    """All else: "clip", "load", "restore", "save", "sampler", "module", "random", "skipped", "stopped"."""
+
+    @property
+    def finite_steps(self) -> int:
+        """How many steps it made before the first that has to do with a tensor that is not finite."""
+        return next((number for number, step in enumerate(self.steps) if not step.finite), len(self.steps))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         """The events of that kind, in order."""

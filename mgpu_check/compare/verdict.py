@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.diagnosis import Diagnosis, diagnose
+from mgpu_check.compare.alignment import Aligned, of_kind
+from mgpu_check.compare.alignment import Kind as TensorKind
+from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
-from mgpu_check.compare.scene import Scene, first_scene, ratio_of
+from mgpu_check.compare.scene import KINDS, Diagnosis, Scene, first_scene, ratio_of
 from mgpu_check.gate.report import Report
-from mgpu_check.grouping import intervals
+from mgpu_check.grouping import few, named
 
 __all__ = ["Kind", "Verdict", "judge", "of_failure", "refused"]
 
@@ -83,46 +84,93 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
     if repeat is not None and (rounding is None or repeat.step == 0):
         return _not_repeatable(repeat)
     assert rounding is not None
+    steps = aligned.judged
     scene = first_scene(aligned, rounding)
-    if repeat is not None and (scene is None or repeat.step <= scene.step):
+    if (
+        repeat is not None
+        and (scene is None or repeat.step <= scene.step)
+        and (repeat.step < steps or steps == aligned.steps)
+    ):
         return _not_repeatable(repeat)
     if scene is not None:
         return _of_scene(scene)
+    if steps == 0:
+        return refused(
+            f"not a number from the first step on: on one device {_not_finite(aligned)}",
+            ["begin with numbers that stay finite: a smaller learning rate, a loss without division by zero"],
+        )
     counts = [len(trace.steps) for trace in aligned.ranks]
     if any(count != len(aligned.one.steps) for count in counts):
         return _of_counts(aligned, counts)
-    compared = aligned.compared
-    if not compared:
+    return _of_equal(aligned, rounding)
+
+
+def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
+    """Of runs that part ways nowhere: whether that says something, and of what."""
+    steps = aligned.judged
+    if not aligned.held:
+        one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
         return refused(
             "no parameter is trained on one device and, by the same name and shape, on the ranks",
-            [f"one device trains {_few(aligned.one.parameters)}; rank 0 trains {_few(aligned.ranks[0].parameters)}"],
+            [f"one device trains {one}; rank 0 trains {rank}"],
         )
-    steps = aligned.steps
     useful = rounding.useful_until(steps)
-    headline = (
-        f"equal: {steps} steps on {len(aligned.ranks)} ranks train the same {_of(len(compared), len(aligned.one.parameters))} as on "
-        "one device, within what rounding moves"
-    )
-    if useful == 0:
+    compared = [name for name in aligned.held if rounding.drowned(useful, "parameter", name) is None]
+    if useful == 0 or not compared:
+        what = "gradients" if useful == 0 else "every parameter"
+        since = "from the first step on" if useful == 0 else f"within {useful} steps"
         return refused(
-            "from the first step on, rounding alone moves gradients so far that not even a factor of two would show",
-            compared=steps,
+            f"{since}, rounding alone moves {what} so far that not even a factor of two would show", compared=steps
         )
-    remarks = _remarks(aligned, rounding)
+    remarks = _drowned(aligned, rounding, useful) + _remarks(aligned, rounding)
     if useful < steps:
         remarks.insert(
             0, f"after step {useful} rounding alone moves gradients so far that not even a factor of two would show"
         )
+    said, end = f"{steps} steps", ""
+    if steps < aligned.steps:
+        said = f"steps 1 to {steps}" if steps > 1 else "step 1"
+        end = "; after that nothing is a number"
+        remarks.insert(
+            0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: from there on nothing is compared"
+        )
+    headline = (
+        f"equal: {said} on {len(aligned.ranks)} ranks train{'s' * (said == 'step 1')} the same "
+        f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within what rounding moves{end}"
+    )
     return Verdict("equal", Report(headline, remarks=remarks), compared=steps)
 
 
-def _few(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")
+def _not_finite(aligned: Aligned) -> str:
+    """What first is no finite number on one device."""
+    step = aligned.one.steps[aligned.judged]
+    return next(
+        f"{_TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
+        for kind in KINDS
+        for name, summary in of_kind(step, kind).items()
+        if summary is not None and not summary.finite
+    )
+
+
+def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
+    """Tensors that count as equal because anything would, within so many steps."""
+    remarks = []
+    kinds: tuple[tuple[TensorKind, str], ...] = (
+        ("gradient", "the gradients of"),
+        ("parameter", "what the updates make of"),
+    )
+    for kind, said in kinds:
+        since = {name: rounding.drowned(steps, kind, name) for name in aligned.held}
+        names = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
+        if names:
+            remarks.append(
+                f"rounding alone moves {said} {few(names, 5)} so far that not even a factor of two would show: not compared"
+            )
+    return remarks
 
 
 def _of(part: int, total: int) -> str:
-    return f"{total} parameters" if part == total else f"{part} of {total} parameters"
+    return f"{total if part == total else f'{part} of {total}'} parameter{'s' * (total > 1)}"
 
 
 def _not_repeatable(repeat: Repeat) -> Verdict:
@@ -141,10 +189,11 @@ def _of_counts(aligned: Aligned, counts: list[int]) -> Verdict:
     one = len(aligned.one.steps)
     numbers = sorted(set(counts))
     said = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
-    report = Report(
-        f"differs: one device makes {one} optimizer steps, the ranks {said}; the {aligned.steps} that they share are equal"
-    )
-    return Verdict("differs", report, step=aligned.steps + 1, compared=aligned.steps)
+    equal = f"the {aligned.steps} that they share are equal"
+    if aligned.judged < aligned.steps:
+        equal = f"of those that they share the first {aligned.judged} are equal, and after that nothing is a number"
+    report = Report(f"differs: one device makes {one} optimizer steps, the ranks {said}; {equal}")
+    return Verdict("differs", report, step=aligned.steps + 1, compared=aligned.judged)
 
 
 def _of_scene(scene: Scene) -> Verdict:
@@ -183,7 +232,7 @@ def _said(scene: Scene, ratio: float | None) -> str:
     tensor = _TENSORS[scene.kind]
     if main is None:
         return f"{tensor.format(scene.apart[scene.kind][0])} differs between ranks"
-    where = f"rank{'s' * (len(main.ranks) > 1)} {intervals(main.ranks)}"
+    where = named(main.ranks)
     times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "another"
     agree = "" if len(main.ranks) < 2 else (
         "; the ranks disagree" if main.name in scene.apart[scene.kind] else "; the ranks agree with each other"
@@ -198,15 +247,15 @@ def _todo(lines: Sequence[str]) -> list[str]:
 def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
     remarks = []
     if aligned.missing:
-        remarks.append(f"trained on one device only: {', '.join(aligned.missing[:5])}")
+        remarks.append(f"trained on one device only: {few(aligned.missing, 5)}")
     if aligned.extra:
-        remarks.append(f"trained on ranks only: {', '.join(aligned.extra[:5])}")
+        remarks.append(f"trained on ranks only: {few(aligned.extra, 5)}")
     if rounding is None:
         return remarks
-    held_in_parts = [name for name in aligned.names if name not in aligned.compared]
+    held_in_parts = [name for name in aligned.names if name not in aligned.held]
     if held_in_parts:
-        remarks.append(f"not compared, because no rank holds the whole of them: {', '.join(held_in_parts[:5])}")
-    for step in range(aligned.steps):
+        remarks.append(f"not compared, because no rank holds the whole of them: {few(held_in_parts, 5)}")
+    for step in range(aligned.judged):
         samples = aligned.samples(step)
         if samples.known and not samples.same:
             remarks.append(
@@ -214,7 +263,7 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
                 "batch in another dimension?"
             )
             break
-    for step in range(aligned.steps):
+    for step in range(aligned.judged):
         one, mean, _ = aligned.losses(step)
         if one is None or mean is None or abs(mean - one) <= rounding.of_loss(step) * abs(one):
             continue

@@ -87,5 +87,23 @@ def test_wrong_usage(argv, words, capsys):
 def test_help_tells_the_exit_codes(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for words in ("--timeout=SECONDS", "0 equal; 1 it differs", "2 not comparable", "4 wrong usage"):
+    for words in (
+        "--timeout=SECONDS",
+        "0 equal; 1 it differs",
+        "2 not comparable",
+        "3 internal error",
+        "4 wrong usage",
+    ):
         assert words in text
+
+
+def test_an_error_of_the_command_itself_is_no_difference(monkeypatch, tmp_path, capsys):
+    def broken(*args, **kwargs):
+        raise ZeroDivisionError("of our own")
+
+    monkeypatch.setattr("mgpu_check.compare.comparison.compare", broken)
+    tmp_path.joinpath("train.py").touch()
+    assert main(["--", str(tmp_path / "train.py")]) == 3
+    errors = capsys.readouterr().err
+    assert "ZeroDivisionError: of our own" in errors
+    assert "mgpu-check compare: internal error" in errors

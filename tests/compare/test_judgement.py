@@ -10,10 +10,10 @@ import torch
 
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.diagnosis import common_factor
-from mgpu_check.compare.rounding import Rounding, repeatability
+from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
-from mgpu_check.compare.verdict import judge
+from mgpu_check.compare.verdict import Verdict, judge
 
 NAMES = ("net.weight", "net.bias")
 RATE = 0.1
@@ -374,6 +374,94 @@ def test_no_number_hides():
     assert (found.kind, found.step) == ("differs", 3)
 
 
+def no_numbers(first, value=math.nan):
+    """From that step on, counted from 0, on one device and on the ranks."""
+
+    def one(training):
+        training.gradient = lambda number: [g * (value if number >= first else 1) for g in gradients(number)]
+
+    return one
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_where_numbers_end_equality_ends(value):
+    found = verdict(one=no_numbers(2, value))
+    assert (found.kind, found.compared) == ("equal", 2)
+    assert found.report.headline.startswith("equal: steps 1 to 2 on 2 ranks")
+    assert found.report.headline.endswith("; after that nothing is a number")
+    assert "at step 3, on one device, the gradient of net.weight is not finite" in found.report.remarks[0]
+
+
+def test_no_numbers_from_the_first_step_on():
+    found = verdict(one=no_numbers(0))
+    assert (found.kind, found.compared) == ("not comparable", 0)
+    assert "not a number from the first step on: on one device the gradient of net.weight" in found.report.headline
+
+
+def test_a_difference_before_numbers_end():
+    def change(training):
+        training.gradient = lambda number: [g * ((1, 1.7, math.nan)[number]) for g in gradients(number)]
+
+    found = verdict(change, one=no_numbers(2))
+    assert (found.kind, found.step) == ("differs", 2)
+
+
+def test_numbers_that_ranks_have_where_one_device_has_none():
+    single, moved = Training(), Training()
+    no_numbers(2)(single)
+    no_numbers(2)(moved)
+    reference, ranks = single.trace(), [Training(rank, 2).trace() for rank in range(2)]
+    found = judge(Aligned(reference, ranks), Rounding(reference, [moved.trace()]), None)
+    assert (found.kind, found.step, found.tensor, found.ranks) == ("differs", 3, "gradient", (0, 1))
+    # Where rounding makes numbers of them, too, that tells nothing.
+    found = judge(Aligned(reference, ranks), Rounding(reference, [Training().trace()]), None)
+    assert (found.kind, found.compared) == ("equal", 2)
+
+
+def test_gradients_that_lead_to_no_numbers_are_compared():
+    def overflow(training):
+        training.change = lambda made: made.steps[2].parameters.update(
+            {"net.bias": summary(torch.full((6,), math.inf))}
+        )
+
+    def change(training):
+        training.gradient = lambda number: [g * (2 if number == 2 else 1) for g in gradients(number)]
+
+    found = verdict(one=overflow)
+    assert (found.kind, found.compared) == ("equal", 2)
+    found = verdict(change, one=overflow)
+    assert (found.kind, found.step, found.tensor) == ("differs", 3, "gradient")
+    assert found.report.mistakes == ("world-size-factor",)
+
+
+def test_what_follows_the_last_numbers_is_not_asked_to_repeat_itself():
+    runs = [Training(), Training(0, 2), Training(1, 2)]
+    for training in runs:
+        no_numbers(2)(training)
+    reference, *ranks = (training.trace() for training in runs)
+    aligned, rounding = Aligned(reference, ranks), Rounding(reference, [reference])
+    assert judge(aligned, rounding, Repeat(2, "")).kind == "equal"
+    assert judge(aligned, rounding, Repeat(1, "")).kind == "not comparable"
+
+
+def test_another_number_of_steps_after_the_last_numbers():
+    def change(training):
+        training.steps = 3 if training.world == 1 else 2
+
+    found = verdict(change, one=no_numbers(1))
+    assert (found.kind, found.compared) == ("differs", 1)
+    assert "the first 1 are equal, and after that nothing is a number" in found.report.headline
+
+
+def test_a_start_without_numbers_repeats_itself():
+    def trace():
+        training = Training()
+        training.begin = [value * math.nan for value in start()]
+        return training.trace()
+
+    assert repeatability(trace(), trace()) is None
+
+
 def test_a_gradient_that_is_missing_on_a_rank():
     def drop(training):
         if training.rank:
@@ -406,6 +494,75 @@ def test_where_rounding_has_taken_over():
     rounding = Rounding(reference, [moved.trace()])
     found = judge(Aligned(reference, [Training(r, 2, 6).trace() for r in range(2)]), rounding, None)
     assert found.kind == "not comparable" and "rounding alone" in found.report.headline
+
+
+def with_a_third(made: Trace) -> None:
+    made.parameters["net.third"] = dataclasses.replace(made.parameters["net.weight"], name="net.third", order=2)
+    for step in made.steps:
+        for part in (step.before, step.gradients, step.parameters):
+            if part:
+                part["net.third"] = part["net.weight"]
+
+
+def of_three(drown) -> Verdict:
+    """Of right ranks, and a moved run whose trace is as `drown` makes it."""
+    traces = [Training().trace(), Training().trace(), *(Training(rank, 2).trace() for rank in range(2))]
+    for trace in traces:
+        with_a_third(trace)
+    drown(traces[1])
+    return judge(Aligned(traces[0], traces[2:]), Rounding(traces[0], [traces[1]]), None)
+
+
+@pytest.mark.parametrize("value", [math.nan, 0.3])
+def test_a_tensor_that_rounding_alone_hides_does_not_count_as_equal(value):
+    def drown(made):
+        made.steps[1].parameters["net.bias"] = summary(torch.full((6,), value))
+
+    found = of_three(drown)
+    assert found.kind == "equal"
+    assert "train the same 2 of 3 parameters" in found.report.headline
+    assert any("what the updates make of net.bias (from step " in remark for remark in found.report.remarks)
+    right = of_three(lambda made: None)
+    assert "train the same 3 parameters" in right.report.headline and right.report.remarks == []
+
+
+def test_a_gradient_that_rounding_alone_hides_is_named():
+    """Its parameter is compared all the same."""
+
+    def drown(made):
+        made.steps[0].gradients["net.bias"] = summary(torch.ones(6))
+
+    found = of_three(drown)
+    assert "train the same 3 parameters" in found.report.headline
+    assert any("the gradients of net.bias (from step 1 on)" in remark for remark in found.report.remarks)
+
+
+def test_parameters_that_rounding_alone_hides_are_not_called_equal():
+    def drown(made):
+        for step in made.steps:
+            step.parameters.update({name: summary(torch.ones(6)) for name in step.parameters})
+            for name in ("net.weight", "net.third"):
+                step.parameters[name] = summary(torch.ones(6, 5))
+
+    found = of_three(drown)
+    assert found.kind == "not comparable" and "rounding alone moves every parameter" in found.report.headline
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        ("float64", 53),
+        ("float32", 24),
+        ("float16", 11),
+        ("bfloat16", 8),
+        ("complex128", 53),
+        ("complex64", 24),
+        ("complex32", 11),
+        ("int64", 24),
+    ],
+)
+def test_the_roundoff_of_a_dtype(dtype, bits):
+    assert roundoff(dtype) == 2.0**-bits
 
 
 def test_the_element_that_is_named():

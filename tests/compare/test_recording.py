@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.naming import Names
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, summaries
@@ -137,6 +138,68 @@ dist.destroy_process_group()
     for trace in run.traces:
         assert [len(step.seen) for step in trace.steps] == [3, 3], run.ranks[0].stderr
         assert [event["after"] for event in trace.of("skipped")] == [1]
+
+
+def test_a_step_that_raises_is_none_and_hides_no_other(record):
+    run = record(
+        """
+import torch
+from torch import nn
+torch.manual_seed(0)
+class Moody(torch.optim.SGD):
+    mood = iter((False, True, False, True))
+    def step(self, closure=None):
+        if not next(self.mood):
+            raise RuntimeError("out of memory")
+        return super().step(closure)
+first, second = nn.Linear(4, 2), nn.Linear(4, 2)
+a, b = Moody(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)
+for number in range(4):
+    for model, optimizer in ((first, a), (second, b)):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        try:
+            optimizer.step()
+        except RuntimeError:
+            pass
+"""
+    )
+    trace = run.traces[0]
+    assert run.failed is None, run.ranks[0].stderr
+    steps = [(step.optimizer, len(step.parameters), len(step.losses), len(step.seen)) for step in trace.steps]
+    assert steps == [(0, 2, 1, 3), (1, 2, 1, 3), (0, 2, 1, 3), (0, 2, 1, 3), (1, 2, 1, 3), (0, 2, 1, 3)]
+    assert [bool(step.before) for step in trace.steps] == [True, True, False, False, False, False]
+    for step in trace.steps[:2]:
+        assert set(step.before) == set(step.parameters)
+
+
+def test_complex_parameters_are_real_ones_with_one_more_dimension(record):
+    """Also where autograd keeps a gradient as its conjugate."""
+    run = record(
+        """
+import torch
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j]))
+    def forward(self, x):
+        return (self.weight.conj() * x).sum(1)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+net(torch.tensor([[1j, 2, 1]]).conj()).real.sum().backward()
+assert net.weight.grad.is_conj()
+optimizer.step()
+"""
+    )
+    trace = run.traces[0]
+    assert run.failed is None, run.ranks[0].stderr
+    shape, step = trace.parameters["weight"].shape, trace.steps[0]
+    assert shape == (3, 2)
+    assert step.gradients["weight"].samples == (0, -1, 2, 0, 1, 0)
+    assert step.parameters["weight"].samples == (1, 2.5, 2, -1, -0.5, 0.5)
+    found = deviation(step.parameters["weight"], step.before["weight"], shape)
+    assert found.what == "element [2, 0]" and (found.got, found.expected) == (-0.5, 0)
 
 
 def test_sharded_parameters_are_gathered(record):
@@ -289,3 +352,17 @@ def test_what_is_moved_is_moved_by_roundoffs():
     assert 0 < ((z / x.double()) - 1).abs().max() < 6 * 2.0**-53
     assert n.tolist() == [0, 1, 2]
     assert moved.output({"a": None, "b": "text"}) == {"a": None, "b": "text"}
+
+
+@pytest.mark.parametrize("kept_as_its_conjugate", [False, True])
+def test_complex_numbers_are_moved_by_roundoffs(kept_as_its_conjugate):
+    moved = Perturbation(1)
+    x = torch.complex(torch.rand(1000) + 0.5, torch.rand(1000) + 0.5)
+    if kept_as_its_conjugate:
+        x = x.conj()
+    y, before = moved.output(x), x.resolve_conj().clone()
+    moved.gradients([x])
+    for after in (y, x):
+        ratio = (torch.view_as_real(after.resolve_conj()).double() / torch.view_as_real(before).double() - 1).abs()
+        assert 0 < ratio.max() < 6 * 2.0**-24
+        assert 400 < ((after.real > before.real) != (after.imag > before.imag)).sum() < 600  # each part on its own

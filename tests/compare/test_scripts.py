@@ -120,6 +120,23 @@ def test_a_script_that_goes_on_where_an_earlier_run_has_stopped(compare, by_hand
     assert "which an earlier run of this comparison wrote" in outcome.text
 
 
+def test_a_script_that_diverges(compare, by_hand, changed):
+    """What goes wrong after its last numbers cannot be seen, and is not called equal."""
+    script = changed(
+        by_hand,
+        ("lr=0.05", "lr=1e25"),
+        (CLIP, ""),
+        ("    if world > 1:\n        for", "    if world > 1 and start < 16:\n        for"),
+    )
+    outcome = compare(script, code=0)
+    assert "equal: step 1 on 2 ranks trains the same 4 parameters" in outcome.json["headline"]
+    assert outcome.json["headline"].endswith("; after that nothing is a number")
+    assert outcome.json["steps_equal"] == 1
+    assert outcome.json["curves"]["excess"][1:] == outcome.json["curves"]["deviation"][1:] == [None, None]
+    outcome = compare(changed(by_hand, ("y = x", "y = float('nan') * x")), code=2)
+    assert "not comparable: not a number from the first step on" in outcome.json["headline"]
+
+
 def test_no_optimizer(compare):
     outcome = compare("import torch\nprint(torch.ones(3).sum())\n", code=2)
     assert "no optimizer step was seen on one device" in outcome.text
