@@ -132,7 +132,7 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
         said = f"steps 1 to {steps}" if steps > 1 else "step 1"
         end = "; after that nothing is a number"
         remarks.insert(
-            0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: from there on nothing is compared"
+            0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: after that step nothing is compared"
         )
     headline = (
         f"equal: {said} on {len(aligned.ranks)} ranks train{'s' * (said == 'step 1')} the same "
