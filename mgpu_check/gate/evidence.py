@@ -184,6 +184,8 @@ class Evidence:
 
         By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
         """
+        if not self.names:
+            return None
         columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
         got: list[torch.Tensor] = []
         for name in self.names:

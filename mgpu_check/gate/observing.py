@@ -45,6 +45,7 @@ class Observation:
         batch: checksum of the batches.
         rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
         optimizer_steps: how often an optimizer has stepped.
+        optimizers: how many have.
         touched: kinds of which something was changed.
         broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
         normalized: modules that normalize by statistics of the batch.
@@ -60,6 +61,7 @@ class Observation:
     rng: str = ""
     draws: bool = False
     optimizer_steps: int = 0
+    optimizers: int = 0
     touched: set[str] = field(default_factory=set)
     broadcast: set[str] = field(default_factory=set)
     normalized: list[str] = field(default_factory=list)
@@ -281,6 +283,7 @@ class _Watch:
     def take_optimizers(self, modules: Mapping[str, nn.Module]) -> None:
         """Take down what the optimizers hold that have stepped."""
         names = {id(value): name for name, value in self._parameters()}
+        self._seen.optimizers = len(self._optimizers)
         for number, optimizer in enumerate(self._optimizers.values()):
             which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):

@@ -63,7 +63,6 @@ def judge(
     verdict = Verdict()
     first = seen[0]
     left_out = _left_out(expected, first)
-    without = _untouched_by_reference(expected, first)
     returns = any(first.kinds[name] == "returned" for name in first.values)
     names = {**expected.single.kinds, **first.kinds}
     for name, kind in names.items():
@@ -77,7 +76,7 @@ def judge(
             continue
         relations: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
-        relations[PARITY] = None if kind in without else _parity(verdict, expected, seen, name, allowed)
+        relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
         relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
         relations[FINITE] = _finite(expected, seen, name)
         verdict.relations[name] = relations
@@ -86,7 +85,6 @@ def judge(
     if "returned" in kinds:
         _judge_texts(verdict, expected, seen)
     verdict.remarks += sorted({f"not judged: {reason}" for reason in verdict.skipped.values()})
-    verdict.remarks += [f"not compared with one device: {what}" for what in without.values()]
     return verdict
 
 
@@ -118,18 +116,6 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
     if one is None or other is None or one.shape != other.shape:
         return False
     return difference(one, other, allowed) is None
-
-
-def _untouched_by_reference(expected: Expected, first: Observation) -> dict[str, str]:
-    """Kinds of which the reference leaves nothing that could be compared."""
-    if not expected.by_reference:
-        return {}
-    kinds = {"grads": "gradients", "params": "parameters", "optimizer": "the optimizer's state"}
-    return {
-        kind: f"{what}, which the reference leaves as they were"
-        for kind, what in kinds.items()
-        if (kind if kind != "optimizer" else "params") in first.touched - expected.single.touched
-    }
 
 
 def _judge_texts(verdict: Verdict, expected: Expected, seen: Sequence[Observation]) -> None:
@@ -179,6 +165,12 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
             out["optimizer"] = f"the optimizer's state; {why}"
     elif expected.by_reference and _returns_gradients(expected.single):
         out["grads"] = "gradients; the reference returns those that are to be compared"
+    if expected.by_reference:
+        for kind, what in (("grads", "gradients"), ("params", "parameters")):
+            if kind in first.touched - expected.single.touched:
+                out.setdefault(kind, f"{what}; the reference leaves them as they were")
+        if first.optimizers != expected.single.optimizers:
+            out.setdefault("optimizer", "the optimizers' state; the reference has another number of optimizers")
     return out
 
 
@@ -199,8 +191,10 @@ def _account(first: Observation) -> dict[str, torch.Tensor]:
     Tensors under the names of parameters, or one tensor that is all of them, one after the other.
     """
     parameters = {name: value for name, value in first.values.items() if first.kinds[name] == "params"}
-    returned = {
-        name.removeprefix("returned "): value for name, value in first.values.items() if first.kinds[name] == "returned"
+    returned = {  # of several steps the last
+        name.removeprefix("returned ").partition(", step ")[0]: value
+        for name, value in first.values.items()
+        if first.kinds[name] == "returned"
     }
     named = {name: returned[name] for name in parameters if name in returned}
     if named:

@@ -224,7 +224,7 @@ def _generator(seed: int) -> torch.Generator:
 
 def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
     """The floating-point tensors of a batch, each element some roundoffs larger or smaller."""
-    with Perturbed(spread, generator, _ROUNDOFF):
+    with Perturbed(spread, generator, _ROUNDOFF, counts=True):
         return with_tensors(
             batch,
             [leaf.clone() if leaf.is_floating_point() or leaf.is_complex() else leaf for leaf in tensors_of(batch)],
@@ -233,7 +233,7 @@ def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
 
 @contextlib.contextmanager
 def _perturbed(model: Any, spread: float, generator: torch.Generator, coherent: bool) -> Iterator[None]:
-    with Perturbed(spread, generator, _ROUNDOFF, coherent=coherent), DrawsOfFloat32():
+    with Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent), DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():
                 for parameter in module.parameters():

@@ -34,19 +34,28 @@ class Perturbed(TorchDispatchMode):
     """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its own.
 
     u is the unit roundoff of the dtype of the result; that of `stands_for` where it is float64, in which a narrower dtype
-    is computed more exactly. Whole numbers that are small for the dtype, counts for instance, stay as they are, because
-    they are exact. On the CPU, and on simulated and real devices.
+    is computed more exactly. On the CPU, and on simulated and real devices.
 
     Args:
         spread: in unit roundoffs; with the other sign, and the generator in the same state, in the other direction.
         generator: of the signs, on the CPU.
         stands_for: unit roundoff of the dtype that float64 stands for.
+        counts: leave whole numbers alone that are small for float32: as counts they are exact.
         coherent: all signs are the same: where few operators round coarsely, random ones may well cancel.
     """
 
-    def __init__(self, spread: float, generator: torch.Generator, stands_for: float, *, coherent: bool = False) -> None:
+    def __init__(
+        self,
+        spread: float,
+        generator: torch.Generator,
+        stands_for: float,
+        *,
+        counts: bool = False,
+        coherent: bool = False,
+    ) -> None:
         super().__init__()
-        self.spread, self.generator, self.stands_for, self.coherent = spread, generator, stands_for, coherent
+        self.spread, self.generator, self.stands_for = spread, generator, stands_for
+        self.counts, self.coherent = counts, coherent
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,8 +82,10 @@ class Perturbed(TorchDispatchMode):
                 least = 1 if self.coherent else 0
                 sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
                 factor = (1 - size + 2 * size * sign).to(tensor.device)
-                whole = (tensor == tensor.round()) & (tensor.abs() <= 0.25 / roundoff)
-                tensor.mul_(torch.where(whole, 1, factor))
+                if self.counts and tensor.element_size() > 2:
+                    whole = (tensor == tensor.round()) & (tensor.abs() <= 0.25 / roundoff)
+                    factor = torch.where(whole, 1, factor)
+                tensor.mul_(factor)
         return result
 
 

@@ -386,7 +386,7 @@ def test_wrong(ranks, options, message):
 def test_a_step_that_fails_on_one_device(ranks):
     def step(model, batch, rank):
         raise KeyError("labels")
-    with pytest.raises(ValueError, match="step fails on one device for every batch that was tried.*KeyError: 'labels'"):
+    with pytest.raises(ValueError, match="step fails on one device: .*KeyError: 'labels'; and so for every"):
         assert_step_scales(ranks, step, build=build, batch=batch)
 
 def test_a_granted_tolerance(ranks):
@@ -421,7 +421,7 @@ def test_what_is_no_reference(run, pytester):
 def test_not_a_number_on_one_device(ranks):
     def step(model, batch, rank):
         return {"mean": batch[0][:0].mean()}
-    with pytest.raises(ValueError, match="returned mean is not a number on one device.*for every batch"):
+    with pytest.raises(ValueError, match="not a number on one device .returned mean, .*and so for every batch"):
         assert_step_scales(ranks, step, build=build, batch=batch)
 
 def test_random_numbers_that_do_not_repeat(ranks):

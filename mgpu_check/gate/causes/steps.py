@@ -112,6 +112,8 @@ def _is_off(stages: Sequence[Values], right: Values, allowed: Values, names: Seq
 
 def _one_factor(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float | None:
     """The factor by which all of the first are off from all of the second; None where there is none."""
+    if not pairs:
+        return None
     got = torch.cat([one.double().flatten() for one, _ in pairs])
     right = torch.cat([other.double().flatten() for _, other in pairs])
     if int((right != 0).sum()) < 2:
