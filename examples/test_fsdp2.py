@@ -32,4 +32,4 @@ class BrokenStep(Step):
 def test_the_broken_twin_is_refuted(ranks, refuted):
     with pytest.raises(ScalingMismatch) as mismatch:
         assert_step_scales(ranks, BrokenStep, build=build, batch=make_data, sizes="divisible", max_examples=9)
-    assert refuted("fsdp2", mismatch.value) == "gradients-not-synchronized"
+    assert refuted("fsdp2", mismatch.value) == "wrong-process-group"
