@@ -164,7 +164,7 @@ class _Watch:
             "name": self._name_of(value),
         }
         if value.numel() == 1:
-            said["value"] = float(value.detach())
+            said["value"] = float(_real(value.detach()).sum())
         return said
 
     def _name_of(self, value: torch.Tensor) -> str:
@@ -224,7 +224,11 @@ def _backward(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
     said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
     # By what ranks can tell whether they hold the same parameters; of a DTensor each holds its own part.
     whole = [(name, value.detach()) for name, value in watch.parameters() if not hasattr(value, "full_tensor")]
-    return said | {"parameters": {name: float(value.double().sum()) for name, value in whole}}
+    return said | {"parameters": {name: float(_real(value).double().sum()) for name, value in whole}}
+
+
+def _real(value: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
 
 
 def _sampler(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
