@@ -57,9 +57,9 @@ def false_alarms(ranks: Any, names: list[str], steps: int, seed: int) -> dict[st
         for name in names:
             one = trials[name]
             scenario = drawn(PROGRAMS[name], generator)
-            before = one.completed
+            before = one.completed.total()
             failed = one.run(scenario)
-            if one.completed > before or failed is not None:
+            if one.completed.total() > before or failed is not None:
                 judged[name] += scenario.steps * scenario.world_size
             if failed is not None:
                 alarms.append({"program": name, "scenario": repr(failed.scenario), "what": _what(failed)})
