@@ -62,6 +62,9 @@ def _writable(text: str) -> Path:
     return path
 
 
+_TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--html", "--json")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mgpu-check compare",
@@ -95,20 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the script with its arguments: after ``--``, or from ``-m`` or the first name on."""
-    takes_a_word = ("--gpus", "--steps", "--timeout", "--html", "--json")
-    position = 0
-    while position < len(argv):
-        word = argv[position]
-        if word == "--":
-            return list(argv[:position]), list(argv[position + 1 :])
-        if word == "-m" or not word.startswith("-"):
-            break
-        position += 2 if word in takes_a_word else 1
-    return list(argv[:position]), list(argv[position:])
-
-
 def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Of the run on one device, and of the ranks."""
     if backing is not None:
@@ -129,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     """Compare what the script of `argv` does on one device and on ranks; the exit code, see ``--help``."""
     parser = _parser()
     try:
-        own, program = _split(argv)
+        own, program = simulate.split_program(argv, _TAKE_A_WORD)
         given = parser.parse_args(own)
         command = simulate.program_command(program, parser)
     except SystemExit as stop:

@@ -64,8 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the program with its arguments: it starts after ``--``, or at ``-m`` or the first name."""
+def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own options, and the program with its arguments: it starts after ``--``, or at ``-m`` or the first name.
+
+    Args:
+        takes_a_word: the options of ours whose value may be the next word.
+    """
     position = 0
     while position < len(argv):
         word = argv[position]
@@ -73,7 +77,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             return list(argv[:position]), list(argv[position + 1 :])
         if word == "-m" or not word.startswith("-"):
             break
-        position += 2 if word in ("--gpus", "--backing") else 1
+        position += 2 if word in takes_a_word else 1
     return list(argv[:position]), list(argv[position:])
 
 
@@ -116,7 +120,7 @@ def main(argv: list[str]) -> int:
     """Run the program named by ``argv``; returns its exit code (128 + N where signal N ended it), 2 on wrong usage."""
     parser = _parser()
     try:
-        own, program = _split(argv)
+        own, program = split_program(argv, ("--gpus", "--backing"))
         given = parser.parse_args(own)
         command = program_command(program, parser)
     except SystemExit as stop:

@@ -51,6 +51,11 @@ class Event:
     site: str
     details: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """What is known of each tensor that a collective was given, one by one and in lists."""
+        return [*self.details.get("tensors", []), *self.details.get("list", [])]
+
 
 @dataclass
 class Trace:

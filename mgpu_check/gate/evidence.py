@@ -71,6 +71,11 @@ class Evidence:
         return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
 
     @property
+    def broken(self) -> list[str]:
+        """Names of what is wrong by not being finite where it is on one device."""
+        return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
+
+    @property
     def account(self) -> bool:
         """Whether what the step returns stands for gradients or parameters."""
         return any(self.kinds.get(name) in ("grads", "params") for name in self.verdict.skipped)

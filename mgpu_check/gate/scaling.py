@@ -60,8 +60,8 @@ def assert_step_scales(
         step: ``step(model, batch, rank) -> mapping of named tensors or numbers, or None``: the parallel step, called on
             every rank with the global batch, of which it takes its part. `model` and `batch` are on the CPU, as they are
             built; the step moves them to ``rank.device``, or stays on the CPU. What it returns must be the same on all
-            ranks. Where it returns as many numbers as there are parameters, these stand for the gradients that it
-            leaves. A class is called with (model, rank) first, and keeps what must outlive one step: an optimizer, the
+            ranks. What it returns under the names of parameters, or as one flat tensor of all, stands for the gradients
+            that it leaves. A class is called with (model, rank) first, and keeps what must outlive one step: an optimizer, the
             wrapped model.
         build: ``build() -> nn.Module``, or a tuple or mapping of them; called on every rank under the same seed.
         batch: ``batch(n)``: a global batch of n samples, called on every rank under the same seed: tensors in any
@@ -177,7 +177,7 @@ def _check_arguments(
 def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
     """The smallest failure that Hypothesis finds among some scenarios; None where all are right, or there are none."""
     found: list[Trial] = []
-    budget = [examples, _MOST_SHRINKS]
+    left = _MOST_SHRINKS
 
     @hypothesis.settings(
         max_examples=examples,
@@ -191,16 +191,17 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
     )
     @hypothesis.given(scenarios)
     def try_one(scenario: Scenario) -> None:
+        nonlocal left
         if found:
-            budget[1] -= 1
-            if budget[1] < 0 and not trials.knows(scenario):
+            left -= 1
+            if left < 0 and not trials.knows(scenario):
                 return
         try:
             trial = trials.run(scenario)
         except RankHang:
             if not found:
                 raise
-            budget[1] = 0  # each would take the whole deadline
+            left = 0  # each would take the whole deadline
             return
         if trial is not None:
             found.append(trial)

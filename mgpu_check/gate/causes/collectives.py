@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from mgpu_check.gate.events import Event
 from mgpu_check.gate.evidence import Evidence
@@ -30,10 +29,6 @@ def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     yield from _other_operation(evidence)
 
 
-def _tensors(event: Event) -> list[dict[str, Any]]:
-    return [*event.details.get("tensors", []), *event.details.get("list", [])]
-
-
 def _of_one(rank: int, event: Event) -> Iterator[tuple[float, Finding]]:
     where = f"{event.name} ({event.site})"
     if event.details.get("asynchronous") and not event.details.get("waited"):
@@ -43,7 +38,7 @@ def _of_one(rank: int, event: Event) -> Iterator[tuple[float, Finding]]:
     if event.details.get("aliased"):
         count = len(event.details["list"])
         yield 94, Finding("aliased-gather-list", f"the {count} tensors of the list given to {where} share memory")
-    for tensor in _tensors(event):
+    for tensor in event.tensors:
         if tensor["gaps"]:
             of = tensor["name"] or f"{tensor['dtype']}{list(tensor['shape'])}"
             yield 93, Finding("strided-view", f"{where} was given a view with gaps in memory, of {of}")
@@ -138,9 +133,9 @@ def _sizes(sizes: set[int]) -> str:
 
 
 def _overflow(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    broken = [name for name in evidence.wrong() if evidence.verdict.relations[name].get("finite") is False]
+    broken = evidence.broken
     for _, event in evidence.events("collective") if broken else ():
-        narrow = [tensor["dtype"] for tensor in _tensors(event) if tensor["dtype"] in ("float16", "bfloat16")]
+        narrow = [tensor["dtype"] for tensor in event.tensors if tensor["dtype"] in ("float16", "bfloat16")]
         if narrow and event.details.get("op", "sum") == "sum":
             yield (
                 90,
@@ -188,7 +183,7 @@ def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     sizes = {tuple(evidence.expected.exact[name].shape) for name in own}
     total = sum(evidence.expected.exact[name].numel() for name in own)
     for event in evidence.traces[0].of("collective"):
-        for tensor in _tensors(event) if event.name == "all_reduce" else ():
+        for tensor in event.tensors if event.name == "all_reduce" else ():
             bare = [name.removeprefix("returned ").removeprefix("gradient of ") for name in own]
             if any(name in tensor["name"] for name in bare) or not tensor["shape"]:
                 continue
@@ -219,7 +214,7 @@ def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     for _, event in evidence.events("collective"):
         if event.name == "sync_params_and_buffers":
             continue
-        if any(tensor.get("differentiable") and not tensor["name"] for tensor in _tensors(event)):
+        if any(tensor.get("differentiable") and not tensor["name"] for tensor in event.tensors):
             yield (
                 73,
                 Finding(
@@ -232,7 +227,7 @@ def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _late(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """Not finite, as the simulated node makes what is read before the wait."""
-    broken = [name for name in evidence.wrong() if evidence.verdict.relations[name].get("finite") is False]
+    broken = evidence.broken
     waited = [event for _, event in evidence.events("collective") if event.details.get("asynchronous")]
     unsteady = [name for name, relations in evidence.verdict.relations.items() if relations.get("repeats") is False]
     if waited and (broken or unsteady):

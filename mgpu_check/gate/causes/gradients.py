@@ -40,9 +40,8 @@ def _clipped(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         elif event.kind in ("backward", "step"):
             clip = None
         elif event.kind == "collective" and clip is not None and evidence.gradient_like:
-            tensors = [*event.details.get("tensors", []), *event.details.get("list", [])]
-            large = any(len(tensor["shape"]) and "value" not in tensor for tensor in tensors)
-            on_gradient = any(tensor["name"].startswith("gradient of") for tensor in tensors)
+            large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
+            on_gradient = any(tensor["name"].startswith("gradient of") for tensor in event.tensors)
             if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
                 yield (
                     84,
