@@ -92,14 +92,18 @@ def arm(rank: Any, name: str, pipe: str) -> int:
     if rank.index in what.culprits:
         told = os.open(f"{pipe}{rank.index}", os.O_WRONLY)
 
+        begun = threading.Event()
+
         def now(*_: object) -> None:
-            signal.signal(signal.SIGUSR1, before)
+            if begun.is_set():
+                return  # it was sent again before this process could say that it had come
+            begun.set()
             os.write(told, b"1")
             what.act()
             os.write(told, b"2")
             os.close(told)
 
-        before = signal.signal(signal.SIGUSR1, now)
+        signal.signal(signal.SIGUSR1, now)
     dist.all_reduce(torch.ones(2))  # place: arming
     return os.getpid()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -17,6 +18,12 @@ IN_A_CALL = (
     "gathers-another-shape",
     "huge-result",
 )
+_AGAIN = 0.1  # seconds
+
+
+def _strike(process: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGUSR1)
 
 
 class Armed:
@@ -33,14 +40,18 @@ class Armed:
     def go(self) -> None:
         """Returns when it is over, or has begun and is never over, or the rank is dead."""
         ends = [os.pidfd_open(pid) for pid in self.pids]
-        for pid in self.pids:
-            os.kill(pid, signal.SIGUSR1)
+        for end in ends:
+            _strike(end)
         for told, end in zip(self.told, ends, strict=True):
             said, files = b"", [told, end]
             while not (said and self.fault.kind == "hang"):
-                ready, _, _ = select.select(files, [], [])
+                ready, _, _ = select.select(files, [], [], None if said else _AGAIN)
                 if end in ready:
                     break
+                if not ready:
+                    # Python runs no handler of a signal that comes just before a system call blocks, until that returns.
+                    _strike(end)
+                    continue
                 data = os.read(told, 2)
                 said += data
                 if not data and b"2" in said:
