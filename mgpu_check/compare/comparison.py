@@ -5,14 +5,15 @@ One after the other because a script may write files, and because two that share
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.processes import Run, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused
 from mgpu_check.grouping import named
+from mgpu_check.ranks.process import describe_exit
 
 __all__ = ["Comparison", "Plan", "compare"]
 
@@ -61,7 +62,9 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
         tell: called with a line about each run when it has ended.
     """
     made = Comparison(plan)
-    made.verdict = _verdict(made, tell)
+    verdict = _verdict(made, tell)
+    remarks = [*verdict.report.remarks, *_crashes_at_exit(made.runs)]
+    made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return made
 
 
@@ -108,6 +111,17 @@ def _run(made: Comparison, tell: Callable[[str], None], label: str, world: int, 
     number = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     tell(f"{label}: {number} optimizer steps, {done.seconds:.1f} s")
     return done
+
+
+def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
+    for one in runs:
+        crashed = [ended for ended in one.ranks if ended.crashed_at_exit]
+        if crashed:
+            yield (
+                f"{named([ended.rank for ended in crashed])} of the run “{one.label}” ended with "
+                f"{describe_exit(crashed[0].exit_code)} when the script was over, which torchrun takes for a failure: do call "
+                "torch.distributed.destroy_process_group() at the script's end"
+            )
 
 
 def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:

@@ -48,7 +48,8 @@ class Ended:
     Attributes:
         exit_code: as in `subprocess`; None where we have ended it.
         how: "finished"; "stopped" at the last step that was asked for; "failed", with an exit code of its own; "killed",
-            because another rank had failed; "hung".
+            because another rank had failed; "hung". A signal that ends the interpreter after the script has come to its
+            end is no failure of the script.
         stderr: the last lines of it.
         place: where it was when it hung.
     """
@@ -63,6 +64,11 @@ class Ended:
     @property
     def steps(self) -> int:
         return len(self.trace.steps) if self.trace else 0
+
+    @property
+    def crashed_at_exit(self) -> bool:
+        """Whether a signal has ended it after the end of the script."""
+        return self.how == "finished" and bool(self.exit_code)
 
     def __str__(self) -> str:
         reached = f"after step {self.steps}" if self.steps else "before its first optimizer step"
@@ -117,9 +123,15 @@ class _Process:
     def size(self) -> int:
         return os.fstat(self.trace.fileno()).st_size
 
-    def stopped(self) -> bool:
+    def said(self, event: str) -> bool:
+        """Whether that is among the last events of its trace."""
         size = self.size()
-        return b'\n{"event":"stopped"' in os.pread(self.trace.fileno(), 200, max(0, size - 200))
+        return f'\n{{"event":"{event}"'.encode() in os.pread(self.trace.fileno(), 200, max(0, size - 200))
+
+    def failed(self) -> bool:
+        code = self.process.poll()
+        # Interpreters that end with a process group may abort: torch's threads and destructors race.
+        return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
     def ask_for_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -143,7 +155,7 @@ class _Process:
         stopped = trace is not None and bool(trace.of("stopped"))
         code = None if self.killed else self.process.returncode
         if code is not None:
-            how = "failed" if code else "finished"
+            how = "failed" if self.failed() else "finished"
         else:
             how = "stopped" if stopped else "hung" if hung else "killed"
         lines = _content(self.stderr, _TAIL).decode(errors="replace").strip().splitlines()
@@ -250,10 +262,10 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
         now = time.monotonic()
         codes = [process.process.poll() for process in processes]
         if failed is None:
-            wrong = [process.rank for process, code in zip(processes, codes, strict=True) if code]
+            wrong = [process.rank for process in processes if process.failed()]
             if wrong:
                 failed = wrong[0], now
-        open_ = [p for p, code in zip(processes, codes, strict=True) if code is None and not p.stopped()]
+        open_ = [p for p, code in zip(processes, codes, strict=True) if code is None and not p.said("stopped")]
         if not open_ or (failed is not None and now > failed[1] + _GRACE):
             return (failed[0] if failed else None), False
         if (grown := [process.size() for process in processes]) != sizes:

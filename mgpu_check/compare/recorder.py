@@ -5,7 +5,9 @@ What is recorded is what the script's own calls show: see `docs/compare.md`.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +45,7 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
     torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
     witnesses.install(recorder.note, world, recorder.scaled_step)
+    atexit.register(recorder.at_exit)
 
 
 class Recorder:
@@ -66,6 +69,11 @@ class Recorder:
 
     def note(self, event: str, **what: object) -> None:
         self.writer.write(event, after=self.done, **what)
+
+    def at_exit(self) -> None:
+        """The script has come to its end; what the interpreter does from now on is no part of it."""
+        if getattr(sys, "last_value", None) is None:  # of an exception that nothing has caught
+            self.note("ended")
 
     # modules
 

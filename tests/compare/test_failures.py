@@ -29,6 +29,19 @@ def test_a_rank_that_is_killed(compare, by_hand, changed):
     assert "rank 1 ended with signal SIGSEGV before its first optimizer step" in outcome.text
 
 
+def test_a_rank_that_is_killed_when_the_script_is_over(compare, by_hand):
+    """As interpreters are that end with a process group, now and then."""
+    dies = "import atexit, os, signal\nif os.environ['RANK'] == '1': atexit.register(os.kill, os.getpid(), signal.SIGABRT)\n"
+    outcome = compare(dies + by_hand, code=0)
+    assert outcome.json["headline"].startswith("equal: 3 steps on 2 ranks")
+    assert "rank 1 of the run “2 ranks” ended with signal SIGABRT when the script was over" in outcome.text
+    ends = [(rank["end"], rank["exit_code"]) for rank in outcome.json["runs"][1]["ranks"]]
+    assert ends == [("finished", 0), ("finished", -signal.SIGABRT)]
+    fails = "\nif rank == 1: raise RuntimeError('out of paper')\n"
+    outcome = compare(dies + by_hand + fails, code=1)
+    assert "on 2 ranks the script failed: rank 1 ended with signal SIGABRT after step 3" in outcome.text
+
+
 def test_a_script_that_raises_on_one_device(compare):
     outcome = compare("import torch\nraise SystemExit('not today')\n", code=2)
     assert "not comparable: on one device the script failed: rank 0 ended with exit code 1" in outcome.text

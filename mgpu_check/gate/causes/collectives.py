@@ -117,7 +117,15 @@ def _parted_by_group(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(evidence.seen)) for name in split]
     groups = [ranks for _, ranks in parts[0]]
     sizes = {len(ranks) for ranks in groups}
-    if len(sizes) == 1 and 1 < min(sizes) < evidence.size and all([r for _, r in part] == groups for part in parts):
+    same = all([ranks for _, ranks in part] == groups for part in parts)
+    # A metric of few values is the same on some ranks by chance; not on the same ones in other cases.
+    always = all(
+        len({other.seen[rank].digests.get(name) for rank in ranks}) == 1
+        for other in evidence.further
+        for name in split
+        for ranks in groups
+    )
+    if len(sizes) == 1 and 1 < min(sizes) < evidence.size and same and always:
         yield (
             81,
             Finding(
