@@ -26,6 +26,7 @@ LEVELS = [
     {"checks"},
     {"gate"},
     {"compare"},
+    {"startup"},
     {"faults"},
     {"beyond", "leasing", "shortage"},
     {"in_rank", "shipping", "session", "report"},

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mgpu_check.errors import AllreduceMismatch
-from mgpu_check.grouping import grouped
+from mgpu_check.grouping import grouped, named
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.reduction import reduced
@@ -60,8 +60,8 @@ def assert_allreduce_matches(
     wrong = sorted(rank for _, ranks in found for rank in ranks)
     first = should.parts[0]
     kind = f"{operation} of {count} x {tuple(first.shape)} {str(first.dtype).removeprefix('torch.')}"
-    head = f"{what}: {kind} is wrong on {_ranks(wrong)}" + (f" (of {len(held)})" if len(held) > 1 else "")
-    lines = [f"  {_ranks(ranks)}: {text}" for text, ranks in found[:4]]
+    head = f"{what}: {kind} is wrong on {named(wrong)}" + (f" (of {len(held)})" if len(held) > 1 else "")
+    lines = [f"  {named(ranks)}: {text}" for text, ranks in found[:4]]
     raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong)
 
 
@@ -82,7 +82,3 @@ def _judge(
         return ""
     looks = diagnose(result, value, tolerance, parts=parts, rank=rank, constants={"world size": count})
     return "; ".join([str(wrong), *looks])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

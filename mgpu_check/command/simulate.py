@@ -1,6 +1,6 @@
 """``mgpu-check simulate --gpus=4 -- script.py --args``: run a program as if this machine had four GPUs.
 
-The program runs in a Python of its own, in which ``sitecustomize`` (see :mod:`mgpu_check.command.bootstrap`) enters the
+The program runs in a Python of its own, in which ``sitecustomize`` (see :mod:`mgpu_check.startup`) enters the
 simulated node when torch is first imported; the processes that it starts inherit that by the environment. Whatever is
 printed or computed inside says nothing about hardware.
 """
@@ -101,18 +101,14 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser) -> 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
     """This process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
-    import mgpu_check
-
-    bootstrap = Path(__file__).parent / "bootstrap"
-    package = Path(mgpu_check.__file__).parent.parent
+    startup = str(Path(__file__).parents[1] / "startup")
     made = dict(os.environ)
     if backing == "cpu":
         # It says which real devices may be used, often none. What the program itself sets for its children holds.
         made.pop("CUDA_VISIBLE_DEVICES", None)
-    inherited = [p for p in made.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(bootstrap)]
-    made["PYTHONPATH"] = os.pathsep.join([str(bootstrap), *inherited])
+    inherited = [p for p in made.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
+    made["PYTHONPATH"] = os.pathsep.join([startup, *inherited])
     made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
-    made["_MGPU_CHECK_HOME"] = str(package)
     return made
 
 

@@ -38,7 +38,7 @@ _GRACE = 5.0  # for the others, when one has failed: they may have more to say t
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
 _HERE = Path(__file__).parent
-_BOOTSTRAP = _HERE / "bootstrap"
+_STARTUP = str(_HERE.parent / "startup")
 
 
 @dataclass
@@ -186,9 +186,7 @@ def run(
         steps, moved: see `mgpu_check.compare.recorder.install`.
     """
     began = time.monotonic()
-    root = Path(__file__).parents[2]
     told: dict[str, object] = {
-        "home": str(root),
         "runner": os.getpid(),
         "signal": int(STACKS_SIGNAL),
         "steps": steps,
@@ -231,8 +229,8 @@ def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
 def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
     """The environment of a rank: as torchrun sets it on one machine."""
     made = {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
-    inherited = [part for part in made.get("PYTHONPATH", "").split(os.pathsep) if part]
-    made["PYTHONPATH"] = os.pathsep.join([str(_BOOTSTRAP), *inherited])
+    inherited = [part for part in made.get("PYTHONPATH", "").split(os.pathsep) if part and part != _STARTUP]
+    made["PYTHONPATH"] = os.pathsep.join([_STARTUP, *inherited])
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
         made[name] = str(rank)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):

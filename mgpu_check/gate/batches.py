@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
-import hashlib
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,6 @@ import torch
 
 __all__ = [
     "changed",
-    "digest_of",
     "has_padding",
     "make_batches",
     "samples_in",
@@ -27,8 +24,6 @@ __all__ = [
 
 _IGNORED = -100
 """What torch's losses take for "no label" unless told otherwise."""
-
-_NOTHING = ctypes.c_char()
 
 
 def seed_everything(seed: int) -> None:
@@ -145,17 +140,6 @@ def _is_mask(leaf: torch.Tensor) -> bool:
         return True
     binary = bool(((leaf == 0) | (leaf == 1)).all())
     return binary and leaf.shape[-1] > 2 and bool((leaf == 1).any())
-
-
-def digest_of(tensor: torch.Tensor) -> str:
-    """A checksum of dtype, shape and bits."""
-    here = tensor.detach().cpu().contiguous()
-    memory = (ctypes.c_char * (here.numel() * here.element_size())).from_address(
-        here.data_ptr() or ctypes.addressof(_NOTHING)
-    )
-    checksum = hashlib.blake2b(memory, digest_size=12)
-    checksum.update(f"{here.dtype}{tuple(here.shape)}".encode())
-    return checksum.hexdigest()
 
 
 def wider(value: Any) -> Any:

@@ -18,9 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.gate.batches import digest_of, make_batches, seed_everything, tensors_of, wider
+from mgpu_check.gate.batches import make_batches, seed_everything, tensors_of, wider
 from mgpu_check.gate.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gate.scenario import Scenario
+from mgpu_check.numerics.memory import digest_of
 from mgpu_check.ranks import Rank
 
 __all__ = ["KINDS", "Observation", "observe", "plain_copy"]

@@ -16,7 +16,8 @@ import torch
 from mgpu_check.gate.batches import seed_everything
 from mgpu_check.gate.flattening import Opaque, flattened
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.compare import difference, plain
+from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.memory import digest_of
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.ranks.rank import Rank
 
@@ -113,18 +114,19 @@ def load(directory: Path, rank: Rank) -> dict[str, Any]:
 
 def _generators(rank: Rank) -> dict[str, str]:
     """A digest of each generator that code draws from without being told to."""
-    states: dict[str, bytes] = {
-        "torch (CPU)": plain(torch.get_rng_state()).numpy().tobytes(),
-        "Python": repr(random.getstate()).encode(),
-    }
+    states = {"torch (CPU)": digest_of(torch.get_rng_state()), "Python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available():
-        states["torch (device)"] = plain(torch.cuda.get_rng_state(rank.device)).numpy().tobytes()
+        states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        states["NumPy"] = repr(
-            [part if not hasattr(part, "tolist") else part.tolist() for part in numpy.random.get_state()]
-        ).encode()
-    return {name: hashlib.blake2b(state, digest_size=16).hexdigest() for name, state in states.items()}
+        states["NumPy"] = _digest(
+            repr([part if not hasattr(part, "tolist") else part.tolist() for part in numpy.random.get_state()])
+        )
+    return states
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def compare(
@@ -167,10 +169,7 @@ def digest_of_value(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, torch.Tensor):
-        tensor = plain(value)
-        real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-        data = real.reshape(-1).view(torch.uint8).numpy().tobytes() if real.numel() else b""
-        return hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + data, digest_size=16).hexdigest()
+        return digest_of(value)
     return f"{type(value).__name__} {value!r}"
 
 

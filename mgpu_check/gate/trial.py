@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gate.batches import digest_of, tensors_of
+from mgpu_check.gate.batches import tensors_of
 from mgpu_check.gate.measuring import Expected, largest_factor, measure
 from mgpu_check.gate.observing import Observation
 from mgpu_check.gate.program import Program, Unusable, is_class, wants_world_size
@@ -15,6 +15,7 @@ from mgpu_check.gate.relations import Verdict, judge, repeats
 from mgpu_check.gate.running import run_step
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.gate.worlds import World
+from mgpu_check.numerics.memory import digest_of
 
 __all__ = ["Trial", "Trials"]
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from mgpu_check.gate.coverage import Epoch, Visits
 from mgpu_check.numerics.compare import plain
+from mgpu_check.numerics.memory import bytes_of
 from mgpu_check.ranks.rank import Rank
 
 __all__ = ["Key", "MakeLoader", "visit"]
@@ -183,7 +184,7 @@ def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
         raise _Misuse("a batch holds a sparse tensor; pass key=, a function from a batch to the ids of its samples")
     count = len(tensor)
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    data = real.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if real.numel() else b""
+    data = bytes_of(real)
     width = len(data) // count if count else 0
     # Of the same bytes, those of another dtype or shape are another sample.
     kind = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()

@@ -43,7 +43,7 @@ class Difference:
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The values of `tensor` as a contiguous tensor on the CPU, without autograd history."""
-    return tensor.detach().cpu().contiguous()
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def show(value: float | int, dtype: torch.dtype) -> str:

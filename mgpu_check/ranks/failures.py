@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
-from mgpu_check.grouping import grouped, intervals
+from mgpu_check.grouping import grouped, intervals, named
 from mgpu_check.ranks import transport
 from mgpu_check.ranks.protocol import Failure
 from mgpu_check.ranks.record import Entered, Record, parting
@@ -88,10 +88,8 @@ class Who:
 
     def __call__(self, ranks: Iterable[int]) -> str:
         """ "rank 2", "ranks 0-2, 5", "the node process"."""
-        indices = sorted(ranks)
-        if indices == [NODE]:
-            return "the node process"
-        return f"{'rank' if len(indices) == 1 else 'ranks'} {intervals(indices)}"
+        indices = list(ranks)
+        return "the node process" if indices == [NODE] else named(indices)
 
     def full(self, ranks: Iterable[int]) -> str:
         """ "rank 2 of 4", with the hosts where there are several: "ranks 1, 5 of 8 (1 on alpha, 5 on beta)"."""

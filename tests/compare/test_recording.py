@@ -44,7 +44,7 @@ def test_a_script_finds_what_torchrun_would_give_it(record):
 import os, sys
 assert __name__ == "__main__" and sys.argv == ["train.py"], sys.argv
 assert "torch" not in sys.modules and not any("mgpu_check" in name for name in sys.modules)
-assert "_MGPU_CHECK_COMPARE" not in os.environ and "bootstrap" not in os.environ.get("PYTHONPATH", "")
+assert "_MGPU_CHECK_COMPARE" not in os.environ and "startup" not in os.environ.get("PYTHONPATH", "")
 import torch, torch.distributed as dist
 assert torch.randint(10**9, (1,), generator=torch.Generator().manual_seed(5)).item() and torch.initial_seed()
 assert dist.is_torchelastic_launched()

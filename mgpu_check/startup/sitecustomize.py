@@ -1,0 +1,135 @@
+"""First on the path of every Python that ``mgpu-check simulate`` and ``mgpu-check compare`` start.
+
+Once torch is imported, it simulates GPUs where `_MGPU_CHECK_SIMULATE` is set, and records what is trained where
+`_MGPU_CHECK_COMPARE` is. It imports nothing of ours until then, and hands on to the ``sitecustomize`` that it stands
+before. What the program starts is simulated, too, but not recorded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import functools
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import sys
+
+TYPE_CHECKING = False  # importing typing would slow down every Python that is started
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import ModuleType
+    from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_HOME = os.path.dirname(os.path.dirname(_HERE))
+
+
+class _OurPackage:
+    """Where it can be imported from, also by a Python that does not have it installed."""
+
+    def __enter__(self) -> None:
+        self.added = _HOME not in sys.path
+        if self.added:
+            sys.path.append(_HOME)
+
+    def __exit__(self, *_: object) -> None:
+        if self.added:
+            sys.path.remove(_HOME)
+
+
+def _simulate(count: int, backing: str) -> None:
+    with _OurPackage():
+        from mgpu_check.node.simulated import simulated_node
+    node = simulated_node(count, backing)
+    node.__enter__()
+    atexit.register(node.__exit__, None, None, None)
+
+
+def _record(settings: dict[str, Any]) -> None:
+    with _OurPackage():
+        from mgpu_check.compare.recorder import install
+    install(settings["trace"], settings["steps"], settings["moved"])
+
+
+class _AfterTorch:
+    """Finds torch like the finders behind it, and has its loader call `then` when the import is done."""
+
+    def __init__(self, then: Sequence[Callable[[], None]]) -> None:
+        self.then = then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for act in self.then:
+                act()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # of this loader alone
+        return spec
+
+
+def _prepare_recording(settings: dict[str, Any]) -> None:
+    """Have this process end with the one that records, and say where it is when that asks."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != settings["runner"]:
+        os._exit(1)
+    for name in ("trace", "stacks"):
+        os.set_inheritable(settings[name], False)
+    faulthandler.register(settings["signal"], file=settings["stacks"], all_threads=True, chain=False)
+
+
+def _leave_environment() -> None:
+    """Be found by no Python that the program starts."""
+    kept = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != _HERE]
+    if kept:
+        os.environ["PYTHONPATH"] = os.pathsep.join(kept)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+
+
+def _chain() -> None:
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _main() -> None:
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]
+    then: list[Callable[[], None]] = []
+    simulated = os.environ.get("_MGPU_CHECK_SIMULATE")
+    if simulated:
+        count, _, backing = simulated.partition(",")
+        then.append(functools.partial(_simulate, int(count), backing))
+    else:
+        _leave_environment()
+    told = os.environ.pop("_MGPU_CHECK_COMPARE", None)
+    if told is not None:
+        settings = json.loads(told)
+        _prepare_recording(settings)
+        then.append(functools.partial(_record, settings))  # what runs on the simulated node, if there is one
+    if "torch" in sys.modules:  # a .pth file has imported it
+        for act in then:
+            act()
+    elif then:
+        sys.meta_path.insert(0, _AfterTorch(then))
+    _chain()
+
+
+_main()
