@@ -351,6 +351,34 @@ def test_nothing_returned(ranks):
     )
 
 
+def test_what_has_another_reason_is_not_named(run, pytester):
+    passed(
+        run,
+        pytester,
+        """
+def test_a_loss_that_is_combined_after_backward_cuts_nothing(ranks):
+    def step(model, batch, rank):
+        x, y = mine(batch, rank)
+        net = DDP(model.to(rank.device))
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        dist.all_reduce(loss)
+        return loss / rank.size
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step, build=build, batch=batch)
+    assert caught.value.mistakes == ("mean-of-means",), str(caught.value)
+
+def test_ranks_that_agree_by_chance_are_no_group(ranks):
+    def metric(model, batch, rank):
+        return {"large": (mine(batch, rank)[0].sum() > 0).float()}
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_metric_scales(ranks, metric, build=build, batch=batch, sizes=[4], world_sizes=[4], max_examples=20)
+    assert "wrong-process-group" not in caught.value.mistakes, str(caught.value)
+""",
+        2,
+    )
+
+
 def test_arguments(run, pytester):
     passed(
         run,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from mgpu_check.gate.events import Event
+from mgpu_check.gate.events import Event, Trace
 from mgpu_check.gate.evidence import Evidence
 from mgpu_check.gate.report import Finding
 from mgpu_check.grouping import grouped, named
@@ -219,7 +219,7 @@ def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """A collective that autograd does not see, on what gradients were to flow through."""
     if not evidence.wrong("grads") and not evidence.gradient_like:
         return
-    for _, event in evidence.events("collective"):
+    for event in (event for trace in evidence.traces for event in _before_backward(trace)):
         if event.name == "sync_params_and_buffers":
             continue
         if any(tensor.get("differentiable") and not tensor["name"] for tensor in event.tensors):
@@ -231,6 +231,13 @@ def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 ),
             )
             return
+
+
+def _before_backward(trace: Trace) -> list[Event]:
+    """Collectives of the first forward pass: all, where nothing tells when it ends."""
+    first = next(iter(trace.of("backward")), None)
+    until = None if first is None else trace.index(first)
+    return [event for event in trace.events[:until] if event.kind == "collective"]
 
 
 def _late(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
