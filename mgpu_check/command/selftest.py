@@ -49,7 +49,12 @@ class Selftest:
         self.exempt: set[str] = set()
         self.cells: dict[tuple[str, str], str] = {}
 
-    def pytest_configure(self) -> None:
+    def pytest_configure(self, config: pytest.Config) -> None:
+        if config.getoption("dist", "no") != "no":
+            raise pytest.UsageError(
+                f"mgpu-check selftest: it plants faults in one process, and cannot share its tests with others: leave out "
+                f"-n {config.getoption('numprocesses', None) or ''}".rstrip()
+            )
         # Here, because pytest wants to see Hypothesis before anybody imports it.
         from mgpu_check.suite import budget
 
@@ -133,6 +138,8 @@ class Selftest:
             for check in checks:
                 if check not in self.exempt and not any(self.cells.get((f.name, check)) == CAUGHT for f in faults):
                     wrong.append(f"{check} catches no fault of {name}")
+        if not any(self.checks.values()):
+            wrong.append("no check was run")
         caught = sum(cell == CAUGHT for cell in self.cells.values())
         print(
             f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; {caught} of {len(self.cells)} pairs are caught"

@@ -66,7 +66,8 @@ def measured(
     if runs.narrow:
         runs.perturb(2 * pairs, coherent=True)
     if nudge := runs.undecided():
-        for pair in range(pairs):
+        # What they are moved by is the same each time; in large models, where all is slow, once will do.
+        for pair in range(pairs if runs.elements < _LARGE else 1):
             runs.perturb(pairs + pair, nudge)
     return runs.measured(deep)
 

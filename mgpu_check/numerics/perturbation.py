@@ -83,8 +83,9 @@ class Perturbed(TorchDispatchMode):
                 sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
                 factor = (1 - size + 2 * size * sign).to(tensor.device)
                 if self.counts and tensor.element_size() > 2:
-                    whole = (tensor == tensor.round()) & (tensor.abs() <= 0.25 / roundoff)
-                    factor = torch.where(whole, 1, factor)
+                    whole = tensor == tensor.round()
+                    if bool(whole.any()):  # of most results none is
+                        factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
                 tensor.mul_(factor)
         return result
 

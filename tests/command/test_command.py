@@ -96,6 +96,17 @@ def test_selftest_of_one_property_proves_each_check(command):
     assert "every fault is caught, every check catches one" in text
 
 
+def test_selftest_does_not_share_its_tests(command):
+    """The processes of pytest-xdist plant nothing: their checks pass, and say nothing of faults."""
+    text = command("selftest", "-n", "2", code=4)
+    assert "it plants faults in one process, and cannot share its tests with others: leave out -n 2" in text
+
+
+def test_selftest_without_a_check_proves_nothing(command):
+    text = command("selftest", "-k", "no_such_check", code=5)
+    assert "every fault is caught" not in text
+
+
 def test_selftest_fails_where_a_check_catches_nothing(command):
     """Of a property's checks only one is left, so faults that the others would catch go through."""
     text = command("selftest", "-k", "test_tutorial_shapes", code=1)
