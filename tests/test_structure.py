@@ -17,7 +17,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # only as said below.
 LEVELS = [
     {"grouping"},
-    {"errors", "settings", "version", "asides", "breakpoints", "coverage_of_ranks"},
+    {"errors", "settings", "version", "asides", "breakpoints", "coverage_of_ranks", "pythonpath"},
     {"node", "ranks"},
     {"numerics"},
     {"recipes"},

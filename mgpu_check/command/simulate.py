@@ -15,7 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["backing_device", "environment", "main", "program_command"]
+from mgpu_check.pythonpath import with_startup
+
+__all__ = ["backing_device", "environment", "main", "program_command", "split_program"]
 
 _USAGE = (
     "mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] script.py [args...]\n"
@@ -101,13 +103,11 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser) -> 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
     """This process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
-    startup = str(Path(__file__).parents[1] / "startup")
     made = dict(os.environ)
     if backing == "cpu":
         # It says which real devices may be used, often none. What the program itself sets for its children holds.
         made.pop("CUDA_VISIBLE_DEVICES", None)
-    inherited = [p for p in made.get("PYTHONPATH", "").split(os.pathsep) if p and p != startup]
-    made["PYTHONPATH"] = os.pathsep.join([startup, *inherited])
+    made["PYTHONPATH"] = with_startup(made)
     made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
     return made
 

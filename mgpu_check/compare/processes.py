@@ -26,6 +26,7 @@ from typing import IO, Literal
 
 from mgpu_check.compare.orphans import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
+from mgpu_check.pythonpath import with_startup
 from mgpu_check.ranks.agents.variables import OF_LAUNCHERS
 from mgpu_check.ranks.process import describe_exit
 from mgpu_check.ranks.stacks import Place, place_of
@@ -38,7 +39,6 @@ _GRACE = 5.0  # for the others, when one has failed: they may have more to say t
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
 _HERE = Path(__file__).parent
-_STARTUP = str(_HERE.parent / "startup")
 
 
 @dataclass
@@ -129,7 +129,8 @@ class _Process:
         return f'\n{{"event":"{event}"'.encode() in os.pread(self.trace.fileno(), 200, max(0, size - 200))
 
     def failed(self) -> bool:
-        code = self.process.poll()
+        """Whether it has ended, as far as is known, otherwise than a script does that comes to its end."""
+        code = self.process.returncode
         # Interpreters that end with a process group may abort: torch's threads and destructors race.
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
 
@@ -229,8 +230,7 @@ def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
 def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
     """The environment of a rank: as torchrun sets it on one machine."""
     made = {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
-    inherited = [part for part in made.get("PYTHONPATH", "").split(os.pathsep) if part and part != _STARTUP]
-    made["PYTHONPATH"] = os.pathsep.join([_STARTUP, *inherited])
+    made["PYTHONPATH"] = with_startup(made)
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
         made[name] = str(rank)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"):

@@ -8,14 +8,10 @@ before. What the program starts is simulated, too, but not recorded.
 from __future__ import annotations
 
 import atexit
-import ctypes
-import faulthandler
 import functools
 import importlib.machinery
 import importlib.util
-import json
 import os
-import signal
 import sys
 
 TYPE_CHECKING = False  # importing typing would slow down every Python that is started
@@ -84,6 +80,10 @@ class _AfterTorch:
 
 def _prepare_recording(settings: dict[str, Any]) -> None:
     """Have this process end with the one that records, and say where it is when that asks."""
+    import ctypes
+    import faulthandler
+    import signal
+
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != settings["runner"]:
@@ -121,6 +121,8 @@ def _main() -> None:
         _leave_environment()
     told = os.environ.pop("_MGPU_CHECK_COMPARE", None)
     if told is not None:
+        import json  # here, as much else: most Pythons that are started do not need it
+
         settings = json.loads(told)
         _prepare_recording(settings)
         then.append(functools.partial(_record, settings))  # what runs on the simulated node, if there is one
