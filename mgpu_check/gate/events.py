@@ -27,6 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.gate.draws import Notes
 from mgpu_check.gate.program import modules_of
+from mgpu_check.numerics.compare import as_real
 from mgpu_check.ranks.collectives import Recorder
 from mgpu_check.ranks.frames import is_engine, is_installed
 from mgpu_check.ranks.record import relative
@@ -66,9 +67,6 @@ class Trace:
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]
-
-    def index(self, event: Event) -> int:
-        return next(place for place, other in enumerate(self.events) if other is event)
 
 
 @contextlib.contextmanager
@@ -169,7 +167,7 @@ class _Watch:
             "name": self._name_of(value),
         }
         if value.numel() == 1:
-            said["value"] = float(_real(value.detach()).sum())
+            said["value"] = float(as_real(value.detach()).sum())
         return said
 
     def _name_of(self, value: torch.Tensor) -> str:
@@ -229,11 +227,7 @@ def _backward(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
     said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
     # By what ranks can tell whether they hold the same parameters; of a DTensor each holds its own part.
     whole = [(name, value.detach()) for name, value in watch.parameters() if not hasattr(value, "full_tensor")]
-    return said | {"parameters": {name: float(_real(value).double().sum()) for name, value in whole}}
-
-
-def _real(value: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return said | {"parameters": {name: float(as_real(value).double().sum()) for name, value in whole}}
 
 
 def _sampler(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mgpu_check.gate.batches import make_batches, seed_everything, tensors_of, wider
 from mgpu_check.gate.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gate.scenario import Scenario
+from mgpu_check.numerics.compare import as_real
 from mgpu_check.numerics.memory import digest_of
 from mgpu_check.ranks import Rank
 
@@ -156,7 +157,7 @@ def plain_copy(value: torch.Tensor) -> torch.Tensor:
     if value.layout != torch.strided:
         value = value.to_dense()
     value = value.to("cpu", copy=True).contiguous()
-    return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    return as_real(value)
 
 
 def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:

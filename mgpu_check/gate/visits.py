@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from mgpu_check.gate.coverage import Epoch, Visits
-from mgpu_check.numerics.compare import plain
+from mgpu_check.numerics.compare import as_real, plain
 from mgpu_check.numerics.memory import bytes_of
 from mgpu_check.ranks.rank import Rank
 
@@ -183,7 +183,7 @@ def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
     if tensor.layout != torch.strided:
         raise _Misuse("a batch holds a sparse tensor; pass key=, a function from a batch to the ids of its samples")
     count = len(tensor)
-    real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    real = as_real(tensor)
     data = bytes_of(real)
     width = len(data) // count if count else 0
     # Of the same bytes, those of another dtype or shape are another sample.

@@ -8,7 +8,7 @@ import torch
 
 from mgpu_check.numerics.bounds import significand_bits
 
-__all__ = ["Difference", "difference", "flipped_bits", "plain", "show"]
+__all__ = ["Difference", "as_real", "difference", "flipped_bits", "plain", "show"]
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,6 +44,11 @@ class Difference:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The values of `tensor` as a contiguous tensor on the CPU, without autograd history."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones in a last dimension of 2; any other tensor itself."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def show(value: float | int, dtype: torch.dtype) -> str:

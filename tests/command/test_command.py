@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.command.selftest import Selftest
+from mgpu_check.faults.registry import all_faults
+
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
@@ -105,6 +108,12 @@ def test_selftest_does_not_share_its_tests(command):
 def test_selftest_without_a_check_proves_nothing(command):
     text = command("selftest", "-k", "no_such_check", code=5)
     assert "every fault is caught" not in text
+
+
+def test_selftest_of_no_check_at_all_fails(capsys):
+    """As where another plugin takes all tests away."""
+    assert not Selftest(all_faults()).print_verdict()
+    assert "NOT PROVEN: no check was run" in capsys.readouterr().out
 
 
 def test_selftest_fails_where_a_check_catches_nothing(command):

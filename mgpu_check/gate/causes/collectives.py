@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 
@@ -235,9 +236,8 @@ def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _before_backward(trace: Trace) -> list[Event]:
     """Collectives of the first forward pass: all, where nothing tells when it ends."""
-    first = next(iter(trace.of("backward")), None)
-    until = None if first is None else trace.index(first)
-    return [event for event in trace.events[:until] if event.kind == "collective"]
+    forward = itertools.takewhile(lambda event: event.kind != "backward", trace.events)
+    return [event for event in forward if event.kind == "collective"]
 
 
 def _late(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
