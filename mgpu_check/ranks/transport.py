@@ -10,6 +10,8 @@ from typing import Any
 
 import cloudpickle
 
+from mgpu_check.ranks.named import by_name
+
 __all__ = ["ORIGINAL", "dumps", "loads"]
 
 ORIGINAL = "_mgpu_check_original"
@@ -27,6 +29,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
             # A test class travels with all its methods, but what draws examples is for the pytest process only.
             inner = obj.hypothesis.inner_test  # type: ignore[attr-defined]
             obj = getattr(inner, ORIGINAL, inner)
+        if (named := by_name(obj)) is not None:
+            return named
         return super().reducer_override(obj)
 
 

@@ -1,0 +1,101 @@
+"""What travels by its name: torch's modules of a class of their own, operators, switches."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.attention
+from torch.backends import cudnn
+from torch.backends.cuda import matmul
+from torch.nn.attention import SDPBackend
+
+from mgpu_check.ranks.transport import dumps, loads
+
+aten = torch.ops.aten
+ONE_PER_PROCESS = {
+    "torch.backends.cudnn": cudnn,
+    "a switch": matmul,
+    "torch.ops": torch.ops,
+    "a namespace": aten,
+    "an operator": aten.add,
+    "an overload": aten.add.Tensor,
+    "the overload without a name": aten.relu.default,
+    "of c10d": torch.ops.c10d.allreduce_,
+    "of higher order": torch.ops.higher_order.cond,
+    "torch.classes": torch.classes,
+    "a namespace of classes": torch.classes.prim,
+    "functions below a module": torch._C._functions,
+    "a namespace of functions": torch._C._VariableFunctions,
+    "a dtype": torch.float32,
+    "a layout": torch.strided,
+    "a generator": torch.default_generator,
+    "plans": torch.backends.cuda.cufft_plan_cache,
+    "a class elsewhere": SDPBackend,
+    "an operation": dist.ReduceOp.SUM,
+}
+
+
+@pytest.mark.parametrize("what", ONE_PER_PROCESS)
+def test_what_is_there_once_is_found_again(what):
+    value = ONE_PER_PROCESS[what]
+    assert pickle.loads(dumps(value)) is value or value == pickle.loads(dumps(value))
+    assert len(dumps(value)) < 300, "it went as a copy of what it holds"
+
+
+def test_every_module_of_a_class_of_its_own():
+    own = {
+        name: module
+        for name, module in sys.modules.items()
+        if isinstance(module, types.ModuleType) and type(module) is not types.ModuleType and name.startswith("torch")
+    }
+    assert len(own) > 5
+    assert [name for name, module in own.items() if loads(dumps(module)) is not module] == []
+
+
+def test_members_and_limits_of_dtypes_are_equal():
+    assert loads(dumps(SDPBackend.MATH)) == SDPBackend.MATH
+    assert loads(dumps(torch.finfo(torch.bfloat16))).max == torch.finfo(torch.bfloat16).max
+    assert loads(dumps(torch.iinfo(torch.int8))).max == 127
+
+
+def test_a_generator_of_ones_own_is_a_value():
+    mine = torch.Generator().manual_seed(3)
+    found = loads(dumps(mine))
+    assert found is not torch.default_generator
+    assert torch.equal(found.get_state(), mine.get_state())
+
+
+def test_a_module_is_found_only_where_it_has_its_name():
+    class Lazy(types.ModuleType):
+        pass
+
+    lazy = Lazy("not_imported_anywhere")
+    with pytest.raises(TypeError, match="cannot pickle 'Lazy' object"):
+        dumps(lazy)
+    sys.modules["not_imported_anywhere"] = lazy
+    try:
+        assert loads(dumps(lazy)) is lazy
+    finally:
+        del sys.modules["not_imported_anywhere"]
+
+
+def test_functions_that_name_them_run_in_ranks(pool):
+    from torch.backends import cudnn
+    from torch.backends.cuda import matmul
+
+    aten, add, narrow = torch.ops.aten, torch.ops.aten.add.Tensor, torch.finfo(torch.float16)
+
+    def body(rank):
+        import torch
+
+        cudnn.benchmark = True
+        matmul.allow_tf32 = True
+        total = aten.mul(add(torch.ones(2), torch.ones(2)), 3)
+        return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32, total.tolist(), narrow.max
+
+    assert pool.run(body, size=2) == [(True, True, [6.0, 6.0], 65504.0)] * 2
