@@ -23,7 +23,7 @@ from mgpu_check.node.simulated.methods import install_methods
 from mgpu_check.node.simulated.modules import install_modules
 from mgpu_check.node.simulated.parallel import install_parallel
 from mgpu_check.node.simulated.patches import Patches
-from mgpu_check.node.simulated.random import device_generators, install_random
+from mgpu_check.node.simulated.random import ambient_generator, device_generators, install_random
 from mgpu_check.node.simulated.runtime import install_runtime
 from mgpu_check.node.simulated.state import Node, active_node, enter_node, leave_node
 from mgpu_check.node.simulated.storage import install_storage
@@ -102,6 +102,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
         devices=devices,
         memory=tuple(DeviceMemory(i) for i in range(n)),
         generators=device_generators(devices, backing),
+        ambient=ambient_generator(backing),
     )
     patches = Patches()
     enter_node(node)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from mgpu_check.node.simulated import kernels, mismatch
+from mgpu_check.node.simulated.random import device_of, lent
 from mgpu_check.node.simulated.state import active_node
 from mgpu_check.node.simulated.tensor import SimulatedTensor, set_runner, tag
 
@@ -20,6 +22,7 @@ _SYNCING = frozenset(
 )
 _ON_HOST = {"aten::_pack_padded_sequence": 1}
 _sync: Callable[[torch.device], object] | None = None
+_drawing = threading.RLock()
 
 
 def on_sync(call: Callable[[torch.device], object] | None) -> None:
@@ -131,21 +134,13 @@ def _run_random(
         given = kwargs.get("generator")
         if given is None:
             kwargs = {**kwargs, "generator": generator}
-        elif given.device.type != "cuda":  # type: ignore[attr-defined]
-            raise RuntimeError(
-                f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
-            )
+        elif (owner := device_of(given)).type != "cuda":  # type: ignore[arg-type]
+            raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{owner.type}'")
         with _no_dispatch():
             return operator.call(*args, **kwargs)
-    default = torch.default_generator
-    kept = default.get_state()
-    default.set_state(generator.get_state())
-    try:
-        with _no_dispatch():
-            return operator.call(*args, **kwargs)
-    finally:
-        generator.set_state(default.get_state())
-        default.set_state(kept)
+    # Threads share the generator that operators without such an argument draw from: DataParallel's replicas, backward.
+    with _drawing, lent(generator, node.ambient), _no_dispatch():
+        return operator.call(*args, **kwargs)
 
 
 set_runner(run)  # type: ignore[arg-type]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, device_index, simulated_device, untraced_device
 
-__all__ = ["device_generators", "install_random"]
+__all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "lent"]
 
 _base = torch._C.Generator
 
@@ -22,6 +24,24 @@ class _DeviceGenerator(_base):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self._dev
+
+    def clone_state(self) -> torch.Generator:
+        copy = _make(self._dev)
+        copy.set_state(self.get_state())
+        return copy
+
+
+_own: weakref.WeakValueDictionary[int, _DeviceGenerator] = weakref.WeakValueDictionary()
+"""By the address of what torch draws from: operators get their generator from C++, which makes a plain object of it."""
+
+
+def device_of(generator: torch.Generator) -> torch.device:
+    """Where `generator` belongs to, as the code that is simulated sees it."""
+    return getattr(_own.get(_address(generator)), "device", generator.device)
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]  # not in the stubs
 
 
 class _GeneratorMeta(type(_base)):  # type: ignore[misc]
@@ -48,6 +68,7 @@ def _make(device: torch.device) -> _DeviceGenerator:
 def _bare(device: torch.device, backing: torch.device) -> _DeviceGenerator:
     generator: _DeviceGenerator = _DeviceGenerator.__new__(_DeviceGenerator, device=backing)  # type: ignore[call-arg]
     generator._dev = device
+    _own[_address(generator)] = generator
     return generator
 
 
@@ -59,6 +80,23 @@ def device_generators(devices: Iterable[torch.device], backing: torch.device) ->
         generator.manual_seed(torch.initial_seed() & (2**63 - 1))
         made.append(generator)
     return tuple(made)
+
+
+def ambient_generator(backing: torch.device) -> torch.Generator:
+    """That of the backing device itself. To be asked for before the node is entered, which replaces its name."""
+    return torch.default_generator if backing.type == "cpu" else torch.cuda.default_generators[backing.index]
+
+
+@contextlib.contextmanager
+def lent(generator: torch.Generator, ambient: torch.Generator) -> Iterator[None]:
+    """Inside, `ambient` draws what `generator` would, which goes on from there; then it is as it was."""
+    kept = ambient.get_state()
+    ambient.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(ambient.get_state())
+        ambient.set_state(kept)
 
 
 def _generator(device: object = None) -> torch.Generator:

@@ -42,7 +42,12 @@ _BAD_FORK = (
 
 @dataclass(eq=False)
 class Node:
-    """``n`` simulated devices on one backing device."""
+    """``n`` simulated devices on one backing device.
+
+    Attributes:
+        generators: one for each device.
+        ambient: the backing device's own, from which operators draw that take no generator.
+    """
 
     n: int
     backing: torch.device
@@ -52,6 +57,7 @@ class Node:
     pid: int = field(default_factory=os.getpid)
     initialized: bool = False
     generators: tuple[torch.Generator, ...] = ()
+    ambient: torch.Generator = torch.default_generator
 
     def initialize(self) -> None:
         """What torch does before it first touches a device; refuses in a child forked after the parent did."""
