@@ -247,6 +247,9 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int)
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
     made.setdefault("OMP_NUM_THREADS", "1")  # torchrun sets it for several ranks; here all runs are to sum up alike
+    # For CUDA's libraries, whatever the script sets: no TF32, and sums in an order that does not depend on the stream.
+    made.setdefault("NVIDIA_TF32_OVERRIDE", "0")
+    made.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     made.setdefault("TORCH_COMPILE_DISABLE", "1")  # compiled kernels round otherwise, and hooks do not see inside
     return made
 

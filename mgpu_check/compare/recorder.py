@@ -22,6 +22,7 @@ from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, shape_of, summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
+from mgpu_check.ranks import precision
 
 __all__ = ["install"]
 
@@ -35,6 +36,9 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
         moved: seed of perturbations; None: none.
     """
     rank, world = witnesses.place()
+    # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
+    precision.exact()
+    torch.backends.cudnn.deterministic = True
     recorder = Recorder(Writer(fd), steps, None if moved is None else Perturbation(moved))
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     register_module_forward_pre_hook(recorder.enter)

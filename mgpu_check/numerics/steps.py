@@ -29,6 +29,7 @@ import torch
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import plain
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.ranks import precision
 
 __all__ = ["PAIRS", "Measurement", "Step", "assess", "deviations", "full_precision", "measure_step"]
 
@@ -211,16 +212,14 @@ def _envelope(moved: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """float32 as float32: no TF32 in matrix products and convolutions for the time of the context.
+    """float32 as float32: no TF32 in matrix products and convolutions for the time of the context; see `precision.exact`.
 
     TF32 rounds to 11 significant bits; two steps that round differently may then differ by 5e-4, and a flipped bit of
     that size could not be told from it.
     """
-    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
+    before = precision.kept()
+    precision.exact()
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = matmul
-        torch.backends.cudnn.allow_tf32 = cudnn
+        precision.put_back(before)

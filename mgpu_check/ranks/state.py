@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_check.ranks import precision
 from mgpu_check.ranks.process_state import ProcessState
 from mgpu_check.ranks.protocol import SEED
 
@@ -31,7 +32,7 @@ _TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (_deterministic, _set_deterministic),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (precision.kept, precision.put_back),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.get_num_threads, torch.set_num_threads),
 )

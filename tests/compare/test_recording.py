@@ -52,6 +52,10 @@ dist.init_process_group("gloo")
 rank = int(os.environ["RANK"])
 assert (dist.get_rank(), dist.get_world_size()) == (rank, int(os.environ["WORLD_SIZE"])) == (rank, 2)
 assert int(os.environ["LOCAL_RANK"]) == rank and os.environ["LOCAL_WORLD_SIZE"] == "2"
+# float32 is float32, in convolutions too, whatever the script sets.
+assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
+assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+assert torch.backends.cudnn.deterministic
 dist.barrier()
 dist.destroy_process_group()
 """,

@@ -54,7 +54,7 @@ def states():
     return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+@pytest.mark.filterwarnings("ignore:Attempting to run cu", "ignore:gemm")
 @pytest.mark.parametrize("what", DRAWS)
 def test_draws_advance_the_generator_of_their_device(node, what):
     x = torch.ones(8, 8, device="cuda:2")

@@ -1,0 +1,76 @@
+"""How torch rounds float32 in matrix products, convolutions and recurrent networks: kept, put back, held at float32.
+
+Torch has two interfaces for it. The older one (``allow_tf32``, ``set_float32_matmul_precision``) raises when it is asked for
+what was set by the newer one (``fp32_precision``) and has no name in it. What is kept here never asks in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["Precision", "exact", "kept", "put_back"]
+
+_ABOVE = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
+_OPERATORS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
+_REDUCTIONS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+
+Precision = tuple[tuple[Any, ...], tuple[str, ...], tuple[Any, ...]]
+"""What the older interface says (None where it cannot), what the newer one does, and how sums in narrow dtypes are split."""
+
+_get: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+_set: Callable[[str, str, str], Any] = torch._C._set_fp32_precision_setter
+
+
+def kept() -> Precision:
+    """As it is now; equal to another if all is as it was then."""
+    older = _said(torch.get_float32_matmul_precision), _said(torch._C._get_cudnn_allow_tf32)
+    newer = tuple(_get(*place) for place in (*_ABOVE, *_OPERATORS))
+    return older, newer, tuple(getattr(torch.backends.cuda.matmul, name) for name in _REDUCTIONS)
+
+
+def put_back(precision: Precision) -> None:
+    """Make it what it was when `precision` was kept."""
+    (matmul, cudnn), newer, reductions = precision
+    values = dict(zip((*_ABOVE, *_OPERATORS), newer, strict=True))
+    # The older interface changes the newer one's values, and not the other way round.
+    if matmul is not None:
+        torch.set_float32_matmul_precision(matmul)
+    if cudnn is not None:
+        torch._C._set_cudnn_allow_tf32(cudnn)
+    for place in (*_ABOVE, *_OPERATORS):
+        if _get(*place) != values[place]:
+            _set(*place, "none")  # what has none of its own follows what stands above it
+            if _get(*place) != values[place]:
+                _set(*place, values[place])
+    for name, value in zip(_REDUCTIONS, reductions, strict=True):
+        if getattr(torch.backends.cuda.matmul, name) != value:
+            setattr(torch.backends.cuda.matmul, name, value)
+
+
+def exact() -> None:
+    """float32 as float32, on the CPU, too; sums in narrow dtypes are kept in float32 from their first to their last term."""
+    torch.set_float32_matmul_precision("highest")
+    torch._C._set_cudnn_allow_tf32(False)
+    for place in _OPERATORS:
+        if _get(*place) not in ("ieee", "none") or _get(*_above(place)) not in ("ieee", "none"):
+            _set(*place, "ieee")
+    for name in _REDUCTIONS:
+        setattr(torch.backends.cuda.matmul, name, False)
+
+
+def _above(place: tuple[str, str]) -> tuple[str, str]:
+    return place[0], "all"
+
+
+def _said(getter: Callable[[], Any]) -> Any:
+    try:
+        return getter()
+    except RuntimeError:
+        return None

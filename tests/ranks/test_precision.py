@@ -1,0 +1,68 @@
+"""How torch rounds float32: whatever was set by whichever interface is put back, and held at float32 meanwhile."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import backends
+
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.ranks import precision
+
+SETTINGS = {
+    "older, convolutions off": lambda: setattr(backends.cudnn, "allow_tf32", False),
+    "older, convolutions on": lambda: setattr(backends.cudnn, "allow_tf32", True),
+    "older, products on": lambda: setattr(backends.cuda.matmul, "allow_tf32", True),
+    "older, medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "newer, all": lambda: setattr(backends, "fp32_precision", "tf32"),
+    "newer, all off": lambda: setattr(backends, "fp32_precision", "ieee"),
+    "newer, products": lambda: setattr(backends.cuda.matmul, "fp32_precision", "tf32"),
+    "newer, one of two": lambda: setattr(backends.cudnn.conv, "fp32_precision", "ieee"),
+    "newer, on the CPU": lambda: setattr(backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "sums": lambda: setattr(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "accumulation": lambda: setattr(backends.cuda.matmul, "allow_fp16_accumulation", True),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    before = precision.kept()
+    assert None not in before[0]
+    yield
+    precision.put_back(before)
+    assert precision.kept() == before
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_set_is_put_back(seed):
+    drawn, fresh = random.Random(seed), precision.kept()
+    for _ in range(100):
+        for name in drawn.choices(list(SETTINGS), k=drawn.randint(0, 5)):
+            SETTINGS[name]()
+        before = precision.kept()
+        with full_precision():
+            older, newer, narrow = precision.kept()
+            assert older == ("highest", False)
+            assert set(newer[3:]) <= {"ieee", "none"} and not any(narrow)
+            for name in drawn.choices(list(SETTINGS), k=drawn.randint(0, 3)):
+                SETTINGS[name]()
+        after = precision.kept()
+        # What the older interface could not say, because the newer one had the last word, it need not say now.
+        assert after[1:] == before[1:]
+        assert all(was in (None, now) for was, now in zip(before[0], after[0], strict=True))
+        precision.put_back(fresh)
+        assert precision.kept() == fresh
+
+
+def test_what_a_call_has_set_ends_with_it(pool):
+    def set_all(rank):
+        import torch
+
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+
+    assert pool.run(set_all, size=2) == [None, None]
+    assert pool.run(precision.kept, size=2) == [precision.kept()] * 2
