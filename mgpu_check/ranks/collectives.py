@@ -15,7 +15,7 @@ import threading
 import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed import utils
 
 from mgpu_check.ranks import record
+from mgpu_check.ranks.arguments import compared, option, ranks_of, shown
+from mgpu_check.ranks.flows import FLOWS, Flows
 from mgpu_check.ranks.frames import is_engine, is_installed
+from mgpu_check.ranks.group_methods import METHODS, MethodForm
+from mgpu_check.ranks.protocol import ANY, COLLECTIVE, Flow
 
 __all__ = ["Agreement", "Recorder", "install", "recorder"]
 
@@ -67,11 +71,18 @@ _FUNCTIONAL = {
     "all_gather_single": "self",
     "all_gather_tensor": "self",
     "all_gather_into_tensor_coalesced": "self",
-    "reduce_scatter_single": "",
-    "reduce_scatter_tensor": "",
-    "reduce_scatter_tensor_coalesced": "",
-    "all_to_all_single": "",
+    "reduce_scatter_single": "self",
+    "reduce_scatter_tensor": "self",
+    "reduce_scatter_tensor_coalesced": "self",
+    "all_to_all_single": "self",
 }
+# Those of which every rank has tensors of as many elements, and of the same dtype. In the others what a rank has must be
+# what its peer has for it: see `flows`.
+_SYMMETRIC = frozenset(
+    {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_coalesced", "all_gather_tensor"}
+    | {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_single", "reduce_scatter_tensor"}
+    | {"reduce_scatter_single", "reduce_scatter_tensor_coalesced"}
+)
 # What DistributedDataParallel does as it is made.
 _OF_MODULES = {
     "_verify_param_shape_across_processes": "tensors",
@@ -100,6 +111,7 @@ class Recorder:
         self._total = 0
         self._groups: dict[tuple[int, ...], tuple[int, int]] = {}
         self._pending: dict[int, int] = {}
+        self._flows = Flows()
 
     def attach(self, fd: int) -> None:
         """Write to the file `fd` from now on."""
@@ -113,22 +125,34 @@ class Recorder:
         self._total = 0
         self._groups.clear()
         self._pending.clear()
+        self._flows.clear()
         record.HEADER.pack_into(self._memory, 0, 0)
+
+    @property
+    def total(self) -> int:
+        """How many operations have begun."""
+        return self._total
 
     def agreement(self) -> Agreement:
         """What the members of each group must agree on."""
         return tuple((ranks, count, check) for ranks, (count, check) in sorted(self._groups.items()))
 
-    def call(self, function: Callable[..., Any], form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def flows(self) -> tuple[Flow, ...]:
+        """What this rank has given others, and taken from them."""
+        return self._flows.told()
+
+    def call(self, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a collective, written down unless another one calls it."""
         if self._memory is None or self._inside.depth or not dist.is_initialized():
             return function(*args, **kwargs)
-        slot = self._enter(form, args, kwargs)
+        slot, take_back = self._enter(form, args, kwargs)
         self._inside.depth += 1
         try:
             result = function(*args, **kwargs)
         except BaseException:
             self._note(slot, b"F")
+            if take_back is not None:
+                take_back()
             raise
         finally:
             self._inside.depth -= 1
@@ -156,29 +180,51 @@ class Recorder:
         finally:
             self._inside.depth -= 1
 
-    def _enter(self, form: _Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        ranks = _ranks_of(form.argument(form.group, args, kwargs))
-        operand = _operand(form.argument(form.operand, args, kwargs)) if form.operand else ""
-        values = ((name, form.argument(name, args, kwargs)) for name in _OPTIONS if name in form.positions)
-        options = ", ".join(_option(name, value) for name, value in values if value is not None)
+    def _enter(
+        self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[int, Callable[[], None] | None]:
+        """Write a collective down. Its slot in the record; and what takes it out of the account of flows."""
+        ranks = ranks_of(form.argument(form.group, args, kwargs))
+        given = form.argument(form.operand, args, kwargs) if form.operand else None
+        operand = shown(given)
+        values = ((name, form.argument(name, args, kwargs)) for name in form.options)
+        options = ", ".join(option(name, value) for name, value in values if value is not None)
+        alike = compared(given) if form.symmetric else ""
         file, line = _call_site()
+        take_back = None
+        if form.flows is not None and ranks is not None:
+            take_back = self._add_flows(form, lambda name: form.argument(name, args, kwargs), ranks, (file, line))
         assert self._memory is not None
         with self._lock:
             number = 0
             if not form.peer and ranks is not None:
                 count, check = self._groups.get(ranks, (0, 0))
-                said = f"{form.name} {record.comparable(form.name, operand)} {options}"
-                number, check = count + 1, zlib.crc32(said.encode(), check)
+                number, check = count + 1, zlib.crc32(f"{form.name} {alike} {options}".encode(), check)
                 self._groups[ranks] = number, check
             whole = ranks is None or len(ranks) == dist.get_world_size()
             group = "" if whole or ranks is None else ",".join(map(str, ranks))
             slot = self._total
             start = record.HEADER.size + slot % record.KEPT * record.SLOT
-            packed = record.pack_entry("I", number, line, form.name, group, operand, options, file)
+            packed = record.pack_entry("I", number, line, form.name, group, operand, options, alike, file)
             self._memory[start : start + len(packed)] = packed
             self._total += 1
             record.HEADER.pack_into(self._memory, 0, self._total)
-        return slot
+        return slot, take_back
+
+    def _add_flows(
+        self, form: Form, get: Callable[[str], Any], ranks: tuple[int, ...], place: tuple[str, int]
+    ) -> Callable[[], None] | None:
+        me = dist.get_rank()
+        peer, in_group = get(form.root), get(f"group_{form.root}")
+        # Where it is said by neither, a receive is from anyone, and a collective has its root at 0.
+        root = in_group if in_group is not None else ANY if form.peer else 0
+        if peer is not None:
+            root = ranks.index(peer) if peer in ranks else None
+        if not isinstance(root, int) or me not in ranks or root >= len(ranks):
+            return None  # the collective itself will say what is wrong with it
+        tag = get("tag") if form.peer else COLLECTIVE
+        assert form.flows is not None
+        return self._flows.add(form.flows, get, ranks, me, root, tag or 0, place)
 
     def _note(self, slot: int, state: bytes) -> None:
         """Change the state of an entry, unless a later one has taken its place, or a later call."""
@@ -191,17 +237,49 @@ recorder = Recorder()
 """That of this process."""
 
 
-class _Form:
+class Form(Protocol):
+    """What is to be read off the arguments of one function.
+
+    Attributes:
+        name: of the function of ``torch.distributed``.
+        group, operand: names of the parameters that say where, and with what; an empty one where there is none.
+        options: names of those that must be equal on all ranks.
+        root: what a rank that stands out is called, "src" or "dst".
+        peer: it is a send, or a receive.
+        symmetric: all ranks must have operands of the same dtypes and sizes.
+        flows: by what name `FLOWS` knows it, None where it does not.
+    """
+
+    name: str
+    group: str
+    operand: str
+    options: tuple[str, ...]
+    root: str
+    peer: bool
+    symmetric: bool
+    flows: str | None
+
+    def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The one of that name, None where there is none."""
+
+
+class _FunctionForm:
     """What is to be read off the arguments of one function."""
 
     def __init__(self, function: Callable[..., Any], operand: str, peer: bool) -> None:
         self.name = function.__name__.lstrip("_")
         self.operand = operand
         self.peer = peer
+        self.symmetric = self.name in _SYMMETRIC
+        self.flows = self.name if self.name in FLOWS else None
         parameters = inspect.signature(function).parameters
         self.positions = {name: index for index, name in enumerate(parameters)}
         self.group = "group" if "group" in parameters else "process_group"
+        self.options = tuple(name for name in _OPTIONS if name in parameters)
+        self.root = "src" if "src" in parameters else "dst"
         self._defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        if "self" in parameters:  # of a functional collective: what takes the place of `input`
+            self.positions["input"] = self.positions["self"]
 
     def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if name in kwargs:
@@ -223,6 +301,11 @@ def install() -> None:
             for name, value in list(vars(found).items()):
                 if id(value) in replaced:
                     setattr(found, name, replaced[id(value)])
+    for name, (function_name, _) in METHODS.items():
+        method = getattr(dist.ProcessGroup, name, None)
+        if method is not None:
+            form = MethodForm(name, function_name in _SYMMETRIC)
+            setattr(dist.ProcessGroup, name, _around(method, form))
     _record_waits(dist.Work)
 
 
@@ -248,8 +331,10 @@ def _recorded(function: Callable[..., Any], forms: Mapping[str, str]) -> Callabl
     name = function.__name__
     if name not in forms:
         return function
-    form = _Form(function, forms[name], peer=name in _PEERS)
+    return _around(function, _FunctionForm(function, forms[name], peer=name in _PEERS))
 
+
+def _around(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler knows the function itself
@@ -271,38 +356,3 @@ def _call_site() -> tuple[str, int]:
             other = other or (file, frame.f_lineno)
         frame = frame.f_back
     return other or ("", 0)
-
-
-def _ranks_of(group: Any) -> tuple[int, ...] | None:
-    """The ranks of what names a group; None where this process is none of them, or it cannot be told."""
-    try:
-        if group is None:
-            return tuple(range(dist.get_world_size()))
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            return None
-        if isinstance(group, str):
-            group = c10d._resolve_process_group(group)  # type: ignore[attr-defined, arg-type]  # takes a str
-        elif isinstance(group, tuple):  # a mesh, and one of its dimensions
-            group = group[0].get_group(group[1])
-        elif hasattr(group, "get_group"):
-            group = group.get_group()
-        if isinstance(group, list):
-            return tuple(group) if all(isinstance(rank, int) for rank in group) else None
-        return tuple(dist.get_process_group_ranks(group))
-    except Exception:
-        return None  # the collective itself will say what is wrong with it
-
-
-def _operand(value: Any) -> str:
-    """ "float32[4, 2]"; with "…" where there are several tensors."""
-    if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-    if isinstance(value, (list, tuple)) and value:
-        return f"{len(value)}x {_operand(value[0])}…"
-    return ""
-
-
-def _option(name: str, value: Any) -> str:
-    if name in ("op", "reduceOp"):
-        return str(getattr(value, "name", value)).rpartition(".")[2].lower()
-    return f"{name.removeprefix('group_')}={value}"

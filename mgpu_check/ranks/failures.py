@@ -26,6 +26,7 @@ __all__ = [
     "disagreement",
     "error_of",
     "last_collectives",
+    "raised_at",
 ]
 
 _MOST_HEADLINES = 3
@@ -164,7 +165,7 @@ def error_of(
     error = RankFailure(message, ranks=sorted(raised))
     first = next(iter(raised.values()), None)
     if first is not None:
-        return _raised_at(error, first.failure.filename, first.failure.lineno, _exception(first.failure))
+        return raised_at(error, first.failure.filename, first.failure.lineno, _exception(first.failure))
     return error
 
 
@@ -181,7 +182,7 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
     )
     if not odd:
         return error
-    return _raised_at(error, parted[odd[0]].file, parted[odd[0]].line, None)
+    return raised_at(error, parted[odd[0]].file, parted[odd[0]].line, None)
 
 
 def different_collectives(records: Mapping[int, Record], who: Who) -> str:
@@ -189,15 +190,20 @@ def different_collectives(records: Mapping[int, Record], who: Who) -> str:
     parted = parting(records)
     if parted is None:
         return ""
-    groups = sorted(grouped((_described(entry), rank) for rank, entry in parted.items()), key=lambda g: len(g[1]))
-    (first, odd), *others = groups
-    rest = " and ".join(f"{who(ranks)} entered {text}" for text, ranks in others)
+    said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
+    groups = sorted(grouped(said), key=lambda g: len(g[1]))
+    ((first, _), odd), *others = groups
+    rest = " and ".join(
+        f"{who(ranks)} entered {text}{', of other dtypes or sizes further on' if text == first else ''}"
+        for (text, _), ranks in others
+    )
     return f"{who.full(odd)} entered {first}, where {rest}"
 
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
     """The ranks that differ from the most of them; none where there is no such majority."""
-    groups = sorted((ranks for _, ranks in grouped((_described(e), r) for r, e in parted.items())), key=len)
+    said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
+    groups = sorted((ranks for _, ranks in grouped(said)), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
 
 
@@ -265,7 +271,7 @@ def _block(title: str, text: str) -> str:
     return f"{f' {title} ':-^100}\n{text}"
 
 
-def _raised_at(error: RankFailure, filename: str, lineno: int, cause: BaseException | None) -> RankFailure:
+def raised_at(error: RankFailure, filename: str, lineno: int, cause: BaseException | None) -> RankFailure:
     """`error`, with a traceback that ends where the rank raised.
 
     Hypothesis tells failures apart by type and place. Were all raised here, it would take two bugs for one, and end

@@ -12,17 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
+    "ANY",
+    "COLLECTIVE",
+    "MANY",
     "SEED",
     "Call",
     "EndTest",
     "Explain",
     "Failure",
+    "Flow",
     "Meet",
     "Outcome",
     "Placeholder",
     "RankSpec",
     "Ready",
     "Rested",
+    "Run",
     "Surroundings",
 ]
 
@@ -134,6 +139,51 @@ class Failure:
     pickled: bytes | None
 
 
+ANY = -1
+"""In place of a peer: a receive from whoever sends."""
+
+COLLECTIVE = -1
+"""In place of a tag: the part of a collective."""
+
+MANY = "many"
+"""In place of dtype and size: tensors of which only the number is known."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Tensors that followed each other, all alike.
+
+    Attributes:
+        what: dtype and number of elements, such as "float32[8]"; or "objects"; or `MANY`.
+        name: of the function of ``torch.distributed``.
+        file, line: where the code under test called it.
+    """
+
+    count: int
+    what: str
+    name: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What a rank has given one peer, or taken from it, in one group and under one tag.
+
+    Attributes:
+        group: its ranks.
+        given: else taken.
+        peer: its rank; `ANY` for receives from whoever sends.
+        tag: of sends and receives; those of collectives are counted apart, under `COLLECTIVE`.
+    """
+
+    group: tuple[int, ...]
+    given: bool
+    peer: int
+    tag: int
+    runs: tuple[Run, ...]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a call ended on one rank.
@@ -145,6 +195,7 @@ class Outcome:
         agreement: for each group in which it has entered collectives: its ranks, how many collectives, and a checksum
             of their names, dtypes, sizes, operations and roots.
         told: what the function said besides its result; see `worker.tell`.
+        flows: what it has given other ranks, and taken from them; see `balance`.
     """
 
     number: int
@@ -153,6 +204,7 @@ class Outcome:
     lockstep: tuple[int, int]
     agreement: tuple[tuple[tuple[int, ...], int, int], ...]
     told: tuple[tuple[str, Any], ...] = ()
+    flows: tuple[Flow, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Entered:
         group: ranks of the group where it is not the default one, such as "0,2".
         operand: dtype and shape of its tensor, such as "float32[4, 2]", with the number of tensors where it is a list.
         options: what must be equal on all ranks besides: "sum", "src=0"; for a send or receive the peer.
+        compared: a checksum of the dtypes and sizes that must be equal on all ranks; empty where they need not be.
         file, line: where the code under test called it.
         state: "inside" the call, "waiting" for an asynchronous one, which is "pending" before; "done"; "failed".
     """
@@ -53,6 +54,7 @@ class Entered:
     group: str
     operand: str
     options: str
+    compared: str
     file: str
     line: int
     state: State
@@ -97,11 +99,11 @@ def relative(file: str) -> str:
 
 
 def pack_entry(
-    state: str, number: int, line: int, name: str, group: str, operand: str, options: str, file: str
+    state: str, number: int, line: int, name: str, group: str, operand: str, options: str, compared: str, file: str
 ) -> bytes:
     """An entry as it lies in its slot; its first byte is the state, which may be written alone."""
     texts = (name[:_LONGEST], str(number), group[:_LONGEST], operand[:_LONGEST], options[:_LONGEST])
-    text = _SEPARATOR.join((*texts, str(line), file[-_LONGEST_FILE:]))
+    text = _SEPARATOR.join((*texts, compared, str(line), file[-_LONGEST_FILE:]))
     return (state.encode() + text.encode(errors="replace"))[: SLOT - 1] + b"\0"
 
 
@@ -122,8 +124,8 @@ def _parse_entry(slot: bytes) -> Entered | None:
     text = slot.partition(b"\0")[0].decode(errors="replace")
     parts = text[1:].split(_SEPARATOR)
     try:
-        name, number, group, operand, options, line, file = parts
-        return Entered(name, int(number), group, operand, options, file, int(line), _STATES[text[0]])
+        name, number, group, operand, options, compared, line, file = parts
+        return Entered(name, int(number), group, operand, options, compared, file, int(line), _STATES[text[0]])
     except (ValueError, IndexError, KeyError):
         return None
 
@@ -146,24 +148,4 @@ def parting(records: Mapping[int, Record]) -> dict[int, Entered] | None:
 
 
 def _signature(entry: Entered) -> Sequence[str]:
-    return (entry.name, comparable(entry.name, entry.operand), entry.options)
-
-
-# Those of which every rank has a tensor of as many elements: for the others what a rank gives may well be its own.
-SYMMETRIC = frozenset(
-    {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather_into_tensor", "all_gather_single"}
-    | {"reduce_scatter_tensor", "reduce_scatter_single"}
-)
-
-
-def comparable(name: str, operand: str) -> str:
-    """Of "float32[4, 2]", what must be equal on all ranks of a collective: "float32 8"; nothing where it need not be."""
-    if name not in SYMMETRIC:
-        return ""
-    dtype, bracket, shape = operand.partition("[")
-    if not bracket or "…" in operand:
-        return ""
-    count = 1
-    for part in shape.rstrip("]").split(", "):
-        count *= int(part) if part else 1
-    return f"{dtype} {count}"
+    return (entry.name, entry.compared, entry.options)

@@ -17,7 +17,7 @@ from mgpu_check.ranks import precision
 from mgpu_check.ranks.process_state import ProcessState
 from mgpu_check.ranks.protocol import SEED
 
-__all__ = ["Baseline", "groups_made", "sequence_number"]
+__all__ = ["Baseline", "Steps", "groups_made"]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -60,6 +60,7 @@ class Baseline:
     directory: str
     threads: frozenset[int]
     device: int | None
+    group: dist.ProcessGroup | None
     process: ProcessState
 
     @classmethod
@@ -72,6 +73,7 @@ class Baseline:
             directory=os.getcwd(),
             threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
             device=device,
+            group=_world(),
             process=ProcessState.take(),
         )
 
@@ -111,14 +113,15 @@ class Baseline:
         except OSError:
             pass  # the directory is gone: the tests that need it will say so
 
-    def dirt(self, groups: int) -> tuple[str, ...]:
+    def dirt(self) -> tuple[str, ...]:
         """What is left behind and cannot be undone in a living process."""
         found = []
         threads = [t for t in threading.enumerate() if (t.ident or 0) not in self.threads and t.is_alive()]
         if threads:
             found.append(f"threads that still run: {', '.join(thread.name for thread in threads)}")
-        if int(dist.is_initialized()) != groups:
-            found.append("the default process group was " + ("destroyed" if groups else "left initialized"))
+        if (group := _world()) is not self.group:
+            how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
+            found.append(f"the default process group was {how}")
         return (*found, *self.process.dirt())
 
 
@@ -131,12 +134,27 @@ def _destroy_extra_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def sequence_number() -> int:
-    """How many operations the default group has entered: collectives, and with gloo sends and receives too."""
-    if not dist.is_initialized():
+class Steps:
+    """How many operations the default group enters from now on: collectives, and with gloo sends and receives too."""
+
+    def __init__(self) -> None:
+        self._group = _world()
+        self._before = _sequence_number(self._group)
+
+    def taken(self) -> int:
+        """So many; -1 where the group is gone, or another has taken its place."""
+        return _sequence_number(self._group) - self._before if _world() is self._group else -1
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _sequence_number(group: dist.ProcessGroup | None) -> int:
+    if group is None:
         return 0
     try:
-        number: int = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]  # not in the stubs
+        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stubs
     except RuntimeError:
         return 0  # a backend that does not number its operations
     return number

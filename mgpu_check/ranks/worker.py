@@ -21,7 +21,7 @@ from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
 from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.rank import Rank, become, current_rank
-from mgpu_check.ranks.state import Baseline, groups_made, sequence_number
+from mgpu_check.ranks.state import Baseline, Steps, groups_made
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST, STACKS_SIGNAL
 
 __all__ = ["EXPLAIN", "at_rest", "main", "tell", "without_engine"]
@@ -80,6 +80,7 @@ class Worker:
         self.spec = spec
         self.functions: dict[str, Any] = {}
         self.error: BaseException | None = None
+        self.entered = 0  # collectives, sends and receives, when the last call returned
         self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
         surroundings = spec.surroundings.over(self.own)
         os.environ.clear()
@@ -133,7 +134,7 @@ class Worker:
         self.error = None
         value: bytes | None = None
         failure: protocol.Failure | None = None
-        before = sequence_number()
+        steps = Steps()
         _told.clear()
         recorder.begin()
         try:
@@ -165,8 +166,15 @@ class Worker:
             sys.stderr.flush()
         if os.getpid() != self.pid:
             os._exit(0)  # the test has forked, and both have returned: only one of them is the rank
+        self.entered = recorder.total
         return protocol.Outcome(
-            call.number, value, failure, (sequence_number() - before, groups_made()), recorder.agreement(), tuple(_told)
+            call.number,
+            value,
+            failure,
+            (steps.taken(), groups_made()),
+            recorder.agreement(),
+            tuple(_told),
+            recorder.flows(),
         )
 
     def move(self, surroundings: protocol.Surroundings) -> None:
@@ -209,7 +217,9 @@ class Worker:
             torch.cuda.empty_cache()  # the device is leased to others next, who may need all of its memory
         self.baseline.restore_process()
         self.baseline.restore()
-        return protocol.Rested(self.baseline.dirt(groups=int(self.spec.index is not None)))
+        late = ["operations of a process group that were begun after the function had returned"]
+        dirt = self.baseline.dirt()
+        return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt))
 
 
 def _store(address: str, size: int) -> Any:
@@ -250,7 +260,9 @@ def _message(error: BaseException) -> str:
 
 def _failure(error: BaseException) -> protocol.Failure:
     origin = traceback.extract_tb(error.__traceback__)
-    last = origin[-1] if origin else None
+    # A wrapper around a method in C++ is no place: Hypothesis takes what is raised in one place for one failure.
+    others = [frame for frame in origin if not is_engine(frame.filename)] or origin
+    last = others[-1] if others else None
     message = _message(error)
     return protocol.Failure(
         kind=_kind(error),

@@ -12,6 +12,7 @@ from typing import Any
 from mgpu_check.errors import RankFailure
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.answers import agree
+from mgpu_check.ranks.balance import imbalance, unmatched
 from mgpu_check.ranks.channel import Garbled, frame
 from mgpu_check.ranks.crew import EXIT_TIMEOUT, Crew
 from mgpu_check.ranks.failures import (
@@ -144,8 +145,12 @@ class World(Crew):
         if any(outcome.told for outcome in outcomes):
             self.told = {i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Outcome)}
         in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
-        self.broken = len(outcomes) < len(self.processes) or not in_lockstep
+        complete = len(outcomes) == len(self.processes)
+        left = unmatched(dict(zip(self.processes, (o.flows for o in outcomes), strict=True))) if complete else []
+        self.broken = not complete or not in_lockstep or bool(left)
         if all(isinstance(end, Finished) for end in endings.values()):
+            if left and agree(outcomes):
+                raise imbalance(left, self.who)
             if not in_lockstep:
                 # No error yet: sends and receives count too, and a rank may well have more of them.
                 self._meet(

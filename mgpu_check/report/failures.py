@@ -83,7 +83,7 @@ def _printable(text: str) -> str:
 
 
 def _place_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
-    """The innermost line of the test's file that the error passed, in this process or, as `_raised_at` has it, in a rank."""
+    """The innermost line of the test's file that the error passed, in this process or, as `raised_at` has it, in a rank."""
     path, line, _ = report.location
     if error.__traceback__ is not None:
         for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):

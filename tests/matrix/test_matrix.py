@@ -93,6 +93,18 @@ IN_A_CALL = {
         r"(E +\S+CannotTravel: )?(test_fault|happen) cannot be called in another process: argument ('value'|2), of type lock, cannot be pickled"
     ),
     "unpicklable-error": raised(r"Difficult: <str\(\) of it raised RuntimeError>", "unpicklable-error"),
+    "sends-what-nobody-receives": Told(
+        r"rank 1 of 3 has sent float32\[2\] to rank 0 in isend \(.*\), and rank 0 has not received it",
+        ("faults.py:{sends-what-nobody-receives}",),
+    ),
+    "is-to-receive-what-nobody-sends": Told(
+        r"rank 1 of 3 has begun to receive float32\[2\] from rank 0 in irecv \(.*\), and rank 0 has not sent it",
+        ("faults.py:{is-to-receive-what-nobody-sends}",),
+    ),
+    "gathers-another-dtype": Told(
+        r"rank 1 of 3 has sent int32\[2\] to rank 0 in gather \(.*\), where rank 0 has received float32\[2\] in gather",
+        ("faults.py:{gather-to-0}",),
+    ),
     "exit-0": died("exit code 0"),
     "exit-7-after-the-last-collective": Told(
         r"rank 1 of 3 died: exit code 7",
@@ -269,7 +281,7 @@ VARIATIONS = {
     *("memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"),
     *("closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"),
     *("message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"),
-    *("group-alone", "deaf", "half-a-message"),
+    *("group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"),
 }
 IN_EVERY_CALL = {name: told for name, told in IN_A_CALL.items() if name not in VARIATIONS}
 IN_TEARDOWN = (

@@ -59,7 +59,7 @@ VARIATIONS = frozenset(
     {"memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"}
     | {"closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"}
     | {"message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"}
-    | {"group-alone", "deaf", "half-a-message"}
+    | {"group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"}
 )
 """Ways to do what others here do as well: they are tried in the body and while idle, and not in each situation."""
 
@@ -200,6 +200,26 @@ class Difficult(Exception):
 @_add("error")
 def unpicklable_error() -> None:
     raise Difficult  # place: unpicklable-error
+
+
+@_add("error", others=lambda: None)
+def sends_what_nobody_receives() -> None:
+    dist.isend(torch.full((2,), 7.0), 0)  # place: sends-what-nobody-receives
+
+
+@_add("error", others=lambda: None)
+def is_to_receive_what_nobody_sends() -> None:
+    dist.irecv(torch.zeros(2), 0)  # place: is-to-receive-what-nobody-sends
+
+
+def _gather_to_0(dtype: torch.dtype) -> None:
+    parts = [torch.zeros(2) for _ in range(SIZE)] if dist.get_rank() == 0 else None
+    dist.gather(torch.ones(2, dtype=dtype), parts, dst=0)  # place: gather-to-0
+
+
+@_add("error", others=lambda: _gather_to_0(torch.float32))
+def gathers_another_dtype() -> None:
+    _gather_to_0(torch.int32)
 
 
 # Deaths ----------------------------------------------------------------------------------------------------------
@@ -558,6 +578,9 @@ def observe(rank: Any) -> dict[str, Any]:
     """All that a test may find changed in its rank."""
     total = torch.ones(2) * (rank.index + 1)
     dist.all_reduce(total)
+    message = torch.ones(2)
+    if rank.index < 2:
+        (dist.recv if rank.index == 0 else dist.send)(message, 1 - rank.index)
     print("printed")
     mask = os.umask(0)
     os.umask(mask)
@@ -570,6 +593,7 @@ def observe(rank: Any) -> dict[str, Any]:
             continue
     return {
         "total": total.tolist(),
+        "message": message.tolist(),
         "dtype": str(torch.get_default_dtype()),
         "device": str(torch.empty(1).device),
         "current device": torch.cuda.current_device(),

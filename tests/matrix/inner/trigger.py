@@ -17,6 +17,9 @@ IN_A_CALL = (
     "exit-7-after-the-last-collective",
     "gathers-another-shape",
     "huge-result",
+    "sends-what-nobody-receives",
+    "is-to-receive-what-nobody-sends",
+    "gathers-another-dtype",
 )
 _AGAIN = 0.1  # seconds
 
