@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.warm import Template
 
 HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
 
@@ -24,6 +28,38 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
             if f"{variable}={value}".encode() in environment.split(b"\0") and rest.split()[0] != "Z":
                 found[int(entry.name)] = name
     return found
+
+
+TEMPLATE = Template()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold", action="store_true", help="start a new interpreter for every inner run of pytest")
+
+
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    yield TEMPLATE
+    TEMPLATE.close()
+
+
+@pytest.fixture
+def warm(
+    request: pytest.FixtureRequest, pytester: pytest.Pytester, template: Template, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let `pytester` fork the runs of pytest that it starts, where that makes no difference to them."""
+    if request.config.getoption("cold"):
+        return
+    start = pytester.popen
+
+    def popen(command: Sequence[str], stdout: Any, stderr: Any, stdin: Any, **options: Any) -> Any:
+        path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))  # as `pytester` does
+        environment = {**os.environ, "PYTHONPATH": path}
+        if options or stdin is not pytester.CLOSE_STDIN or not template.fits(command, environment):
+            return start(command, stdout=stdout, stderr=stderr, stdin=stdin, **options)
+        return template.popen(command[2:], environment, stdout.fileno(), stderr.fileno())
+
+    monkeypatch.setattr(pytester, "popen", popen)
 
 
 def pytest_configure() -> None:

@@ -129,7 +129,7 @@ class Situations:
         self._runs: dict[str, Future[Run]] = {}
 
     def __getitem__(self, situation: str) -> Run:
-        for name in [situation] if self._shared else [situation, *self._wanted]:
+        for name in (situation, *self._wanted):
             if name not in self._runs:
                 self._runs[name] = self._threads.submit(self._once if self._shared else self._fresh, name)
         return self._runs[situation].result()

@@ -18,7 +18,9 @@ def processes_with(value: str) -> list[int]:
 
 
 @pytest.fixture
-def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., pytest.RunResult]]:
+def run(
+    pytester: pytest.Pytester, warm: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., pytest.RunResult]]:
     """Run pytest in a subprocess with the given arguments; at the end, no process of it may be left."""
     for name in list(os.environ):
         if name.startswith(("MGPU_CHECK_", "PYTEST_")) and name != "PYTEST_DEBUG_TEMPROOT":

@@ -233,18 +233,22 @@ def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
         """
         import os, signal
         import pytest
-        from conftest import wait_for
+        from conftest import happened, note, wait_for
         from mgpu_check.plugin import SESSION
 
         @pytest.mark.parametrize("n", range(2))
         def test_use(request, ranks, n):
             directory = request.config.stash[SESSION].shared
             if n == 0:
+                note("begun")
                 ranks.run(lambda: None)
                 wait_for(lambda: list(directory.glob("ticket-*")))
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        @pytest.mark.parametrize("n", range(3))
+        def test_meanwhile():  # the other worker's first, so that it cannot be through with its tests before that one begins
+            wait_for(lambda: happened("begun"))
+
+        @pytest.mark.parametrize("n", range(2))
         def test_more(ranks, n):
             pass
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -124,7 +125,8 @@ def test_it_tells_all_that_has_happened(run, pytester, parallel):
     assert "1 test that used no GPU passed, too." in page
 
 
-def test_a_failure_has_its_report_and_the_line_that_repeats_it(run, pytester):
+def test_a_failure_has_its_report_and_the_line_that_repeats_it(run, pytester, monkeypatch):
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # where `python` is this one
     pytester.makepyfile(test_it=TESTS)
     page, _ = summary_of(run, pytester, "-k", "test_fails")
     (details,) = re.findall(r"<details>\n(.*?)</details>", page, re.DOTALL)

@@ -32,7 +32,7 @@ def comes_to(pid: int, states: str) -> bool:
             state = "Z"
         if state in states:
             return True
-        os.sched_yield()
+        time.sleep(0.01)
     return False
 
 

@@ -1,0 +1,334 @@
+"""Pytest runs of tests, and their fork servers, from processes that have imported torch already.
+
+An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. That is four
+of the five seconds of processor time that it takes, and the same each time. Here a *template* imports once; each run is
+forked from it, and forks a *standby* before it does anything, which becomes its fork server when it asks for one.
+
+To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
+standard streams, a session of its own, `__main__`, the end by `sys.exit` with all that an interpreter does then, and its
+exit code. Different are: torch and torch._dynamo are in `sys.modules` from the beginning, and a fork server has not the
+umask and the limits that the run has given itself. So a run starts a new interpreter where that is what a test is about
+(`Template.fits`), or if the test says so; the workers of pytest-xdist are always new ones.
+
+This file is run by the template, and imports nothing of the project: pytest wants to import that itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
+ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
+_READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
+_PR_SET_PDEATHSIG = 1
+_NUMBER = struct.Struct("q")  # a process id, and then an exit code
+
+
+class Forked:
+    """A process that was forked from the template: what is used of `subprocess.Popen`."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, status: socket.socket) -> None:
+        self._status = status
+        self.pid = self._next()
+        self.returncode: int | None = None
+
+    def _next(self) -> int:
+        data = self._status.recv(_NUMBER.size, socket.MSG_WAITALL)
+        assert len(data) == _NUMBER.size, "the template of inner runs has ended"
+        return int(_NUMBER.unpack(data)[0])
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("pytest", timeout or 0.0)
+            self.returncode = self._next()
+            self._status.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Template:
+    """The template, as the tests see it; it starts when it is first used."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._lock = threading.Lock()
+        # Of now, and not of the test that is the first to use it. PYTHONPATH is each run's own.
+        self._environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Whether `command` is pytest, by this interpreter, in an environment that is no other for what is imported."""
+        return list(command[:2]) == [sys.executable, "-mpytest"] and all(
+            environment.get(name) == self._environment.get(name)
+            for name in {*environment, *self._environment}
+            if name.startswith(_READ_AT_IMPORT) and name != "PYTHONPATH"
+        )
+
+    def popen(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
+        """``python -m pytest`` with `arguments` in the current directory; its standard input is at its end."""
+        self._start()
+        assert self._control is not None
+        ours, theirs = socket.socketpair()
+        directory = os.open(".", os.O_RDONLY)
+        with theirs, tempfile.TemporaryFile() as request, open(os.devnull) as nothing:
+            request.write(json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode())
+            request.flush()
+            files = [request.fileno(), theirs.fileno(), directory, nothing.fileno(), stdout, stderr]
+            with self._lock:
+                socket.send_fds(self._control, [b"R"], files)
+        os.close(directory)
+        return Forked(ours)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._process is not None:
+                return
+            self._control, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, __file__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    env=self._environment | {ROOM: "x" * 32768},
+                    cwd="/",
+                    start_new_session=True,
+                )
+
+    def close(self) -> None:
+        """End it, and the runs that have not ended."""
+        if self._process is not None and self._control is not None:
+            self._control.close()
+            self._process.wait()
+
+
+# What follows runs in the template, and in what is forked from it.
+
+
+def _serve(control: socket.socket) -> Callable[[], None]:
+    """The loop of the template. Returns in a forked process, what that is to do."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    selector.register(read, selectors.EVENT_READ)
+    children: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is not control:
+                os.read(read, 4096)
+                continue
+            byte, files, _, _ = socket.recv_fds(control, 1, 6)
+            if not byte:
+                for pid in children:
+                    os.killpg(pid, signal.SIGKILL)
+                os._exit(0)
+            status = socket.socket(fileno=files[1])
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                selector.close()
+                for file in (read, write):
+                    os.close(file)
+                for open_ in (control, status, *children.values()):
+                    open_.close()
+                return lambda files=files: _run(*files[:1], *files[2:])  # type: ignore[misc]
+            for file in (files[0], *files[2:]):
+                os.close(file)
+            status.sendall(_NUMBER.pack(pid))
+            children[pid] = status
+        while children:
+            pid, code = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            with children.pop(pid) as status:
+                try:
+                    status.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(code)))
+                except BrokenPipeError:
+                    pass  # nobody waits for it
+
+
+def _become(environment: dict[str, str], directory: int, streams: Sequence[int]) -> None:
+    """Be as a process that was started with these: in a session of its own."""
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    _show_environment(environment)
+    os.fchdir(directory)
+    os.close(directory)
+    for number, file in enumerate(streams):
+        os.dup2(file, number)
+    for file in set(streams):
+        os.close(file)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _show_environment(environment: Mapping[str, str]) -> None:
+    """Let /proc tell it, by which tests find the processes of a run. Nothing may use the variables of before any more."""
+    with open("/proc/self/stat") as file:
+        start, end = (int(word) for word in file.read().rpartition(")")[2].split()[47:49])
+    data = b"".join(f"{name}={value}".encode(errors="surrogateescape") + b"\0" for name, value in environment.items())
+    assert len(data) <= end - start, "the environment of a run is larger than the room for it"
+    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
+
+
+def _run(request: int, directory: int, *streams: int) -> None:
+    """``python -m pytest``, up to and with the end of the interpreter."""
+    with open(request) as file:
+        file.seek(0)
+        asked = json.load(file)
+    _become(asked["environment"], directory, streams)
+    _Popen.standby = _Standby()
+    subprocess.Popen = _Popen  # type: ignore[misc]
+    sys.path.insert(0, os.getcwd())
+    sys.argv = ["pytest", *asked["arguments"]]
+    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+
+
+class _Standby:
+    """A process that will be a fork server."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid:
+            theirs.close()
+            return
+        self.socket.close()
+        code = 1
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() == parent:
+                code = self._wait(theirs)
+        finally:
+            os._exit(code)
+
+    def _wait(self, connection: socket.socket) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the run
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):  # who waits for the end of the run's output is not to wait for this
+            os.dup2(nothing, number)
+        byte, files, _, _ = socket.recv_fds(connection, 1, 4)
+        if not byte:
+            return 0
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+        with open(files[0]) as file:
+            file.seek(0)
+            asked = json.load(file)
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+            if path in sys.path:
+                sys.path.remove(path)
+        _become(asked["environment"], files[1], [nothing, files[2], files[2]])
+        connection.close()
+        os.dup2(files[3], asked["control"])
+        if files[3] != asked["control"]:
+            os.close(files[3])
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.argv = asked["argv"]
+        try:
+            exec(asked["code"], {"__name__": "__main__"})
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            sys.stderr.flush()
+            return 1
+        return 0
+
+
+class _Adopted:
+    """The fork server, as `mgpu_check.ranks.launcher` uses it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            descriptor = os.pidfd_open(self.pid)
+            try:
+                if not select.select([descriptor], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+            finally:
+                os.close(descriptor)
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class _Popen(subprocess.Popen):  # type: ignore[type-arg]
+    """As `subprocess.Popen`; the first fork server of a run is the standby."""
+
+    standby: _Standby | None = None
+
+    def __new__(cls, args: Any, *rest: Any, **options: Any) -> Any:
+        standby = cls.standby
+        if standby is None or list(args[1:3]) != ["-P", "-c"] or "import forkserver" not in args[3]:
+            return super().__new__(cls)
+        cls.standby = None
+        (control,) = options["pass_fds"]
+        directory = os.open(".", os.O_RDONLY)
+        with tempfile.TemporaryFile() as request, standby.socket:
+            asked = {"code": args[3], "argv": ["-c", *args[4:]], "control": control, "environment": dict(os.environ)}
+            request.write(json.dumps(asked).encode())
+            request.flush()
+            files = [request.fileno(), directory, options["stdout"].fileno(), control]
+            socket.send_fds(standby.socket, [b"S"], files)
+        os.close(directory)
+        return _Adopted(standby.pid)
+
+
+def main(control: str) -> None:
+    del sys.path[0]  # this file's directory
+    gc.disable()
+    # Where a test file imports torch, its filters are gone again when pytest has read the file.
+    with warnings.catch_warnings():
+        for name in IMPORTS:
+            importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    _serve(socket.socket(fileno=int(control)))()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
