@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 from collections.abc import Sequence
 
 from mgpu_check.command import launched
+from mgpu_check.command.codes import INTERNAL_ERROR, WRONG_USAGE
 from mgpu_check.version import __version__
 
 __all__ = ["main"]
@@ -33,6 +35,10 @@ A FILE of the suite, such as test_scatter.py, or a CHECK in it, runs that only.
 
 commands:
 {chr(10).join(f"  {name:<10}{text}" for name, text in _COMMANDS.items())}
+
+exit codes:
+  0 right   1 wrong   2 undecided: not comparable, or interrupted   3 internal error   4 wrong usage
+  5 no test was run   130 interrupted; of simulate: the program's own
 
 examples:
   mgpu-check --gpus=4 --simulate        on any machine: is the code right?
@@ -66,13 +72,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             "pytest --gpus=4 " + first,
             file=sys.stderr,
         )
-        return 4
+        return WRONG_USAGE
     return launched.run(arguments, lambda: suite.main(arguments))
 
 
 def _command(name: str, arguments: Sequence[str]) -> int:
     command = importlib.import_module(f"mgpu_check.command.{name}")
-    return int(command.main(arguments))
+    try:
+        return int(command.main(arguments))
+    except Exception:
+        # Python would exit with 1, which says that what was looked at is wrong.
+        traceback.print_exc()
+        print(f"mgpu-check {name}: internal error; of what it was to look at this says nothing", file=sys.stderr)
+        return INTERNAL_ERROR
 
 
 if __name__ == "__main__":

@@ -7,28 +7,31 @@ import os
 import shlex
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
 from mgpu_check.command import simulate
+from mgpu_check.command.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.compare.arguments import fitted
 
 __all__ = ["main"]
 
 _USAGE = (
-    "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--html=FILE] [--json=FILE]\n"
-    "                          -- script.py [args...]\n"
+    "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
+    "                          [--html=FILE] [--json=FILE] -- script.py [args...]\n"
     "       mgpu-check compare [...] -- -m module [args...]"
 )
 _EPILOG = """\
+In the arguments of the script, {…} with W in it is replaced by its value, where W is the number of processes of the run:
+--batch-size={64/W}, --lr={0.1*W}.
+
 exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
 other parameters, the script is not repeatable, makes no optimizer step, or gives no finite numbers from the first step on;
 3 internal error of mgpu-check, which says nothing of the script; 4 wrong usage; 130 interrupted.
 What a script must do to be comparable: docs/compare.md.
 """
-_CODES = {"equal": 0, "differs": 1, "not comparable": 2}
-_INTERNAL_ERROR, _WRONG_USAGE, _INTERRUPTED = 3, 4, 130
+_CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED}
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -66,7 +69,7 @@ _TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--html", "--json")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mgpu-check compare",
         usage=_USAGE,
         description="Run a training script as it is on one device and on N ranks, and name the first optimizer step and "
@@ -77,14 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--gpus", type=_number(2, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
-    add(
-        "--simulate",
-        type=simulate.backing_device,
-        nargs="?",
-        const="cpu",
-        metavar="DEVICE",
-        help="make the GPUs in software, on the CPU or on a real GPU; proves code, never hardware",
-    )
+    simulate.add_simulate(parser)
     add("--steps", type=_number(1, "number of steps"), metavar="N", help="compare N optimizer steps (default: all)")
     add(
         "--timeout",
@@ -92,6 +88,11 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="SECONDS",
         help="end a run in which no rank gets further for so long (default: 300)",
+    )
+    add(
+        "--fresh-directory",
+        action="store_true",
+        help="begin each run in a copy of the current directory, in which what other runs write is not there",
     )
     add("--html", type=_writable, metavar="FILE", help="write a page with the curves of loss and deviation")
     add("--json", type=_writable, metavar="FILE", help="write the verdict, and what was compared, for programs")
@@ -121,15 +122,14 @@ def main(argv: Sequence[str]) -> int:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         given = parser.parse_args(own)
         command = simulate.program_command(program, parser)
+        for world in (1, given.gpus):
+            try:
+                fitted(command, world)
+            except ValueError as error:
+                parser.error(str(error))
     except SystemExit as stop:
-        return _WRONG_USAGE if stop.code else 0
-    try:
-        return _compare(given, program, command)
-    except Exception:
-        # Python would exit with 1, which says that the script differs.
-        traceback.print_exc()
-        print("mgpu-check compare: internal error; of the script this says nothing", file=sys.stderr)
-        return _INTERNAL_ERROR
+        return int(stop.code or 0)
+    return _compare(given, program, command)
 
 
 def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str]) -> int:
@@ -139,7 +139,17 @@ def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequenc
 
     simulated = f"SIMULATED {given.simulate}" if given.simulate else ""
     single, several = _environments(given.gpus, given.simulate)
-    plan = Plan(command, shlex.join(program), given.gpus, single, several, simulated, given.timeout, given.steps)
+    plan = Plan(
+        command,
+        shlex.join(program),
+        given.gpus,
+        single,
+        several,
+        simulated,
+        given.timeout,
+        given.steps,
+        given.fresh_directory,
+    )
     note = f"; {simulated} x{given.gpus}: proves code, never hardware" if simulated else ""
     print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)
     kept = {number: signal.signal(number, _interrupted) for number in _ENDING}
@@ -147,7 +157,7 @@ def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequenc
         done = compare(plan, lambda line: print(f"  {line}", flush=True))
     except KeyboardInterrupt:
         print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
-        return _INTERRUPTED
+        return INTERRUPTED
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
+
+from mgpu_check.command.codes import Parser
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the visible devices, and what decides which those are. Exit code 0, also where there are none."""
-    parser = argparse.ArgumentParser(prog="mgpu-check devices", description="List the GPUs that torch sees here.")
+    parser = Parser(prog="mgpu-check devices", description="List the GPUs that torch sees here.")
     parser.parse_args(argv)
     import torch
 

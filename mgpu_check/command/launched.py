@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from mgpu_check.command.codes import WRONG_USAGE
 from mgpu_check.ranks.agents.variables import place_of
 from mgpu_check.session import PRELOAD
 from mgpu_check.settings import OPTIONS
@@ -33,7 +34,7 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
         place = place_of(os.environ)
     except ValueError as error:
         print(f"mgpu-check: {error}", file=sys.stderr)
-        return 4
+        return WRONG_USAGE
     if place is None:
         return command()
     from mgpu_check.ranks.agents import agent

@@ -15,13 +15,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mgpu_check.command.codes import Parser
 from mgpu_check.pythonpath import with_startup
 
-__all__ = ["backing_device", "environment", "main", "program_command", "split_program"]
+__all__ = ["add_simulate", "environment", "main", "program_command", "split_program"]
 
 _USAGE = (
-    "mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] script.py [args...]\n"
-    "       mgpu-check simulate [--gpus=N] [--backing=cpu|cuda:I] [--] -m module [args...]"
+    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py [args...]\n"
+    "       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"
 )
 
 
@@ -48,22 +49,30 @@ def backing_device(text: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="mgpu-check simulate",
         usage=_USAGE,
         description="Run a Python program, and the processes that it starts, on a SIMULATED node with N GPUs.",
-        epilog="The exit code is the program's own. A simulated run proves code, never hardware.",
+        epilog="The exit code is the program's own (128 + N where signal N has ended it), or 4 on wrong usage. "
+        "A simulated run proves code, never hardware.",
         allow_abbrev=False,
     )
     parser.add_argument("--gpus", type=_gpus, default=2, metavar="N", help="number of simulated GPUs (default: 2)")
-    parser.add_argument(
-        "--backing",
-        type=backing_device,
-        default="cpu",
-        metavar="DEVICE",
-        help="real device that computes (default: cpu)",
-    )
+    add_simulate(parser, default="cpu")
     return parser
+
+
+def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) -> None:
+    """Add ``--simulate[=DEVICE]``, spelled and read as by pytest's plugin: without a device it is the CPU."""
+    parser.add_argument(
+        "--simulate",
+        type=backing_device,
+        nargs="?",
+        const="cpu",
+        default=default,
+        metavar="DEVICE",
+        help="make the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware",
+    )
 
 
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -113,17 +122,17 @@ def environment(gpus: int, backing: str) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Run the program named by ``argv``; returns its exit code (128 + N where signal N ended it), 2 on wrong usage."""
+    """Run the program named by ``argv``; returns its exit code (128 + N where signal N ended it), 4 on wrong usage."""
     parser = _parser()
     try:
-        own, program = split_program(argv, ("--gpus", "--backing"))
+        own, program = split_program(argv, ("--gpus",))
         given = parser.parse_args(own)
         command = program_command(program, parser)
     except SystemExit as stop:
         return int(stop.code or 0)
-    notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.backing}; this says nothing about hardware"
+    notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
-    with subprocess.Popen(command, env=environment(given.gpus, given.backing)) as child:
+    with subprocess.Popen(command, env=environment(given.gpus, given.simulate)) as child:
         # Ctrl-C reaches the whole foreground group: the program decides what it means, we wait for its end.
         kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:

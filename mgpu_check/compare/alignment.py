@@ -126,7 +126,8 @@ class Aligned:
 
     Attributes:
         one: the trace of the one device.
-        ranks: those of the ranks, in their order.
+        ranks: those of the ranks, in their order; one of a single process that has several devices.
+        world: number of those ranks, or devices.
         names: parameters that both have, in the order of the model.
         missing: those that one device trains, and no rank.
         extra: those that ranks train, and one device does not.
@@ -134,16 +135,23 @@ class Aligned:
 
     one: Trace
     ranks: list[Trace]
+    world: int = 0
     names: list[str] = field(init=False)
     missing: list[str] = field(init=False)
     extra: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.world = self.world or len(self.ranks)
         there = {name for trace in self.ranks for name in trace.parameters}
         ordered = sorted(self.one.parameters.values(), key=lambda parameter: parameter.order)
         self.names = [p.name for p in ordered if p.name in there]
         self.missing = [p.name for p in ordered if p.name not in there]
         self.extra = sorted(there - self.one.parameters.keys())
+
+    @property
+    def where(self) -> str:
+        """What is compared with one device."""
+        return f"{self.world} ranks" if len(self.ranks) == self.world else f"{self.world} GPUs of one process"
 
     @property
     def steps(self) -> int:
@@ -182,9 +190,14 @@ class Aligned:
         ]
 
     def samples(self, step: int) -> Samples:
-        return Samples(
-            Counter(self.one.steps[step].seen), tuple(Counter(trace.steps[step].seen) for trace in self.ranks)
+        """The rows of the model's inputs; their columns where it is those that the ranks have shared out."""
+        rows = Samples(Counter(self.one.steps[step].seen), tuple(Counter(t.steps[step].seen) for t in self.ranks))
+        if rows.same:
+            return rows
+        columns = Samples(
+            Counter(self.one.steps[step].seen_columns), tuple(Counter(t.steps[step].seen_columns) for t in self.ranks)
         )
+        return columns if columns.known and columns.same else rows
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
         """On one device; over the ranks, the mean by samples where their numbers are known; of each rank."""

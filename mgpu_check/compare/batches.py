@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mgpu_check.compare.obstacles import whole_words
 from mgpu_check.compare.scene import Diagnosis, Scene
 from mgpu_check.gate.report import Finding
 
@@ -37,10 +38,7 @@ def of_samples(scene: Scene) -> Diagnosis:
         return Diagnosis(
             comparable=False,
             why=said,
-            todo=[
-                f"each rank takes a batch as large as one device does ({one.total()}); for the same global batch divide "
-                "it: batch_size=global_batch // world_size"
-            ],
+            todo=[whole_words(one.total())],
         )
     surplus = together - one
     if not one - together and surplus and _padded(scene):

@@ -6,12 +6,17 @@ One after the other because a script may write files, and because two that share
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.directories import fresh_directory
+from mgpu_check.compare.obstacles import SNAPSHOT, standing
 from mgpu_check.compare.processes import Run, run
 from mgpu_check.compare.rounding import Rounding, repeatability
-from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused
+from mgpu_check.compare.trace import Trace
+from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused, starts_its_own, without_steps
 from mgpu_check.grouping import named
 from mgpu_check.ranks.process import describe_exit
 
@@ -25,13 +30,14 @@ class Plan:
     """What is to be run.
 
     Attributes:
-        command: the Python, the script and its arguments.
+        command: the Python, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them.
         shown: the script and its arguments, as reports show them.
         world: number of ranks.
         single, several: environments of the run on one device and of the ranks.
         simulated: how, as in "SIMULATED cpu"; empty for what is there.
         timeout: seconds without progress after which a run is ended.
         steps: how many optimizer steps are compared; None: all.
+        fresh: each run begins in a directory of its own.
     """
 
     command: Sequence[str]
@@ -42,6 +48,7 @@ class Plan:
     simulated: str
     timeout: float
     steps: int | None
+    fresh: bool = False
 
 
 @dataclass
@@ -63,7 +70,7 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
     """
     made = Comparison(plan)
     verdict = _verdict(made, tell)
-    remarks = [*verdict.report.remarks, *_crashes_at_exit(made.runs)]
+    remarks = [*verdict.report.remarks, *_also(made, verdict), *_crashes_at_exit(made.runs)]
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return made
 
@@ -71,20 +78,21 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
 def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     plan = made.plan
     one = _run(made, tell, "one device", 1)
+    if one.has("starts"):
+        return starts_its_own(one_device=True)
     if one.failed:
         return of_failure(one, one.failed, one_device=True)
     if not one.traces[0].steps:
-        return refused(
-            "no optimizer step was seen on one device",
-            ["train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process"],
-        )  # fmt: skip
-    several = _run(made, tell, f"{plan.world} ranks", plan.world)
+        return without_steps(one, one.ranks)
+    several = _several(made, tell)
+    if several.has("starts"):
+        return starts_its_own(one_device=False)
     if several.failed:
         return of_failure(several, several.failed, one_device=False)
-    silent = [trace.rank for trace in several.traces if not trace.steps]
+    silent = [ended for ended in several.ranks if not ended.steps]
     if silent:
-        return refused(f"no optimizer step was seen on {named(silent)}, though one device makes some")
-    made.aligned = aligned = Aligned(one.traces[0], several.traces)
+        return without_steps(several, silent)
+    made.aligned = aligned = Aligned(one.traces[0], several.traces, plan.world)
     if found := _found_what_was_left(made.runs):
         return found
     again = _run(made, tell, "one device, again", 1)
@@ -102,10 +110,49 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     return judge(aligned, made.rounding, repeat)
 
 
-def _run(made: Comparison, tell: Callable[[str], None], label: str, world: int, moved: int | None = None) -> Run:
+def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
+    """The run on several devices: as many ranks; or, of a script that never makes a group of them, one process.
+
+    Ranks that each train by themselves are a mistake, unless the script shares the work out in its own process: by
+    DataParallel, or with layers on several devices.
+    """
+    world = made.plan.world
+    ranks = _run(made, tell, f"{world} ranks", world)
+    if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
+        return ranks
+    alone = all(ended.has("alone") for ended in ranks.ranks)
+    if not alone and ranks.failed is None and not any(_on_several(trace) for trace in ranks.traces):
+        return ranks
+    return _run(made, tell, f"one process with {world} GPUs", 1, environment=made.plan.several)
+
+
+def _on_several(trace: Trace) -> bool:
+    """Whether this one process has used several devices."""
+    replicas = max((event["replicas"] for event in trace.of("module")), default=1)
+    return replicas > 1 or len({parameter.device for parameter in trace.parameters.values()}) > 1
+
+
+def _run(
+    made: Comparison,
+    tell: Callable[[str], None],
+    label: str,
+    world: int,
+    moved: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Run:
     plan = made.plan
-    environment = plan.single if world == 1 else plan.several
-    done = run(label, plan.command, environment, world, timeout=plan.timeout, steps=plan.steps, moved=moved)
+    environment = environment or (plan.single if world == 1 else plan.several)
+    with fresh_directory() if plan.fresh else nullcontext() as directory:
+        done = run(
+            label,
+            fitted(plan.command, world),
+            environment,
+            world,
+            timeout=plan.timeout,
+            steps=plan.steps,
+            moved=moved,
+            directory=directory,
+        )
     made.runs.append(done)
     steps = sorted({ended.steps for ended in done.ranks})
     number = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
@@ -124,6 +171,17 @@ def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
             )
 
 
+def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
+    """What else stands in the way of what could not be compared."""
+    if verdict.kind != "not comparable" or not made.runs or (one := made.runs[0].traces[0]).steps == []:
+        return
+    ranks = next((run.traces for run in made.runs[1:] if len(run.ranks) > 1), [])
+    for obstacle in standing(one, ranks, made.plan.fresh):
+        if (line := f"do: {obstacle.todo}") not in verdict.report.remarks:
+            yield f"also: {obstacle.why}"
+            yield line
+
+
 def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:
     """Whether the last run has loaded a file that an earlier one wrote, and so begun elsewhere."""
     written = {event["file"] for earlier in runs[:-1] for trace in earlier.traces for event in trace.of("save")}
@@ -134,6 +192,6 @@ def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:
             if event["file"] in written - {None} and not any(e["after"] <= event["after"] for e in own):
                 return refused(
                     f"the run “{last.label}” has loaded {event['file']}, which an earlier run of this comparison wrote",
-                    ["have the script save elsewhere, or not at all, for the comparison; remove that file"],
+                    [SNAPSHOT],
                 )
     return None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 from mgpu_check.compare.batches import of_samples
+from mgpu_check.compare.obstacles import DROPOUT, random_parts
 from mgpu_check.compare.scene import Diagnosis, Scene, updates
 from mgpu_check.compare.trace import Trace
 from mgpu_check.gate.report import Finding
@@ -134,7 +135,7 @@ def _factor(scene: Scene) -> Diagnosis | None:
 
 
 def _of_factor(scene: Scene, factor: float, what: str) -> Diagnosis | None:
-    world = len(scene.aligned.ranks)
+    world = scene.aligned.world
     micro = max(len(trace.steps[scene.step].losses) for trace in scene.aligned.ranks)
     for mistake, number, name in (
         ("world-size-factor", world, "the world size"),
@@ -150,20 +151,18 @@ def _modules(scene: Scene) -> Diagnosis | None:
     events = [event for event in scene.aligned.ranks[0].of("module") if event["after"] <= scene.step]
     norms = sorted({name for event in events for name in event["batch_norms"]})
     if norms:
-        evidence = (
-            f"the model has {', '.join(norms)} in training mode, over {scene.samples.counts[0]} samples on rank 0"
-        )
+        several = len(scene.aligned.ranks) > 1
+        part = f"{scene.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
+        evidence = f"the model has {', '.join(norms)} in training mode, over {part}"
         return Diagnosis(findings=[Finding("batch-statistics-per-rank", evidence)])
-    random = sorted({name for event in events for name in event["dropouts"]})
-    random += [event["what"] for event in scene.aligned.ranks[0].of("random") if not random]
-    if random:
+    if random := random_parts(scene.aligned.ranks[0], scene.step):
         return Diagnosis(
             comparable=False,
             findings=[
                 Finding("random-numbers-per-rank", f"{', '.join(random)} draws a mask of its own on each rank"),
             ],
             why=f"step {scene.step + 1}: {', '.join(random)} drops other elements on ranks than on one device",
-            todo=["set the probability to 0 for the comparison"],
+            todo=[DROPOUT],
         )
     return None
 

@@ -10,17 +10,22 @@ from torch import nn
 
 __all__ = ["Names", "unwrapped"]
 
-_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "CheckpointWrapper")
+_INNER = {
+    "DistributedDataParallel": ("module",),
+    "DataParallel": ("module",),
+    "FullyShardedDataParallel": ("_fsdp_wrapped_module",),
+    "CheckpointWrapper": ("_checkpoint_wrapped_module",),
+    "OptimizedModule": ("_orig_mod",),
+}
+"""What wraps a model, by the name of its class, and where it keeps the model."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's own module, without what torch has put around it."""
     while True:
-        inner = None
-        if type(module).__name__ in _WRAPPERS:
-            inner = getattr(module, "module", None) or getattr(module, "_fsdp_wrapped_module", None)
-        elif type(module).__name__ == "OptimizedModule":
-            inner = getattr(module, "_orig_mod", None)
+        # By their attributes, and not by their truth: that of a module which has a length is a call of it.
+        names = _INNER.get(type(module).__name__, ())
+        inner = next((getattr(module, name) for name in names if getattr(module, name, None) is not None), None)
         if not isinstance(inner, nn.Module):
             return module
         module = inner

@@ -82,7 +82,7 @@ def _pictures(done: Comparison) -> list[str]:
     mark = done.verdict.step
     each = [
         Curve("each rank", [losses[rank] for losses in found["each"]], "each")
-        for rank in range(min(done.plan.world, 16))
+        for rank in range(min(len(found["each"][0]), 16))
     ]
     one, ranks = Curve("one device", found["one"], "one"), Curve("mean over the ranks", found["ranks"], "ranks")
     parts = ["<h2>Loss</h2>", draw("Loss on one device and on the ranks", "loss", [*each, one, ranks], mark=mark)]

@@ -39,6 +39,7 @@ _GRACE = 5.0  # for the others, when one has failed: they may have more to say t
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
 _HERE = Path(__file__).parent
+_WAITING = ("stopped", "alone", "starts")  # events after which a process waits for its end
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Ended:
         how: "finished"; "stopped" at the last step that was asked for; "failed", with an exit code of its own; "killed",
             because another rank had failed; "hung". A signal that ends the interpreter after the script has come to its
             end is no failure of the script.
-        stderr: the last lines of it.
+        stdout, stderr: the last lines of them.
         place: where it was when it hung.
     """
 
@@ -58,6 +59,7 @@ class Ended:
     exit_code: int | None
     how: Literal["finished", "stopped", "failed", "killed", "hung"]
     trace: Trace | None
+    stdout: str
     stderr: str
     place: Place | None = None
 
@@ -69,6 +71,10 @@ class Ended:
     def crashed_at_exit(self) -> bool:
         """Whether a signal has ended it after the end of the script."""
         return self.how == "finished" and bool(self.exit_code)
+
+    def has(self, event: str) -> bool:
+        """Whether that is in its trace."""
+        return self.trace is not None and bool(self.trace.of(event))
 
     def __str__(self) -> str:
         reached = f"after step {self.steps}" if self.steps else "before its first optimizer step"
@@ -88,6 +94,10 @@ class Run:
     seconds: float
     first: int | None
 
+    def has(self, event: str) -> bool:
+        """Whether that is in the trace of a rank."""
+        return any(ended.has(event) for ended in self.ranks)
+
     @property
     def failed(self) -> Ended | None:
         return None if self.first is None else self.ranks[self.first]
@@ -100,7 +110,14 @@ class Run:
 class _Process:
     """A process that is recorded, with the files that it writes."""
 
-    def __init__(self, rank: int, command: Sequence[str], environment: dict[str, str], told: dict[str, object]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: dict[str, str],
+        told: dict[str, object],
+        directory: Path | None,
+    ) -> None:
         self.rank = rank
         with contextlib.ExitStack() as undo:
             self.trace, self.stacks, self.stdout, self.stderr = (
@@ -115,6 +132,7 @@ class _Process:
                 stderr=self.stderr,
                 pass_fds=list(fds.values()),
                 process_group=0,
+                cwd=directory,
             )
             self.files = undo.pop_all()
         self.killed = False
@@ -123,10 +141,10 @@ class _Process:
     def size(self) -> int:
         return os.fstat(self.trace.fileno()).st_size
 
-    def said(self, event: str) -> bool:
-        """Whether that is among the last events of its trace."""
-        size = self.size()
-        return f'\n{{"event":"{event}"'.encode() in os.pread(self.trace.fileno(), 200, max(0, size - 200))
+    def said(self, *events: str) -> bool:
+        """Whether one of them is among the last events of its trace."""
+        last = os.pread(self.trace.fileno(), 200, max(0, self.size() - 200))
+        return any(f'\n{{"event":"{event}"'.encode() in last for event in events)
 
     def failed(self) -> bool:
         """Whether it has ended, as far as is known, otherwise than a script does that comes to its end."""
@@ -153,14 +171,18 @@ class _Process:
     def ended(self, hung: bool) -> Ended:
         data = _content(self.trace, 0)
         trace = read(data) if data else None
-        stopped = trace is not None and bool(trace.of("stopped"))
+        stopped = trace is not None and any(trace.of(event) for event in _WAITING)
         code = None if self.killed else self.process.returncode
         if code is not None:
             how = "failed" if self.failed() else "finished"
         else:
             how = "stopped" if stopped else "hung" if hung else "killed"
-        lines = _content(self.stderr, _TAIL).decode(errors="replace").strip().splitlines()
-        return Ended(self.rank, code, how, trace, "\n".join(lines[-12:]), self.place)  # type: ignore[arg-type]
+        said = [_last_lines(_content(file, _TAIL)) for file in (self.stdout, self.stderr)]
+        return Ended(self.rank, code, how, trace, said[0], said[1], self.place)  # type: ignore[arg-type]
+
+
+def _last_lines(written: bytes) -> str:
+    return "\n".join(written.decode(errors="replace").strip().splitlines()[-12:])
 
 
 def _content(file: IO[bytes], last: int) -> bytes:
@@ -178,6 +200,7 @@ def run(
     timeout: float,
     steps: int | None = None,
     moved: int | None = None,
+    directory: Path | None = None,
 ) -> Run:
     """Run `command` in `world` processes, and wait for all of them.
 
@@ -185,6 +208,7 @@ def run(
         environment: theirs, without the variables of a launcher.
         timeout: seconds in which at least one rank must get further: start, make an optimizer step, or note an event.
         steps, moved: see `mgpu_check.compare.recorder.install`.
+        directory: in which they begin; the current one where it is None.
     """
     began = time.monotonic()
     told: dict[str, object] = {
@@ -201,7 +225,7 @@ def run(
         try:
             for rank in range(world):
                 variables = _variables(environment, rank, world, port)
-                processes.append(_Process(rank, command, variables, told))
+                processes.append(_Process(rank, command, variables, told, directory))
             # They can connect already, and are served from now on.
             undo.enter_context(_store(listener, port, world))
             first, hung = _wait(processes, timeout)
@@ -266,7 +290,7 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
             wrong = [process.rank for process in processes if process.failed()]
             if wrong:
                 failed = wrong[0], now
-        open_ = [p for p, code in zip(processes, codes, strict=True) if code is None and not p.said("stopped")]
+        open_ = [p for p, code in zip(processes, codes, strict=True) if code is None and not p.said(*_WAITING)]
         if not open_ or (failed is not None and now > failed[1] + _GRACE):
             return (failed[0] if failed else None), False
         if (grown := [process.size() for process in processes]) != sizes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -20,11 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mgpu_check.compare import witnesses
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
-from mgpu_check.compare.summaries import digests, inputs_of, shape_of, summaries
+from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.ranks import precision
 
 __all__ = ["install"]
+
+_CALLS = 100  # of models, in which it is looked whether they draw random numbers
+_COLUMNS = 2**22  # elements of inputs, up to which a batch is looked for in the second dimension, too
 
 
 def install(fd: int, steps: int | None, moved: int | None) -> None:
@@ -39,7 +43,7 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
     # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
     precision.exact()
     torch.backends.cudnn.deterministic = True
-    recorder = Recorder(Writer(fd), steps, None if moved is None else Perturbation(moved))
+    recorder = Recorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
@@ -48,31 +52,44 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
     hooked = torch.optim.Optimizer.profile_hook_step  # what calls the hooks around a step
     torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
-    witnesses.install(recorder.note, world, recorder.scaled_step)
+    witnesses.install(recorder, world)
     atexit.register(recorder.at_exit)
 
 
 class Recorder:
     """What is known of the script between two steps."""
 
-    def __init__(self, writer: Writer, steps: int | None, perturbation: Perturbation | None) -> None:
-        self.writer, self.last, self.perturbation = writer, steps, perturbation
+    def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
+        self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
         self.names = Names()
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._kinds: set[tuple[str, str]] = set()
+        self._told: set[str] = set()
+        self._calls = 0
         self._indices: dict[int, int] = {}
         self._optimizers: dict[int, int] = {}
         self._held: list[Any] = []  # what is known by its id must stay alive
         self._losses: list[float] = []
         self._samples: list[list[int]] = []
+        self._columns: list[list[int]] = []
         self._waiting = True  # for the first inputs of a micro-batch
         self._before: dict[int, list[float]] = {}
-        self._gradients: dict[int, list[float] | None] = {}
+        self._gradients: dict[int, list[float] | None] | None = None
+        self._start: list[list[float] | None] = []  # the parameters before an optimizer's first step
         self._stepping: Any = None
 
     def note(self, event: str, **what: object) -> None:
         self.writer.write(event, after=self.done, **what)
+
+    def forked(self) -> bool:
+        return os.getpid() != self.writer.pid
+
+    def wait(self, event: str) -> None:
+        """Note it, in a forked process too, and wait until this one is ended, with the others: none misses its peers."""
+        self.writer.pid = os.getpid()
+        self.note(event)
+        threading.Event().wait()
 
     def at_exit(self) -> None:
         """The script has come to its end; what the interpreter does from now on is no part of it."""
@@ -83,14 +100,34 @@ class Recorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
+        if self._here.depth == 1 and module.training and self._calls < _CALLS:
+            self._here.drawn = witnesses.generators()
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._here.depth -= 1
+        self._notice_narrow(module, output)
         if not self._here.depth and output is not None and not getattr(self._here, "backward", False):
             self._outermost(module, args, kwargs)
         if self.perturbation is None or output is None or module._modules:
             return None
         return self.perturbation.output(output)
+
+    def _notice_narrow(self, module: nn.Module, output: Any) -> None:
+        """Note the first module that computes in fewer bits than float32, where rounding hides more."""
+        if "narrow" in self._told or not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return
+        if output.element_size() < 4 and not hasattr(output, "full_tensor"):
+            self._told.add("narrow")
+            self.note("narrow", dtype=str(output.dtype).removeprefix("torch."), module=type(module).__name__)
+
+    def _notice_draws(self, module: nn.Module) -> None:
+        """Note the first model whose result depends on random numbers that it draws."""
+        before, self._here.drawn = getattr(self._here, "drawn", None), None
+        self._calls += 1
+        if before is None or "random" in self._told or before == witnesses.generators():
+            return
+        self._told.add("random")
+        self.note("random", what=f"the forward pass of {type(unwrapped(module)).__name__}")
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.current_thread() is not threading.main_thread() or next(module.parameters(), None) is None:
@@ -98,20 +135,34 @@ class Recorder:
         self.names.called(module)
         if not (torch.is_grad_enabled() and module.training):
             return
+        self._notice_draws(module)
         if ("wrapper", type(module).__name__) not in self._kinds:
             self._kinds.add(("wrapper", type(module).__name__))
             self._describe(module)
         if self._waiting:
             self._waiting = False
             with torch.no_grad():
-                self._samples.append(digests(inputs_of(args, kwargs)))
+                inputs = on_host(inputs_of(args, kwargs))
+                self._samples.append(digests(inputs))
+                small = all(tensor.numel() <= _COLUMNS for tensor in inputs)
+                self._columns.append(digests(inputs, 1) if small else [])
 
     def _describe(self, module: nn.Module) -> None:
         model = unwrapped(module)
         wrapper = type(module).__name__ if model is not module else None
         norms = sorted({type(m).__name__ for m in model.modules() if _takes_batch_statistics(m)})
         random = sorted({str(m) for m in model.modules() if getattr(m, "p", 0) and "Dropout" in type(m).__name__})
-        self.note("module", model=type(model).__name__, wrapper=wrapper, batch_norms=norms, dropouts=random)
+        replicas = len(getattr(module, "device_ids", ()) or ()) if wrapper == "DataParallel" else 1
+        self.note(
+            "module",
+            model=type(model).__name__,
+            wrapper=wrapper,
+            replicas=replicas,
+            batch_norms=norms,
+            dropouts=random,
+        )
+        if replicas > 1 and self.world > 1 and not witnesses.in_a_group():
+            self.wait("alone")
 
     # backward
 
@@ -130,25 +181,55 @@ class Recorder:
 
     # optimizers
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._stepping is not None and self._stepping is not optimizer:
-            return  # one that the other uses, as ZeroRedundancyOptimizer does
+            return None  # one that the other uses, as ZeroRedundancyOptimizer does
         self._stepping = optimizer
+        if id(optimizer) not in self._optimizers:
+            with torch.no_grad():
+                self._start = summaries([p for group in optimizer.param_groups for p in group["params"]])
+        self._gradients = None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._take_gradients(optimizer)
+            return None
+        watched = self._watched_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched}
+        return (args[0], watched, *args[2:]), kwargs
+
+    def _watched_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """`closure`, which computes the gradients within the step: those of its first call are the step's."""
+
+        @functools.wraps(closure)
+        def watched() -> Any:
+            loss = closure()
+            self._take_gradients(optimizer)
+            return loss
+
+        return watched
+
+    def _take_gradients(self, optimizer: Any) -> None:
+        """Move the gradients, and keep those of the step's first time; not earlier, for the model may not have been called."""
         with torch.no_grad():
             parameters = self._parameters(optimizer)
-            gradients = [p.grad for _, p in parameters]
-            if self.perturbation is not None:
-                self.perturbation.gradients(gradients)
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = len(self._optimizers)
                 self._held.append(optimizer)
-                self._before = self._taken(parameters)
-            found = summaries(gradients)
-            self._gradients = {index: one for (index, _), one in zip(parameters, found, strict=True)}
+                pairs = zip(parameters, self._start, strict=True)
+                self._before = {index: one for (index, _), one in pairs if one is not None}
+            gradients = [p.grad for _, p in parameters]
+            if self.perturbation is not None:
+                self.perturbation.gradients(gradients)
+            if self._gradients is None:
+                found = summaries(gradients)
+                self._gradients = {index: one for (index, _), one in zip(parameters, found, strict=True)}
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:
             return
+        if self._gradients is None:  # of an optimizer that does not call its closure
+            self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
             after = self._taken(self._parameters(optimizer))
@@ -159,6 +240,7 @@ class Recorder:
             optimizer=self._optimizers[id(optimizer)],
             losses=self._losses,
             samples=self._samples,
+            columns=self._columns,
             before=self._before,
             gradients=self._gradients,
             parameters=after,
@@ -166,8 +248,7 @@ class Recorder:
         self._before = {}
         self._forget()
         if self.done == self.last:
-            self.note("stopped")
-            threading.Event().wait()  # until this process is ended, with the others, so that none misses its peers
+            self.wait("stopped")
 
     def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
         """`hooked`, which has hooks called before and after a step; where the step raises, there is none after it."""
@@ -209,7 +290,7 @@ class Recorder:
         return result
 
     def _forget(self) -> None:
-        self._losses, self._samples, self._waiting = [], [], True
+        self._losses, self._samples, self._columns, self._waiting = [], [], [], True
 
     def _parameters(self, optimizer: Any) -> list[tuple[int, torch.Tensor]]:
         """The parameters of an optimizer, each with its number in the trace."""

@@ -10,7 +10,7 @@ import torch
 
 from mgpu_check.compare.trace import CHUNKS, positions
 
-__all__ = ["digests", "inputs_of", "shape_of", "summaries", "whole"]
+__all__ = ["digests", "inputs_of", "on_host", "shape_of", "summaries", "whole"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _kept: dict[int, torch.Tensor] = {}
@@ -81,20 +81,26 @@ def _short(number: float) -> float:
     return float(f"{number:.12g}") if math.isfinite(number) else number
 
 
-def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of which samples can be told apart, on the CPU."""
+    return [t.detach().cpu() for t in tensors if not hasattr(t, "full_tensor") and t.layout is torch.strided]
+
+
+def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
     """One number for each sample of a batch: the same for the same values, whatever else is in the batch.
 
     Args:
-        tensors: the inputs of a model. The samples are the rows of the first of them, and those of all others that have
-            as many.
+        tensors: the inputs of a model, on the CPU. The samples are the slices of the first of them, and those of all
+            others that have as many.
+        dimension: in which the samples lie.
     """
-    batch = [t.detach() for t in tensors if t.dim() and not hasattr(t, "full_tensor") and t.layout is torch.strided]
+    batch = [t.detach().movedim(dimension, 0) for t in tensors if t.dim() > dimension]
     if not batch or not batch[0].numel():
         return []
     count = batch[0].shape[0]
     total = torch.zeros(count, dtype=torch.int64, device="cpu")
     for position, tensor in enumerate(t for t in batch if t.shape[0] == count):
-        rows = tensor.cpu().contiguous().reshape(count, -1)
+        rows = tensor.contiguous().reshape(count, -1)
         if rows.is_complex():
             rows = torch.view_as_real(rows.resolve_conj()).reshape(count, -1)
         if rows.dtype is torch.bool:

@@ -121,6 +121,7 @@ class Step:
         optimizer: 0 for the first that has made a step, and so on.
         losses: what `backward` was called on since the step before, where it was one number.
         samples: a digest of each sample that went into the model, for each of those calls of `backward`.
+        columns: the same along the second dimension of its inputs, where a batch may lie, too.
         before: the parameters before this step; of an optimizer's first step only.
         gradients: before this step, by parameter; None where it has none.
         parameters: after this step.
@@ -129,6 +130,7 @@ class Step:
     optimizer: int
     losses: list[float]
     samples: list[list[int]]
+    columns: list[list[int]]
     before: dict[str, Summary]
     gradients: dict[str, Summary | None]
     parameters: dict[str, Summary]
@@ -149,6 +151,10 @@ class Step:
         """The samples of all micro-batches."""
         return [digest for part in self.samples for digest in part]
 
+    @property
+    def seen_columns(self) -> list[int]:
+        return [digest for part in self.columns for digest in part]
+
 
 @dataclass
 class Trace:
@@ -159,7 +165,8 @@ class Trace:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All else: "clip", "load", "restore", "save", "sampler", "module", "random", "skipped", "stopped"."""
+    """All else: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "group", "starts",
+    "alone", "skipped", "stopped", "ended"."""
 
     @property
     def finite_steps(self) -> int:
@@ -223,6 +230,7 @@ def _step(event: Mapping[str, Any], names: Sequence[str]) -> Step:
         event["optimizer"],
         event["losses"],
         event["samples"],
+        event["columns"],
         named(event["before"]),
         named(event["gradients"]),
         named(event["parameters"]),

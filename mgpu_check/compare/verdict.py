@@ -9,13 +9,14 @@ from typing import Literal
 from mgpu_check.compare.alignment import Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.diagnosis import diagnose
+from mgpu_check.compare.obstacles import FLOAT32, SEEDS, narrow
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.compare.scene import KINDS, Diagnosis, Scene, first_scene, ratio_of
 from mgpu_check.gate.report import Report
 from mgpu_check.grouping import few, named
 
-__all__ = ["Kind", "Verdict", "judge", "of_failure", "refused"]
+__all__ = ["Kind", "Verdict", "judge", "of_failure", "refused", "starts_its_own", "without_steps"]
 
 Kind = Literal["equal", "differs", "not comparable"]
 
@@ -60,9 +61,7 @@ def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
     lines = [f"{where} the script {verb}: {failed}"]
     others = [ended for ended in run.ranks if ended is not failed]
     lines += [f"  {ended}" for ended in others]
-    if failed.stderr:
-        lines += [f"  the last lines of what rank {failed.rank} wrote to stderr:"]
-        lines += [f"    {line}" for line in failed.stderr.splitlines()]
+    lines += [f"  {line}" for line in last_words(failed)]
     kind: Kind = "not comparable" if one_device else "differs"
     reached = min(ended.steps for ended in run.ranks)
     return Verdict(
@@ -71,6 +70,46 @@ def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
         step=None if one_device else reached + 1,
         ranks=() if one_device else (failed.rank,),
         compared=reached,
+    )
+
+
+def last_words(ended: Ended) -> list[str]:
+    """What a rank wrote last: why it has left may stand there, in a message of its own."""
+    found: list[str] = []
+    for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):
+        if text and (not found or ended.how == "finished"):
+            found.append(f"the last lines of what rank {ended.rank} wrote to {stream}:")
+            found += [f"  {line}" for line in text.splitlines()]
+    return found
+
+
+def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
+    """A run in which `silent` have come to their ends without a step of an optimizer."""
+    where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
+    report = Report(
+        f"not comparable: no optimizer step was seen {where}",
+        remarks=[
+            *last_words(silent[0]),
+            *_todo(
+                [
+                    "where it has left with a message of its own, do what that says: it has to train on one device, too",
+                    "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
+                ]
+            ),
+        ],
+    )
+    return Verdict("not comparable", report)
+
+
+def starts_its_own(one_device: bool) -> Verdict:
+    """Of a script that starts its ranks itself, where each process is one already."""
+    return refused(
+        "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), where "
+        f"compare starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
+        [
+            "be a rank where RANK is set, and start ranks elsewhere: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
+            "int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
+        ],
     )
 
 
@@ -114,13 +153,18 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
             "no parameter is trained on one device and, by the same name and shape, on the ranks",
             [f"one device trains {one}; rank 0 trains {rank}"],
         )
+    if nothing := _says_nothing(aligned):
+        return nothing
     useful = rounding.useful_until(steps)
     compared = [name for name in aligned.held if rounding.drowned(useful, "parameter", name) is None]
     if useful == 0 or not compared:
         what = "gradients" if useful == 0 else "every parameter"
         since = "from the first step on" if useful == 0 else f"within {useful} steps"
         return refused(
-            f"{since}, rounding alone moves {what} so far that not even a factor of two would show", compared=steps
+            f"{since}, rounding alone moves {what} so far that not even a factor of two would show"
+            + (f": {low}" if (low := narrow(aligned.one)) else ""),
+            [FLOAT32] if low else ["compare fewer steps, with a smaller learning rate"],
+            compared=steps,
         )
     remarks = _drowned(aligned, rounding, useful) + _remarks(aligned, rounding)
     if useful < steps:
@@ -135,10 +179,39 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
             0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: after that step nothing is compared"
         )
     headline = (
-        f"equal: {said} on {len(aligned.ranks)} ranks train{'s' * (said == 'step 1')} the same "
+        f"equal: {said} on {aligned.where} train{'s' * (said == 'step 1')} the same "
         f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within what rounding moves{end}"
     )
     return Verdict("equal", Report(headline, remarks=remarks), compared=steps)
+
+
+def _says_nothing(aligned: Aligned) -> Verdict | None:
+    """Whether runs agree for no merit: nothing was learned, or what they were given is not the same."""
+    steps = range(aligned.judged)
+    gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
+    if not any(gradient is not None and gradient.norm for gradient in gradients):
+        return refused(
+            f"the gradients of all parameters are zero in all {len(steps)} steps, so that any two runs agree",
+            [
+                "have a loss that depends on the parameters: a softmax over one class, as of cross_entropy with one output, "
+                "is constant; so is what was detached"
+            ],
+            compared=len(steps),
+        )
+    for step in steps:
+        samples = aligned.samples(step)
+        one, together = samples.one.total(), samples.together.total()
+        if samples.known and samples.common < one / 2:
+            return refused(
+                f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together}, of which "
+                f"{samples.common} are among the {one} of one device",
+                [
+                    "let both see the same global batch at each step, padded to the same length; see docs/compare.md",
+                    "look at whether the gradients depend on the samples at all",
+                ],
+                compared=len(steps),
+            )
+    return None
 
 
 def _not_finite(aligned: Aligned) -> str:
@@ -178,7 +251,7 @@ def _not_repeatable(repeat: Repeat) -> Verdict:
         f"not repeatable: run twice on one device, the script parted ways with itself at step {repeat.step + 1}: "
         f"{repeat.what}",
         [
-            "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits",
+            SEEDS,
             "let no run find what an earlier one has written",
         ],
         compared=repeat.step,
@@ -226,13 +299,13 @@ def _of_scene(scene: Scene) -> Verdict:
 
 
 def _said(scene: Scene, ratio: float | None) -> str:
-    main, world = scene.main, len(scene.aligned.ranks)
+    main, world = scene.main, scene.aligned.world
     if scene.kind is None:
         return f"all {world} ranks do the work of one device: each sees its whole batch"
     tensor = _TENSORS[scene.kind]
     if main is None:
         return f"{tensor.format(scene.apart[scene.kind][0])} differs between ranks"
-    where = named(main.ranks)
+    where = named(main.ranks) if len(scene.aligned.ranks) > 1 else scene.aligned.where
     times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "another"
     agree = "" if len(main.ranks) < 2 else (
         "; the ranks disagree" if main.name in scene.apart[scene.kind] else "; the ranks agree with each other"
@@ -257,10 +330,10 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
         remarks.append(f"not compared, because no rank holds the whole of them: {few(held_in_parts, 5)}")
     for step in range(aligned.judged):
         samples = aligned.samples(step)
-        if samples.known and not samples.same:
+        if samples.known and not samples.same and any(part != samples.one for part in samples.ranks):
             remarks.append(
-                f"at step {step + 1} the rows of the model's inputs differ, though what they lead to does not: is the "
-                "batch in another dimension?"
+                f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are those of the "
+                "ranks, though what they lead to is the same: are some padded, or counted twice?"
             )
             break
     for step in range(aligned.judged):

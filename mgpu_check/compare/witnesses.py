@@ -1,13 +1,14 @@
 """In the script's process: calls that explain a difference, each noted as it happens, and otherwise left alone.
 
-Gradient clipping, checkpoints, samplers, dropout and gradient scaling. The functions are replaced as soon as torch is imported, before the
-script can take them by name.
+Gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups and processes that the script starts. The functions
+are replaced as soon as torch is imported, before the script can take them by name.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,11 +18,28 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
 
-__all__ = ["install", "place"]
+__all__ = ["generators", "in_a_group", "install", "place"]
 
 
 class Note(Protocol):
     def __call__(self, event: str, **what: object) -> None: ...
+
+
+class Witness(Protocol):
+    """Who is told."""
+
+    @property
+    def note(self) -> Note:
+        """Note an event."""
+
+    def forked(self) -> bool:
+        """Whether this process was forked from the recorded one."""
+
+    def wait(self, event: str) -> None:
+        """Note it, and wait until this process is ended."""
+
+    def scaled_step(self, step: Callable[[], Any]) -> Any:
+        """Do a step of a `GradScaler`, which may skip the optimizer's."""
 
 
 def place() -> tuple[int, int]:
@@ -29,22 +47,34 @@ def place() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def install(note: Note, world: int, scaled: Callable[[Callable[[], Any]], Any]) -> None:
-    """Have `note` told of each of those calls.
+def in_a_group() -> bool:
+    """Whether this process belongs to a default process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
-    Args:
-        world: the world size.
-        scaled: is given each step of a `GradScaler`, to do it; it may skip the optimizer's.
-    """
+
+def generators() -> tuple[list[int], ...]:
+    """The states of the random number generators: of the CPU's, and of the current device's."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return tuple(state.tolist() for state in states)
+
+
+def install(witness: Witness, world: int) -> None:
+    """Have `witness` told of each of those calls, in a world of `world` ranks."""
+    note = witness.note
     _clipping(note)
     _checkpoints(note)
     _samplers(note, world)
+    _seeds(note)
     _random(note)
+    _groups(witness)
+    _starts(witness)
     step = torch.amp.GradScaler.step
 
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        return scaled(lambda: step(*args, **kwargs))
+        return witness.scaled_step(lambda: step(*args, **kwargs))
 
     torch.amp.GradScaler.step = watched  # type: ignore[method-assign]
 
@@ -81,12 +111,20 @@ def _checkpoints(note: Note) -> None:
     def loaded(result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
         note("load", file=_path(f))
 
+    missed: set[str] = set()  # files that the script has asked for, and that were not there
+
+    def asked(there: bool, path: Any) -> None:
+        if not there and (file := _path(path)) is not None:
+            missed.add(file)
+
     def saved(result: Any, obj: Any = None, f: Any = None, *args: Any, **kwargs: Any) -> None:
-        note("save", file=_path(f))
+        file = _path(f)
+        note("save", file=file, missed=file in missed)
 
     def restored(result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         note("restore", of=type(owner).__name__)
 
+    os.path.exists, os.path.isfile = _after(os.path.exists, asked), _after(os.path.isfile, asked)
     torch.load, torch.save = _after(torch.load, loaded), _after(torch.save, saved)
     for owner in (torch.nn.Module, torch.optim.Optimizer):
         owner.load_state_dict = _after(owner.load_state_dict, restored)  # type: ignore[method-assign]
@@ -124,6 +162,49 @@ def _samplers(note: Note, world: int) -> None:
         return iterate(self)
 
     DistributedSampler.set_epoch, DistributedSampler.__iter__ = watched_set_epoch, watched  # type: ignore[method-assign]
+
+
+def _seeds(note: Note) -> None:
+    told: list[int] = []
+
+    def seeded(result: Any, *args: Any, **kwargs: Any) -> None:
+        if not told:
+            told.append(1)
+            note("seed")
+
+    torch.manual_seed = torch.random.manual_seed = _after(torch.manual_seed, seeded)
+
+
+def _groups(witness: Witness) -> None:
+    """The default process group: a script that never makes one has one process, whatever it was launched with.
+
+    A process that was forked by the script and makes one is a rank that the script has started itself.
+    """
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed import distributed_c10d as c10d
+
+    original = c10d.init_process_group
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> None:
+        if witness.forked():
+            witness.wait("starts")
+        original(*args, **kwargs)
+        witness.note("group", size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
+
+    c10d.init_process_group = torch.distributed.init_process_group = watched
+
+
+def _starts(witness: Witness) -> None:
+    """`torch.multiprocessing.spawn`: the script starts its ranks itself."""
+    import torch.multiprocessing as mp
+
+    def starting(*args: Any, **kwargs: Any) -> None:
+        witness.wait("starts")
+
+    for module in (mp, sys.modules["torch.multiprocessing.spawn"]):
+        module.spawn = module.start_processes = starting  # type: ignore[attr-defined]
 
 
 def _random(note: Note) -> None:

@@ -24,6 +24,9 @@ _IN_PLACE = {
     _aten.geometric_,
 }
 
+_SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
+"""Arguments of operators that draw nothing where one of them is 0 or False."""
+
 
 class DrawsOfFloat32(TorchDispatchMode):
     """Random float64 numbers are those that float32 code draws from the same seed, widened."""
@@ -67,13 +70,25 @@ class Notes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _draws(func, args, kwargs or {}):
             shape = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
             self.drawn.append(tuple(shape))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)
         return result
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operator depends on random numbers: dropout with a probability of 0 does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in _SWITCHES:
+            given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            if given is not None and not given:
+                return False
+    return True
 
 
 @contextlib.contextmanager

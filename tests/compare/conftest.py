@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,12 @@ def surroundings(tmp_path_factory, monkeypatch):
 def compare(tmp_path, surroundings):
     """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with."""
 
-    def compare(script: str, *options: str, code: int) -> Outcome:
+    def compare(script: str, *options: str, code: int, arguments: Sequence[str] = ()) -> Outcome:
         tmp_path.joinpath("train.py").write_text(textwrap.dedent(script))
         before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
         ran = subprocess.run(
-            [sys.executable, "-m", "mgpu_check", "compare", *options, "--json=out.json", "--html=out.html", "--", "train.py"],
+            [sys.executable, "-m", "mgpu_check", "compare", *options, "--json=out.json", "--html=out.html", "--", "train.py",
+             *arguments],
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from mgpu_check.__main__ import main as command
 from mgpu_check.command.compare import main
 
 STEP = "    optimizer.step()\n"
@@ -116,7 +117,7 @@ def test_an_error_of_the_command_itself_is_no_difference(monkeypatch, tmp_path, 
 
     monkeypatch.setattr("mgpu_check.compare.comparison.compare", broken)
     tmp_path.joinpath("train.py").touch()
-    assert main(["--", str(tmp_path / "train.py")]) == 3
+    assert command(["compare", "--", str(tmp_path / "train.py")]) == 3
     errors = capsys.readouterr().err
     assert "ZeroDivisionError: of our own" in errors
     assert "mgpu-check compare: internal error" in errors

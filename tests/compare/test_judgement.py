@@ -43,6 +43,7 @@ class Training:
         self.begin = start()
         self.rate = RATE
         self.samples = lambda number: [8 * number + i for i in range(rank, 8, world)]
+        self.columns = lambda number: []
         self.loss = lambda number: 1.0 / (1 + number)
         self.gradient = gradients
         self.after = self.gradient
@@ -64,6 +65,7 @@ class Training:
                     0,
                     [self.loss(number) / self.micro] * self.micro,
                     [self.samples(number)],
+                    [self.columns(number)],
                     before,
                     {n: summary(g) for n, g in zip(NAMES, found, strict=True)},
                     {n: summary(v) for n, v in zip(NAMES, values, strict=True)},
@@ -341,13 +343,60 @@ def test_other_samples():
     assert "the ranks together saw 8 samples, of which 0 are those of one device" in found.report.headline
 
 
-def test_a_batch_in_another_dimension_is_a_remark():
+def test_a_batch_in_another_dimension():
+    """The rows of sequences are time steps, of which each rank has another part of each."""
+
+    def batch(training):
+        training.columns = training.samples
+        training.samples = lambda number: [1000 * (training.rank + training.world) + i for i in range(5)]
+
+    found = verdict(one=batch)
+    assert (found.kind, found.report.remarks) == ("equal", [])
+
+
+def test_agreement_on_other_samples_is_none():
     def change(training):
-        training.samples = lambda number: [1000 * (training.rank + 1) + i for i in range(5)]
+        training.samples = lambda number: [8 * number, *(1000 * (training.rank + 1) + i for i in range(3))]
+
+    found = verdict(change)
+    assert (found.kind, found.compared) == ("not comparable", 3)
+    assert "the ranks together saw 8, of which 1 are among the 8 of one device" in found.report.headline
+
+
+def test_a_sample_that_is_padded_otherwise_is_a_remark():
+    def change(training):
+        own = training.samples
+        training.samples = lambda number: [*own(number)[:3], 1000 + training.rank]
 
     found = verdict(change)
     assert found.kind == "equal"
-    assert any("is the batch in another dimension?" in remark for remark in found.report.remarks)
+    assert any("6 of the 8 samples of one device are those of the ranks" in remark for remark in found.report.remarks)
+
+
+def test_agreement_without_gradients_is_none():
+    def nothing(training):
+        training.gradient = lambda number: [0 * g for g in gradients(number)]
+
+    found = verdict(nothing, one=nothing)
+    assert found.kind == "not comparable"
+    assert "the gradients of all parameters are zero in all 3 steps" in found.report.headline
+
+
+def test_several_devices_of_one_process():
+    def replicas(factor):
+        one, moved, two = Training(), Training(), Training()
+        moved.gradient = lambda number: [g * (1 + 4e-7) for g in gradients(number)]
+        two.gradient = lambda number: [g * factor for g in gradients(number)]
+        two.events = module(norms=["BatchNorm1d"]) if factor == 1.5 else []
+        reference = one.trace()
+        return judge(Aligned(reference, [two.trace()], 2), Rounding(reference, [moved.trace()]), None)
+
+    assert "equal: 3 steps on 2 GPUs of one process train the same 2 parameters" in replicas(1.0).report.headline
+    doubled = replicas(2.0)
+    assert doubled.report.mistakes == ("world-size-factor",)
+    assert "2 times as large on 2 GPUs of one process" in doubled.report.headline
+    (finding,) = replicas(1.5).report.findings
+    assert finding.mistake == "batch-statistics-per-rank" and "over the samples of each GPU" in finding.evidence
 
 
 def test_a_loss_that_is_logged_otherwise_is_a_remark():

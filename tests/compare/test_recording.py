@@ -119,6 +119,78 @@ a.step()
     assert clip["norm"] > 0
 
 
+def test_gradients_that_are_computed_within_the_step(record):
+    """By a closure; and what is noted of the model, and of what the script does, beside its steps."""
+    run = record(
+        """
+import os, torch
+from torch import nn
+torch.manual_seed(0)
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+    def forward(self, x, dropout=0.0):
+        y = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dropout > 0):
+            return self.out(y)
+net, x = Attention(), torch.randn(2, 3, 4)
+for optimizer in (torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.LBFGS(net.parameters(), max_iter=3)):
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+    optimizer.zero_grad()
+    optimizer.step(closure=closure)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer.step()
+net(x, 0.5).float().sum().backward()
+if not os.path.exists("last.pt"):
+    torch.save(net.state_dict(), "last.pt")
+os.remove("last.pt")
+"""
+    )
+    trace = run.traces[0]
+    assert run.failed is None, run.ranks[0].stderr
+    steps = trace.steps
+    assert [step.optimizer for step in steps] == [0, 0, 1, 1, 2]
+    for step in steps[:4]:
+        assert step.gradients["out.weight"].norm > 0
+    change = [a - b for a, b in zip(*(steps[i].parameters["out.bias"].samples for i in (1, 0)), strict=True)]
+    assert change == pytest.approx([-0.1 * g for g in steps[1].gradients["out.bias"].samples], rel=1e-3)
+    assert len(steps[0].losses) == 1 and len(steps[2].losses) > 1
+    assert [len(part) for part in steps[0].samples] == [2] and [len(part) for part in steps[0].columns] == [3]
+    assert [event["after"] for event in trace.of("random")] == [5]  # dropout_p=0.0 draws nothing
+    assert trace.of("random")[0]["what"] == "the forward pass of Attention"
+    (narrow,) = trace.of("narrow")
+    assert (narrow["dtype"], narrow["module"], narrow["after"]) == ("bfloat16", "Linear", 5)
+    assert len(trace.of("seed")) == 1 and [event["missed"] for event in trace.of("save")] == [True]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "torch.multiprocessing.spawn(rank, nprocs=1)",
+        "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=1)",
+        "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); process.join()",
+    ],
+)
+def test_ranks_that_the_script_starts_itself(record, start):
+    """They would wait for a store that nobody has."""
+    run = record(
+        f"""
+import torch, torch.distributed as dist, torch.multiprocessing
+def rank(i):
+    dist.init_process_group("gloo", rank=i, world_size=1)
+if __name__ == "__main__":
+    {start}
+"""
+    )
+    assert run.has("starts") and run.ranks[0].how == "stopped", run.ranks[0].stderr
+
+
 def test_optimizers_within_others_and_steps_that_are_skipped(record):
     run = record(
         """
@@ -339,6 +411,9 @@ def test_names_are_those_of_the_users_own_model():
     names.called(net)
     found = [names.name(p, "?")[0] for p in net.parameters()]
     assert found == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    compiled = nn.parallel.DataParallel(torch._dynamo.OptimizedModule(nn.Conv1d(1, 1, 1), lambda call: call))
+    names.called(compiled)  # which has a length, and raises where the module has none
+    assert [names.name(p, "?")[0] for p in compiled.parameters()] == ["weight", "bias"]
     loose = [torch.zeros(1), torch.zeros(1)]
     assert [names.name(p, "optimizer0.group0.parameter0")[0] for p in loose] == [
         "optimizer0.group0.parameter0",

@@ -34,14 +34,15 @@ def script(folder, name, text):
         ([], "no program given"),
         (["--gpus=0", "a.py"], "'0' is no number of GPUs"),
         (["--gpus=four", "a.py"], "'four' is no number of GPUs"),
-        (["--backing=tpu", "a.py"], "'tpu' is no backing device"),
+        (["--simulate=tpu", "a.py"], "'tpu' is no backing device"),
+        (["--backing=cpu", "a.py"], "unrecognized arguments: --backing=cpu"),
         (["--", "-m"], "-m needs the name of a module"),
         (["nowhere.py"], "no such script: nowhere.py"),
         (["--", "--verbose"], "unknown option '--verbose'"),
     ],
 )
 def test_wrong_usage(argv, words, capsys):
-    assert main(argv) == 2
+    assert main(argv) == 4
     assert words in capsys.readouterr().err
 
 

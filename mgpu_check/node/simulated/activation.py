@@ -14,6 +14,7 @@ import torch.utils._device
 from mgpu_check.node.simulated import dispatch, mismatch, streams
 from mgpu_check.node.simulated.autocast import install_autocast
 from mgpu_check.node.simulated.collectives import install_collectives
+from mgpu_check.node.simulated.compiler import install_compiler
 from mgpu_check.node.simulated.composites import install_composites
 from mgpu_check.node.simulated.devices import install_device_type
 from mgpu_check.node.simulated.factories import install_factories
@@ -124,6 +125,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_collectives,
             install_functions,
             install_composites,
+            install_compiler,
             install_wrappers,
         ):
             install(patches)

@@ -1,0 +1,64 @@
+"""Arguments of a script that depend on the number of its processes: ``--batch-size={64/W}``."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+__all__ = ["fitted"]
+
+# Braces around anything else are the script's own, as those of JSON.
+_EXPRESSION = re.compile(r"\{([\dW.+\-*/%() ]*W[\dW.+\-*/%() ]*)\}")
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def fitted(words: Sequence[str], world: int) -> list[str]:
+    """The words, with each ``{…W…}`` replaced by its value, where W is `world`.
+
+    An integer stays one, and must come out as one: ``{64/W}`` is 16 for 4. With a decimal point it is a float: ``{0.1*W}``.
+
+    Raises:
+        ValueError: an expression is none, or has no such value.
+    """
+    return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
+
+
+def _value(text: str, world: int) -> str:
+    try:
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body, world)
+    except (SyntaxError, ArithmeticError, TypeError) as error:
+        raise ValueError(
+            f"{{{text}}} is no expression for W = {world}; use numbers, W, parentheses and + - * / // %, as in {{64/W}}"
+        ) from error
+    if "." in text:
+        return repr(float(value))
+    if value.denominator != 1:
+        raise ValueError(
+            f"{{{text}}} is no integer for W = {world}; choose a number of ranks that divides it, or write {{{text.replace('/', '//')}}} "
+            "to round it down"
+        )
+    return str(value.numerator)
+
+
+def _evaluate(node: ast.expr, world: int) -> Fraction:
+    if isinstance(node, ast.Name) and node.id == "W":
+        return Fraction(world)
+    if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        return Fraction(repr(node.value))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _evaluate(node.operand, world)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        found: Fraction = _OPERATORS[type(node.op)](_evaluate(node.left, world), _evaluate(node.right, world))
+        return Fraction(found)
+    raise TypeError("no number")

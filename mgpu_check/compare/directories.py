@@ -1,0 +1,48 @@
+"""A working directory for one run: what stands in the current one, without what other runs write."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["fresh_directory"]
+
+_COPIED = 2**20  # bytes up to which a file is copied; larger ones are links
+_ENTRIES = 1000  # above which a directory is a data set, and a link
+
+
+@contextmanager
+def fresh_directory() -> Iterator[Path]:
+    """A temporary directory like the current one, and its end with all that was written into it.
+
+    Directories are directories of their own, so that new files stay here. Small files are copies. Large files, directories
+    of many entries, hidden ones and virtual environments are links to what is there.
+    """
+    with tempfile.TemporaryDirectory(prefix="mgpu-check-compare-", ignore_cleanup_errors=True) as made:
+        directory = Path(made, Path.cwd().name or "root")
+        _imitate(Path.cwd(), directory, Path(made))
+        yield directory
+
+
+def _imitate(source: Path, target: Path, but: Path) -> None:
+    target.mkdir()
+    for entry in os.scandir(source):
+        place = target / entry.name
+        if entry.name == "__pycache__" or Path(entry.path) == but:
+            continue
+        if entry.is_symlink():
+            place.symlink_to(Path(entry.path).resolve())
+        elif entry.is_dir():
+            path = Path(entry.path)
+            if entry.name.startswith(".") or (path / "pyvenv.cfg").exists() or len(os.listdir(path)) > _ENTRIES:
+                place.symlink_to(path)
+            else:
+                _imitate(path, place, but)
+        elif entry.is_file() and entry.stat().st_size <= _COPIED:
+            shutil.copy2(entry.path, place)
+        else:
+            place.symlink_to(entry.path)

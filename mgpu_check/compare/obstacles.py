@@ -1,0 +1,79 @@
+"""What stands in the way of a comparison, as far as the runs that were made show it: said at once, not one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mgpu_check.compare.trace import Trace
+
+__all__ = ["DROPOUT", "FLOAT32", "SEEDS", "SNAPSHOT", "Obstacle", "narrow", "random_parts", "standing", "whole_words"]
+
+SEEDS = "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits"
+SNAPSHOT = "give each run a directory of its own with --fresh-directory; or have the script save elsewhere, and remove that file"
+DROPOUT = "set the probability of dropout to 0 for the comparison"
+FLOAT32 = (
+    "compute in float32 for the comparison, without autocast: the mistakes that it looks for are the same there, and "
+    "nothing else hides them"
+)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """A reason for which no run can be compared, and what to do about it."""
+
+    why: str
+    todo: str
+
+
+def random_parts(trace: Trace, until: int | None = None) -> list[str]:
+    """What of the model draws random numbers in training, by name; until a step."""
+    events = [event for event in trace.events if until is None or event["after"] <= until]
+    modules = sorted({name for event in events if event["event"] == "module" for name in event["dropouts"]})
+    return modules or [event["what"] for event in events if event["event"] == "random"][:1]
+
+
+def narrow(trace: Trace) -> str:
+    """In which dtype narrower than float32 the script computes, as a clause; empty where it does not."""
+    for event in trace.of("narrow"):
+        return f"{event['module']} gives {event['dtype']}"
+    dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in ("bfloat16", "float16")}
+    return next((f"{name} is {dtype}" for dtype, name in dtypes.items()), "")
+
+
+def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstacle]:
+    """All that is known from the run on one device, and from the ranks where they have run.
+
+    A script without seeds may be comparable, where it begins with a checkpoint; and so may one that does not load the
+    file that it looks for. To be said only of one that is not comparable for another reason.
+
+    Args:
+        fresh: each run has a directory of its own.
+    """
+    if random := random_parts(one):
+        yield Obstacle(f"{', '.join(random)} drops other elements on ranks than on one device", DROPOUT)
+    if not one.of("seed"):
+        yield Obstacle("torch.manual_seed was never called on one device", SEEDS)
+    if (file := _snapshot(one)) and not fresh:
+        yield Obstacle(
+            f"it saves {file}, which it looks for before: does each run go on from the one before?", SNAPSHOT
+        )
+    if one.steps and ranks and all(trace.steps for trace in ranks):
+        own, together = len(one.steps[0].seen), sum(len(trace.steps[0].seen) for trace in ranks)
+        if len(ranks) > 1 and own and together == len(ranks) * own:
+            yield Obstacle(
+                f"each rank takes a batch as large as one device does ({own})", whole_words(own)
+            )  # fmt: skip
+
+
+def whole_words(batch: int) -> str:
+    """What to do where each rank takes a batch of one device."""
+    return (
+        "divide the global batch: batch_size=global_batch // world_size; or, where it is an argument of the script, "
+        f"let compare divide it: --batch-size={{{batch}/W}}, where W is the number of processes"
+    )
+
+
+def _snapshot(one: Trace) -> str | None:
+    """A file that the script has looked for in vain, and saved later."""
+    return next((event["file"] for event in one.of("save") if event["missed"]), None)

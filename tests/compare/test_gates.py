@@ -1,0 +1,151 @@
+"""`mgpu-check compare` as a gate: scripts that are compared as they are, or refused with all that stands in the way."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from mgpu_check.command.compare import main
+from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.directories import fresh_directory
+
+WITH_A_SNAPSHOT = """\
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+batch = int(sys.argv[1].partition("=")[2])
+torch.manual_seed(0)
+x = torch.randn(24, 6)
+net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(float(sys.argv[2])), nn.Linear(4, 1))
+if os.path.exists("out/last.pt"):
+    net.load_state_dict(torch.load("out/last.pt"))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+for start in (0, 8, 16):
+    optimizer.zero_grad()
+    net(x[start + rank * 4 :][:batch]).square().mean().backward()
+    for p in net.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= world
+    optimizer.step()
+if rank == 0:
+    torch.save(net.state_dict(), "out/last.pt")
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_that_saves_and_divides_its_batch(compare, tmp_path):
+    tmp_path.joinpath("out").mkdir()
+    outcome = compare(WITH_A_SNAPSHOT, "--fresh-directory", code=0, arguments=["--batch={8/W}", "0.0"])
+    assert outcome.json["headline"].startswith("equal: 3 steps on 2 ranks train the same 4 parameters")
+    assert list(tmp_path.joinpath("out").iterdir()) == []
+
+
+def test_all_that_stands_in_the_way_is_said_at_once(compare, tmp_path):
+    tmp_path.joinpath("out").mkdir()
+    script = WITH_A_SNAPSHOT.replace("torch.manual_seed(0)\n", "torch.default_generator.manual_seed(0)\n")
+    outcome = compare(script, code=2, arguments=["--batch=8", "0.1"])
+    assert "the run “2 ranks” has loaded" in outcome.json["headline"]
+    assert len(outcome.json["runs"]) == 2
+    for words in (
+        "--fresh-directory",
+        "also: Dropout(p=0.1, inplace=False) drops other elements on ranks than on one device",
+        "also: torch.manual_seed was never called on one device",
+        "also: each rank takes a batch as large as one device does (8)",
+        "--batch-size={8/W}",
+    ):
+        assert any(words in remark for remark in outcome.json["remarks"]), words
+
+
+def test_data_parallel_in_one_process(compare):
+    outcome = compare(
+        """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        net = nn.DataParallel(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).cuda())
+        optimizer = torch.optim.Adam(net.parameters())
+        for x in torch.randn(2, 8, 6).cuda():
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+        """,
+        "--simulate",
+        code=0,
+    )
+    assert "equal: 2 steps on 2 GPUs of one process train the same 4 parameters" in outcome.text
+    assert [run["label"] for run in outcome.json["runs"]][1:3] == ["2 ranks", "one process with 2 GPUs"]
+
+
+def test_a_script_that_leaves_with_a_message(compare):
+    """And one that starts its ranks itself, and would wait for them for the whole timeout."""
+    outcome = compare("import torch\nprint('two GPUs, please')\nraise SystemExit\n", code=2)
+    assert "no optimizer step was seen on one device" in outcome.json["headline"]
+    assert "  two GPUs, please" in outcome.json["remarks"]
+    outcome = compare(
+        """
+        import torch, torch.multiprocessing as mp
+        def rank(i): raise AssertionError
+        if __name__ == "__main__": mp.spawn(rank, nprocs=2)
+        """,
+        code=2,
+    )
+    assert "the script starts its ranks itself" in outcome.json["headline"]
+    assert "if 'RANK' in os.environ" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("word", "world", "value"),
+    [
+        ("--batch-size={64/W}", 4, "--batch-size=16"),
+        ("{W}", 3, "3"),
+        ("lr={0.1*W}", 3, "lr=0.3"),
+        ("{64//W}-{(W+1)*2}", 3, "21-8"),
+        ('{"a": 1}', 2, '{"a": 1}'),
+        ('{"W": 1}', 2, '{"W": 1}'),
+        ("{}", 2, "{}"),
+        ("{x}", 2, "{x}"),
+    ],
+)
+def test_arguments_by_world_size(word, world, value):
+    assert fitted([word], world) == [value]
+
+
+@pytest.mark.parametrize(
+    ("word", "words"),
+    [
+        ("--b={64/W}", "{64/W} is no integer for W = 3; choose a number of ranks that divides it, or write {64//W}"),
+        ("{W/0}", "{W/0} is no expression for W = 1"),
+        ("{W W}", "{W W} is no expression for W = 1"),
+        ("{W**2}", "{W**2} is no expression for W = 1"),
+        ("{W(2)}", "{W(2)} is no expression for W = 1"),
+    ],
+)
+def test_arguments_that_have_no_value_are_wrong_usage(word, words, tmp_path, capsys):
+    tmp_path.joinpath("train.py").touch()
+    assert main(["--gpus=3", "--", str(tmp_path / "train.py"), word]) == 4
+    assert words in capsys.readouterr().err
+
+
+def test_a_directory_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("src", "data", ".git", "env"):
+        tmp_path.joinpath(name).mkdir()
+    (tmp_path / "src" / "small.py").write_text("old")
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "large.bin").write_bytes(b"0" * (2**20 + 1))
+    (tmp_path / "link").symlink_to("src/small.py")
+    for number in range(1001):
+        (tmp_path / "data" / str(number)).touch()
+    with fresh_directory() as made:
+        assert sorted(os.listdir(made)) == sorted(os.listdir(tmp_path))
+        (made / "src" / "small.py").write_text("new")
+        (made / "src" / "other.py").touch()
+        assert {p.name for p in made.iterdir() if p.is_symlink()} == {".git", "data", "env", "large.bin", "link"}
+        assert (made / "large.bin").stat().st_size == 2**20 + 1 and (made / "link").read_text() == "old"
+    assert not made.exists() and not made.parent.exists()
+    assert os.listdir(tmp_path / "src") == ["small.py"] and (tmp_path / "src" / "small.py").read_text() == "old"
+    assert len(os.listdir(tmp_path / "data")) == 1001
