@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mgpu_check.node.inventory import Device, visible_devices
+from mgpu_check.node.inventory import Device
 from mgpu_check.ranks.agents import current
 from mgpu_check.settings import Settings
 
@@ -60,6 +60,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
         Misfit: some are missing, differ, or are too few; or they see too few devices.
     """
     from mgpu_check.ranks.agents.launcher import WrongLaunch
+    from mgpu_check.ranks.looking import look
 
     try:
         seats = launcher.gather()
@@ -80,12 +81,14 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     if settings.simulate != "cpu":
         backing = int(settings.simulate.partition(":")[2]) + 1 if settings.simulate else 0
         for host, count in enumerate(per_host):
-            found = pool.in_fresh_process(visible_devices, host)
+            inventory = look(pool, host)
+            found = inventory.devices
             wanted = 1 if launcher.visible_on(host) == 1 and not backing else backing or count
             if len(found) < wanted:
                 raise Misfit(
                     f"--gpus={gpus} ({settings.origins['gpus']}): {count} ranks were launched on "
                     f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to have them in software: --simulate"
+                    + (f"\n  {inventory.trouble}" if inventory.trouble else "")
                 )
             devices += found[:count]
     return replace(settings, gpus=gpus, per_host=per_host), devices

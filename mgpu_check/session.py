@@ -204,7 +204,7 @@ class GpuSession:
         Raises:
             TooFewDevices: saying what was asked for, what there is, and what to do.
         """
-        from mgpu_check.node.inventory import visible_devices
+        from mgpu_check.ranks.looking import look
 
         settings = self.settings
         backing = settings.simulate
@@ -214,11 +214,12 @@ class GpuSession:
         if backing == "cpu":
             return
         pool = self._pool = self._new_pool(settings.gpus or 1)
-        self.devices = pool.in_fresh_process(visible_devices)
+        found = look(pool)
+        self.devices = list(found.devices)
         needed = int(backing.partition(":")[2]) + 1 if backing else settings.gpus
         if not self.devices or (needed is not None and needed > len(self.devices)):
             self.close()
-            raise TooFewDevices(too_few(settings, self.devices, os.environ, torch_version()))
+            raise TooFewDevices(too_few(settings, found, os.environ, torch_version()))
         if backing is None:
             self.settings = settings.counted(len(self.devices))
             pool.reseat(self.settings.gpus or 0)

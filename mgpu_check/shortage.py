@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from mgpu_check.node.inventory import Device
+from mgpu_check.node.inventory import Inventory
 from mgpu_check.settings import Settings
 
 __all__ = ["TooFewDevices", "lack", "too_few"]
@@ -14,13 +14,14 @@ class TooFewDevices(Exception):
     """The machine has fewer devices than the run asks for."""
 
 
-def too_few(settings: Settings, devices: Sequence[Device], environment: Mapping[str, str], torch: str) -> str:
+def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str], torch: str) -> str:
     """What was asked for, what there is, and what to do.
 
     Args:
         torch: its version.
     """
-    masked = environment.get("CUDA_VISIBLE_DEVICES")
+    devices = found.devices
+    masked = environment.get(found.mask)
     asked = "all" if settings.gpus is None else settings.gpus
     names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
     lines = [
@@ -30,8 +31,10 @@ def too_few(settings: Settings, devices: Sequence[Device], environment: Mapping[
         lines[0] = (
             f"--simulate={settings.simulate} ({settings.origins['simulate']}): that device is not visible; {lines[0]}"
         )
-    if masked is not None:
-        lines.append(f"  CUDA_VISIBLE_DEVICES={masked!r} restricts what is visible: widen it if that is not meant")
+    if found.trouble:
+        lines.append(f"  {found.trouble}")
+    elif masked is not None:
+        lines.append(f"  {found.mask}={masked!r} restricts what is visible: widen it if that is not meant")
     elif not devices:
         lines.append(f"  torch {torch} finds no CUDA driver, or was built without CUDA")
     if devices:

@@ -1,10 +1,11 @@
-"""The devices that this machine really has."""
+"""The devices that this machine really has, and why they cannot be used, where that is so."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
-__all__ = ["Device", "visible_devices"]
+__all__ = ["Device", "Inventory", "take_inventory", "visible_devices"]
 
 
 @dataclass(frozen=True)
@@ -42,3 +43,81 @@ def visible_devices() -> list[Device]:
             )
         )
     return found
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What there is to run on.
+
+    Attributes:
+        devices: the visible GPUs, none if there is trouble with them.
+        trouble: why there are none that can be used, and what to do, in lines; empty where nothing is wrong.
+        mask: the variable that tells this machine's driver which GPUs are visible.
+    """
+
+    devices: tuple[Device, ...]
+    trouble: str = ""
+    mask: str = "CUDA_VISIBLE_DEVICES"
+
+
+def take_inventory() -> Inventory:
+    """Look at the devices of this process, whatever state their driver is in. Initializes it."""
+    import torch
+
+    mask = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    try:
+        devices = tuple(visible_devices())
+    except Exception as error:
+        said = str(error).strip().splitlines()
+        return Inventory((), _trouble(f"{type(error).__name__}: {said[0]}" if said else type(error).__name__), mask)
+    if devices:
+        return Inventory(devices, mask=mask)
+    other = _other_accelerator()
+    if other:
+        return Inventory(
+            (),
+            f"the accelerator that torch {torch.__version__} has here is {other!r}: mgpu-check runs on GPUs by CUDA or ROCm, "
+            "and in software",
+        )
+    # Without NVML torch takes a sick driver for none.
+    sick = torch.version.cuda is not None and _driver_code() not in (None, *_NO_DEVICE)
+    return Inventory((), _trouble("torch finds no GPU") if sick else "", mask)
+
+
+def _other_accelerator() -> str:
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "" if found is None or found.type == "cuda" else found.type
+
+
+_NO_DEVICE = (0, 100)
+
+_REMEDIES = {
+    3: "the driver could not be initialized, as after an update without a restart, or in a container without /dev/nvidia-uvm: "
+    "look at nvidia-smi, load the module (nvidia-modprobe -u -c 0), or restart the machine",
+    34: "the driver is a stub, which only programs are linked against: take its directory out of LD_LIBRARY_PATH",
+    802: "the GPUs are connected by NVSwitches, and their fabric manager is not running, or not ready: look at "
+    "systemctl status nvidia-fabricmanager; its version must be that of the driver",
+    803: "the driver in the kernel and its library are of different versions, as after an update: restart the machine",
+    804: "the library of the driver is a compatibility package that these GPUs do not support: take it out of LD_LIBRARY_PATH",
+    999: "the driver has met an unknown error, often after an Xid or a suspended machine: look at dmesg (grep for Xid), reload "
+    "nvidia_uvm, or restart the machine",
+}
+"""What to do about each code by which the initialization of the driver fails."""
+
+_REMEDY = "look at nvidia-smi, and at dmesg"
+
+
+def _driver_code() -> int | None:
+    """The code by which the initialization of NVIDIA's driver ends; None where there is no such driver."""
+    try:
+        return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
+    except (OSError, AttributeError):
+        return None
+
+
+def _trouble(said: str) -> str:
+    code = _driver_code()
+    which = f" (code {code})" if code else ""
+    return f"the GPUs of this machine cannot be used: {said}{which}\n  {_REMEDIES.get(code or 0, _REMEDY)}"

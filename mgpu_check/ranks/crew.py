@@ -10,7 +10,7 @@ from mgpu_check.errors import AgentLost, RankDied, StartupFailure
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.answers import collect, send
 from mgpu_check.ranks.channel import Garbled
-from mgpu_check.ranks.failures import NODE, Died, Ending, Interrupted, Who
+from mgpu_check.ranks.failures import NODE, Died, Interrupted, Who
 from mgpu_check.ranks.launcher import Launcher
 from mgpu_check.ranks.process import STACKS_TIMEOUT, Process
 from mgpu_check.ranks.record import Record
@@ -139,7 +139,7 @@ class Crew:
         """The collectives of the last call; none of a node process."""
         return {} if self.who.size == 0 else {index: process.record() for index, process in self.processes.items()}
 
-    def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Ending]:
+    def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Interrupted]:
         """Stop processes that do not answer, and say where they were."""
         processes = {index: self.processes[index] for index in indices}
         for process in processes.values():

@@ -66,10 +66,15 @@ class Died:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The rank had not answered when the parent stopped waiting, and was killed."""
+    """The rank had not answered when the parent stopped waiting, and was killed.
+
+    Attributes:
+        settling: it had returned, and waited for what it had queued on its devices.
+    """
 
     seconds: float
     stacks: str
+    settling: bool = False
 
 
 Ending = Finished | Raised | Died | Interrupted
@@ -248,8 +253,15 @@ def _hang_headlines(
         else:
             after = f", after {record.last}" if record.last else ""
             where = end.stacks if end.stacks == HALTED else f"in {place or 'an unknown place'}"
+            if end.settling:
+                where = "done, but for what it has queued on its devices"
             elsewhere.append((where + after, rank))
-    culprits = _odd(parting(records) or {}) or [rank for _, rank in elsewhere or waiting]
+    behind = [rank for _, rank in elsewhere or waiting]
+    if elsewhere and not waiting:
+        # A collective on devices is entered and left at once, and waited for later: who has entered fewest is waited for.
+        entered = {rank: records.get(rank, nowhere).total for rank in behind}
+        behind = [rank for rank in behind if entered[rank] == min(entered.values())]
+    culprits = _odd(parting(records) or {}) or behind
     lines = [f"{who.full(culprits)} did not finish {doing} within {timeout:g} s"]
     for text, ranks in (*grouped(elsewhere), *grouped(waiting)):
         lines.append(f"{who(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}")

@@ -247,6 +247,10 @@ class RankPool:
             }
             if simulate and self._launcher.host_name(seat.host):
                 environment["NCCL_HOSTID"] = str(seat.host)  # hosts of a simulated run may well be one machine
+            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in surroundings.environment:
+                # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
+                # devices after each call, report such an error with its place, and replace the process ourselves.
+                environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
             if masked and simulate is None and (tokens := self.tokens(here)) is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = tokens
             return protocol.RankSpec(

@@ -28,6 +28,7 @@ __all__ = [
     "Ready",
     "Rested",
     "Run",
+    "Settle",
     "Surroundings",
 ]
 
@@ -190,21 +191,30 @@ class Outcome:
 
     Attributes:
         value: the pickled result.
-        lockstep: what the call added to the sequence number of the default group, and groups made. Equal on all ranks,
-            if they entered the same collectives and as many sends and receives.
+        lockstep: what the call added to the sequence numbers of the default group's backends, and groups made. Equal on
+            all ranks, if they entered the same collectives and as many sends and receives.
         agreement: for each group in which it has entered collectives: its ranks, how many collectives, and a checksum
             of their names, dtypes, sizes, operations and roots.
         told: what the function said besides its result; see `worker.tell`.
         flows: what it has given other ranks, and taken from them; see `balance`.
+        settled: its devices have done all that was queued; else `Settle` is to be sent, and answered by the same again.
+        reusable: its devices can be used by another call: none has an error that sticks, or work that may never end.
     """
 
     number: int
     value: bytes | None
     failure: Failure | None
-    lockstep: tuple[int, int]
+    lockstep: tuple[int, ...]
     agreement: tuple[tuple[tuple[int, ...], int, int], ...]
     told: tuple[tuple[str, Any], ...] = ()
     flows: tuple[Flow, ...] = ()
+    settled: bool = True
+    reusable: bool = True
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Wait until the devices have done what the last call queued; answered by its `Outcome` anew."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,10 @@ _TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (precision.kept, precision.put_back),
     (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     (torch.get_num_threads, torch.set_num_threads),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
 
 _FLAGS: tuple[tuple[Any, str], ...] = (
@@ -42,6 +46,8 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "benchmark"),
     (torch.backends.cudnn, "deterministic"),
 )
+
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
 def _default_device() -> torch.device | None:
@@ -135,29 +141,44 @@ def _destroy_extra_groups() -> None:
 
 
 class Steps:
-    """How many operations the default group enters from now on: collectives, and with gloo sends and receives too."""
+    """How many operations the default group enters from now on: collectives, and with gloo sends and receives too.
+
+    Those of CPU tensors and those of tensors on devices, which may have a backend, and numbers, each of their own. What one
+    backend does for both is counted as the first.
+    """
 
     def __init__(self) -> None:
         self._group = _world()
-        self._before = _sequence_number(self._group)
+        self._backends = _backends(self._group)
+        self._before = tuple(_number(backend) for backend in self._backends)
 
-    def taken(self) -> int:
-        """So many; -1 where the group is gone, or another has taken its place."""
-        return _sequence_number(self._group) - self._before if _world() is self._group else -1
+    def taken(self) -> tuple[int, ...]:
+        """So many; all -1 where the group is gone, or another has taken its place."""
+        if _world() is not self._group:
+            return (-1,) * len(self._before)
+        return tuple(_number(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
 
 
 def _world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _sequence_number(group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        return 0
+def _backends(group: Any) -> tuple[Any, Any]:
+    """For CPU tensors, and for those on devices; None where there is none, or it is the same."""
+    found = []
+    for device in _DEVICES:
+        try:
+            found.append(None if group is None else group._get_backend(device))
+        except RuntimeError:
+            found.append(None)
+    return found[0], None if found[1] is found[0] else found[1]
+
+
+def _number(backend: Any) -> int:
     try:
-        number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # not in the stubs
+        return 0 if backend is None else int(backend._get_sequence_number_for_group())
     except RuntimeError:
-        return 0  # a backend that does not number its operations
-    return number
+        return 0  # it does not number its operations
 
 
 def groups_made() -> int:

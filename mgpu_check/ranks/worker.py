@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import faulthandler
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from mgpu_check.ranks import protocol, transport
 from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
+from mgpu_check.ranks.devices import RealDevices, has_nccl
 from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.state import Baseline, Steps, groups_made
@@ -28,6 +30,8 @@ __all__ = ["EXPLAIN", "at_rest", "main", "tell", "without_engine"]
 
 EXPLAIN = "_mgpu_check_explain"
 """Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
+
+_BACKENDS = "cpu:gloo,cuda:nccl"
 
 _told: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
@@ -81,6 +85,9 @@ class Worker:
         self.functions: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.entered = 0  # collectives, sends and receives, when the last call returned
+        self.outcome: protocol.Outcome | None = None
+        self.devices = RealDevices() if spec.simulate is None else None
+        self.nccl = False
         self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
         surroundings = spec.surroundings.over(self.own)
         os.environ.clear()
@@ -101,12 +108,17 @@ class Worker:
         spec = self.spec
         torch.cuda.set_device(spec.device)
         dist.init_process_group(
-            backend=spec.backend,
+            # By name on real devices: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
+            backend=_BACKENDS if spec.backend is None and self.devices is not None else spec.backend,
             store=_store(spec.store, spec.size),
             rank=index,
             world_size=spec.size,
             timeout=datetime.timedelta(seconds=spec.group_timeout),
         )
+        self.nccl = self.devices is not None and spec.size > 1 and has_nccl()
+        if self.nccl:
+            # NCCL makes its communicator with the first collective: all ranks have to be in it, and it takes seconds.
+            dist.barrier(device_ids=[spec.device])
         become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
 
     def loop(self) -> None:
@@ -121,6 +133,8 @@ class Worker:
                 raise
             if isinstance(message, protocol.Call):
                 self.connection.send(self.call(message))
+            elif isinstance(message, protocol.Settle):
+                self.connection.send(self.settle())
             elif isinstance(message, protocol.Meet):
                 self.connection.send(self.meet())
             elif isinstance(message, protocol.Explain):
@@ -135,12 +149,13 @@ class Worker:
         value: bytes | None = None
         failure: protocol.Failure | None = None
         steps = Steps()
+        settled = reusable = True
         _told.clear()
         recorder.begin()
         try:
             if call.surroundings is not None:
                 self.move(call.surroundings)
-            self.baseline.restore()
+            self.restore()
             function = self.functions[call.key] if call.function is None else transport.loads(call.function)
             if call.keep:
                 self.functions[call.key] = function
@@ -154,28 +169,51 @@ class Worker:
                 raise TypeError(
                     f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
                 ) from None
+            settled = self.devices is None or self.devices.idle()
         except BaseException as error:
+            value = None
             try:
                 failure = _failure(error)
             except MemoryError:
                 traceback.clear_frames(error.__traceback__)  # what the test holds leaves nothing to tell of it with
                 failure = _failure(error)
             self.error = error
+            reusable = self.devices is None or self.devices.usable()
         with contextlib.suppress(ValueError):  # the test has closed them
             sys.stdout.flush()
             sys.stderr.flush()
         if os.getpid() != self.pid:
             os._exit(0)  # the test has forked, and both have returned: only one of them is the rank
         self.entered = recorder.total
-        return protocol.Outcome(
+        self.outcome = protocol.Outcome(
             call.number,
             value,
             failure,
-            (steps.taken(), groups_made()),
+            (*steps.taken(), groups_made()),
             recorder.agreement(),
             tuple(_told),
             recorder.flows(),
+            settled,
+            reusable,
         )
+        return self.outcome
+
+    def settle(self) -> protocol.Outcome:
+        """Wait for the devices: an error of a kernel, or a collective that never ends, belongs to the call that it is of."""
+        assert self.outcome is not None
+        try:
+            if self.devices is not None:
+                self.devices.wait()
+        except BaseException as error:
+            self.error = error
+            return dataclasses.replace(self.outcome, value=None, failure=_failure(error), settled=True, reusable=False)
+        return dataclasses.replace(self.outcome, settled=True)
+
+    def restore(self) -> None:
+        """Have the state of a fresh rank, as far as any call may have changed it."""
+        if self.devices is not None:
+            self.devices.restore()
+        self.baseline.restore()
 
     def move(self, surroundings: protocol.Surroundings) -> None:
         """Take over what has changed around the pytest process: a fixture may have set a variable."""
@@ -196,6 +234,9 @@ class Worker:
     def meet(self) -> protocol.Rested:
         try:
             recorder.aside(dist.barrier)
+            if self.nccl:
+                # Of the two backends each has its own order, and a barrier of one proves nothing of the other.
+                recorder.aside(lambda: dist.barrier(device_ids=[self.spec.device]))
         except Exception as error:
             return protocol.Rested((f"an error in a barrier: {error}",))
         return protocol.Rested(())
@@ -209,14 +250,17 @@ class Worker:
             return ""  # the plain traceback stands
 
     def end_test(self) -> protocol.Rested:
-        self.error = None
+        self.error = self.outcome = None
         self.functions.clear()
         for callback in _at_rest:
             callback()
-        if self.spec.simulate is None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # the device is leased to others next, who may need all of its memory
-        self.baseline.restore_process()
-        self.baseline.restore()
+        try:
+            if self.devices is not None:
+                self.devices.give_back()
+            self.baseline.restore_process()
+            self.restore()
+        except Exception as error:
+            return protocol.Rested((f"a state that cannot be put back: {_failure(error).headline}",))
         late = ["operations of a process group that were begun after the function had returned"]
         dirt = self.baseline.dirt()
         return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt))

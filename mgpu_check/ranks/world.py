@@ -125,6 +125,9 @@ class World(Crew):
         self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
         self._running = doing, started
         answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
+        settling = not late and any(isinstance(a, protocol.Outcome) and not a.settled for a in answers.values())
+        if settling:
+            answers, late = self._settle(answers, number, started + timeout)
         self._running = None
         timed_out = bool(late) and time.monotonic() - started >= timeout
         # Before any is killed, because that makes those fail that wait for it.
@@ -139,7 +142,8 @@ class World(Crew):
                 endings[index] = self._died(index, deadline)
             else:
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
-        endings.update(self._interrupt(late, since=started))
+        for index, stopped in self._interrupt(late, since=started).items():
+            endings[index] = dataclasses.replace(stopped, settling=settling)
         ordered = (answers.get(index) for index in self.processes)
         outcomes = [answer for answer in ordered if isinstance(answer, protocol.Outcome)]
         if any(outcome.told for outcome in outcomes):
@@ -147,14 +151,14 @@ class World(Crew):
         in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
         complete = len(outcomes) == len(self.processes)
         left = unmatched(dict(zip(self.processes, (o.flows for o in outcomes), strict=True))) if complete else []
-        self.broken = not complete or not in_lockstep or bool(left)
+        self.broken = not complete or not in_lockstep or bool(left) or not all(o.reusable for o in outcomes)
         if all(isinstance(end, Finished) for end in endings.values()):
             if left and agree(outcomes):
                 raise imbalance(left, self.who)
             if not in_lockstep:
                 # No error yet: sends and receives count too, and a rank may well have more of them.
                 self._meet(
-                    {index: outcome.lockstep[0] for index, outcome in zip(self.processes, outcomes, strict=True)}
+                    {index: sum(outcome.lockstep[:-1]) for index, outcome in zip(self.processes, outcomes, strict=True)}
                 )
             if not agree(outcomes):
                 self.broken = True
@@ -172,6 +176,25 @@ class World(Crew):
         self._failed = (error, endings, told)
         raise error
 
+    def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
+        """Wait, after a call in which all went well, for the devices of its ranks; the answers anew, and who is late.
+
+        Raises:
+            RankDied: one ended instead.
+            RankFailure: a rank has begun a collective that others will never enter.
+        """
+        outcomes = {index: answer for index, answer in answers.items() if isinstance(answer, protocol.Outcome)}
+        if len(outcomes) < len(self.processes) or not all(_went_well(answer, number) for answer in outcomes.values()):
+            return answers, []
+        flows = {index: outcomes[index].flows for index in self.processes}
+        if unmatched(flows) or not agree(list(outcomes.values())):
+            return answers, []  # what is pending never ends, and why is known
+        if len({outcome.lockstep for outcome in outcomes.values()}) > 1:
+            self._meet({index: sum(outcome.lockstep[:-1]) for index, outcome in outcomes.items()})
+            self.broken = True  # until all have answered, as before
+        unsent = self._send(lambda _: protocol.Settle())
+        return self._collect(max(0.0, deadline - time.monotonic()), protocol.Outcome, _went_well, dead=unsent)
+
     def stopped(self) -> BaseException | None:
         """End a call that something from outside has interrupted; an error that says where the ranks were, if one was."""
         if self._running is None or len(self._answers) == len(self.processes):
@@ -179,7 +202,8 @@ class World(Crew):
         doing, since = self._running
         self._running = None
         records = self._records()
-        endings = self._interrupt([index for index in self.processes if index not in self._answers], since)
+        late = [index for index in self.processes if index not in self._answers]
+        endings: dict[int, Ending] = dict(self._interrupt(late, since))
         for index, answer in self._answers.items():
             if isinstance(answer, protocol.Outcome):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)

@@ -1,0 +1,129 @@
+"""The real devices of a rank: which it sees, whether they are idle, and whether they can still be used.
+
+Nothing here makes a context: a device that the code under test has not touched is left alone.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import gc
+import threading
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["MaskIgnored", "RealDevices", "check_visible", "has_nccl"]
+
+_GRACE = 0.005
+"""Seconds that devices get to finish what a call has queued, before the pytest process is asked to see to it."""
+
+_LONGER_GRACE = 0.25
+"""The same after a failure, where a device that is not idle costs the world."""
+
+
+class MaskIgnored(RuntimeError):
+    """The process sees other devices than it was given."""
+
+
+def check_visible(uuids: Sequence[str]) -> None:
+    """See that this process has exactly the devices that were leased for it.
+
+    Raises:
+        MaskIgnored: the driver does not honour the variable that masks devices, or the devices have changed.
+    """
+    if not uuids:
+        return
+    seen = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(torch.cuda.device_count())]
+    if seen != list(uuids):
+        raise MaskIgnored(
+            f"this process was given the GPUs {', '.join(uuids)}, and sees {', '.join(seen) or 'none'}: the driver does "
+            "not honour the variable that masks devices, or the GPUs of the machine have changed since the run began"
+        )
+
+
+class RealDevices:
+    """What this process has queued on devices, and whether they can still be used.
+
+    By a thread of its own, because CUDA has no way to ask whether a device is idle, and to wait may take for ever.
+    """
+
+    def __init__(self) -> None:
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "mgpu-check-synchronize")
+        self._thread.submit(lambda: None).result()  # it is there from now on, and no leftover of a test
+        self._pending: concurrent.futures.Future[None] | None = None
+
+    def idle(self, patience: float = _GRACE) -> bool:
+        """Whether all that was queued is done, for which it waits a moment only.
+
+        Raises:
+            RuntimeError: an error of a kernel has come up.
+        """
+        if not torch.cuda.is_initialized():
+            return True
+        if self._pending is None:
+            self._pending = self._thread.submit(_synchronize)
+        try:
+            self._pending.result(patience)
+        except concurrent.futures.TimeoutError:
+            return False
+        except BaseException as error:
+            self._pending = None
+            error.add_note(
+                "It came up when the devices were waited for, after the call: the line that caused it may be any before "
+                "(CUDA_LAUNCH_BLOCKING=1 has each one wait)."
+            )
+            raise error.with_traceback(None) from None
+        self._pending = None
+        return True
+
+    def wait(self) -> None:
+        """As `idle`, as long as it takes."""
+        self.idle(threading.TIMEOUT_MAX)
+
+    def usable(self) -> bool:
+        """Whether devices are idle, and have no error that sticks to this process."""
+        try:
+            return self.idle(_LONGER_GRACE)
+        except Exception:
+            return False
+
+    def restore(self) -> None:
+        """Put back what a call may have changed of CUDA's own settings: streams, and what is said of synchronization."""
+        if not torch.cuda.is_initialized():
+            return
+        if torch.cuda.get_sync_debug_mode():
+            torch.cuda.set_sync_debug_mode("default")
+        for device in range(torch.cuda.device_count()):
+            if torch.cuda.current_stream(device).stream_id:  # that of the default stream is 0
+                torch.cuda.set_stream(torch.cuda.default_stream(device))
+
+    def give_back(self) -> None:
+        """Free the memory that nobody needs any more: the device is leased to others next, who may need all of it."""
+        if not torch.cuda.is_initialized():
+            return
+        if any(torch.cuda.memory_allocated(device) for device in _with_contexts()):
+            gc.collect()  # tensors in cycles
+        torch.cuda.empty_cache()
+        for device in _with_contexts():
+            torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _with_contexts() -> list[int]:
+    known = range(torch.cuda.device_count())
+    return [i for i in known if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]  # not in the stubs
+
+
+def _synchronize() -> None:
+    for device in _with_contexts():
+        torch.cuda.synchronize(device)
+
+
+def has_nccl() -> bool:
+    """Whether tensors on devices travel by NCCL in the default group, and not by what CPU tensors travel by."""
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]  # not in the stubs
+    except RuntimeError:
+        return False  # there is none for devices
+    return bool(backend.name() == "nccl")
