@@ -2,13 +2,14 @@
 
 An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. That is four
 of the five seconds of processor time that it takes, and the same each time. Here a *template* imports once; each run is
-forked from it, and forks a *standby* before it does anything, which becomes its fork server when it asks for one.
+forked from it, and forks *standbys* before it does anything, which become its fork server, or the workers of pytest-xdist,
+when it asks for them.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
 standard streams, a session of its own, `__main__`, the end by `sys.exit` with all that an interpreter does then, and its
 exit code. Different are: torch and torch._dynamo are in `sys.modules` from the beginning, and a fork server has not the
 umask and the limits that the run has given itself. So a run starts a new interpreter where that is what a test is about
-(`Template.fits`), or if the test says so; the workers of pytest-xdist are always new ones.
+(`Template.fits`), or if it is started without the fixture `warm`.
 
 This file is run by the template, and imports nothing of the project: pytest wants to import that itself.
 """
@@ -20,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import select
 import selectors
@@ -30,14 +32,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any, ClassVar, NoReturn
 
 IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
 ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
 _PR_SET_PDEATHSIG = 1
+_WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a process
 _NUMBER = struct.Struct("q")  # a process id, and then an exit code
 
 
@@ -133,6 +137,10 @@ class Template:
 # What follows runs in the template, and in what is forked from it.
 
 
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
 def _serve(control: socket.socket) -> Callable[[], None]:
     """The loop of the template. Returns in a forked process, what that is to do."""
     read, write = os.pipe()
@@ -180,9 +188,10 @@ def _serve(control: socket.socket) -> Callable[[], None]:
                     pass  # nobody waits for it
 
 
-def _become(environment: dict[str, str], directory: int, streams: Sequence[int]) -> None:
-    """Be as a process that was started with these: in a session of its own."""
-    os.setsid()
+def _become(environment: dict[str, str], directory: int, streams: Sequence[int], session: bool) -> None:
+    """Be as a process that was started with these, and in a session of its own or not."""
+    if session:
+        os.setsid()
     os.environ.clear()
     os.environ.update(environment)
     _show_environment(environment)
@@ -190,7 +199,7 @@ def _become(environment: dict[str, str], directory: int, streams: Sequence[int])
     os.close(directory)
     for number, file in enumerate(streams):
         os.dup2(file, number)
-    for file in set(streams):
+    for file in {*streams} - {0, 1, 2}:
         os.close(file)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
 
@@ -209,8 +218,9 @@ def _run(request: int, directory: int, *streams: int) -> None:
     with open(request) as file:
         file.seek(0)
         asked = json.load(file)
-    _become(asked["environment"], directory, streams)
-    _Popen.standby = _Standby()
+    _become(asked["environment"], directory, streams, session=True)
+    for _ in range(_standbys(asked["arguments"])):
+        _Standby()
     subprocess.Popen = _Popen  # type: ignore[misc]
     sys.path.insert(0, os.getcwd())
     sys.argv = ["pytest", *asked["arguments"]]
@@ -218,7 +228,9 @@ def _run(request: int, directory: int, *streams: int) -> None:
 
 
 class _Standby:
-    """A process that will be a fork server."""
+    """A process that will be a fork server, or a worker of pytest-xdist."""
+
+    waiting: ClassVar[list[_Standby]] = []
 
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
@@ -226,52 +238,82 @@ class _Standby:
         self.pid = os.fork()
         if self.pid:
             theirs.close()
+            self.waiting.append(self)
             return
-        self.socket.close()
-        code = 1
-        try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() == parent:
-                code = self._wait(theirs)
-        finally:
-            os._exit(code)
-
-    def _wait(self, connection: socket.socket) -> int:
+        for ours in (self, *self.waiting):
+            ours.socket.close()
+        self.waiting.clear()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the run
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in range(3):  # who waits for the end of the run's output is not to wait for this
             os.dup2(nothing, number)
-        byte, files, _, _ = socket.recv_fds(connection, 1, 4)
+        os.close(nothing)
+        byte, files, _, _ = socket.recv_fds(theirs, 1, 6)
         if not byte:
-            return 0
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
-        with open(files[0]) as file:
-            file.seek(0)
-            asked = json.load(file)
-        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-            if path in sys.path:
-                sys.path.remove(path)
-        _become(asked["environment"], files[1], [nothing, files[2], files[2]])
-        connection.close()
-        os.dup2(files[3], asked["control"])
-        if files[3] != asked["control"]:
-            os.close(files[3])
+            os._exit(0)
+        theirs.close()
+        _prctl(_PR_SET_PDEATHSIG, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        sys.argv = asked["argv"]
-        try:
-            exec(asked["code"], {"__name__": "__main__"})
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-            sys.stderr.flush()
-            return 1
-        return 0
+        _start(*files)
+
+    def start(self, args: Sequence[str], streams: Sequence[int], kept: Sequence[int], session: bool) -> int:
+        """Be ``python -c`` with `args` now; the process id.
+
+        Args:
+            streams: stdin, stdout and stderr.
+            kept: file descriptors that it has under the same numbers.
+        """
+        code = args.index("-c") + 1
+        asked = {
+            "code": args[code],
+            "argv": ["-c", *args[code + 1 :]],
+            "safe": "-P" in args[:code],
+            "kept": list(kept),
+            "session": session,
+            "environment": dict(os.environ),
+        }
+        directory = os.open(".", os.O_RDONLY)
+        with self.socket, tempfile.TemporaryFile() as request:
+            request.write(json.dumps(asked).encode())
+            request.flush()
+            socket.send_fds(self.socket, [b"S"], [request.fileno(), directory, *streams, *kept])
+        os.close(directory)
+        return self.pid
+
+
+def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *kept: int) -> NoReturn:
+    """In a standby: be ``python -c``, up to and with the end of the interpreter."""
+    with open(request) as file:
+        file.seek(0)
+        asked = json.load(file)
+    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if path in sys.path:
+            sys.path.remove(path)
+    _become(asked["environment"], directory, (stdin, stdout, stderr), session=asked["session"])
+    for received, number in zip(kept, asked["kept"], strict=True):
+        if received != number:
+            os.dup2(received, number)
+            os.close(received)
+    if not asked["safe"]:
+        sys.path.insert(0, "")
+        _Standby()  # a worker's fork server
+        subprocess.Popen = _Popen  # type: ignore[misc]
+    sys.argv = asked["argv"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(asked["code"], module.__dict__)
+    sys.exit()
 
 
 class _Adopted:
-    """The fork server, as `mgpu_check.ranks.launcher` uses it."""
+    """A process that a standby has become: what is used of `subprocess.Popen`."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    stderr = None
+
+    def __init__(self, pid: int, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -279,7 +321,7 @@ class _Adopted:
             descriptor = os.pidfd_open(self.pid)
             try:
                 if not select.select([descriptor], [], [], timeout)[0]:
-                    raise subprocess.TimeoutExpired("fork server", timeout or 0.0)
+                    raise subprocess.TimeoutExpired("a standby", timeout or 0.0)
             finally:
                 os.close(descriptor)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -297,25 +339,29 @@ class _Adopted:
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """As `subprocess.Popen`; the first fork server of a run is the standby."""
-
-    standby: _Standby | None = None
+    """As `subprocess.Popen`; fork servers and workers of a run are its standbys, as long as there are some."""
 
     def __new__(cls, args: Any, *rest: Any, **options: Any) -> Any:
-        standby = cls.standby
-        if standby is None or list(args[1:3]) != ["-P", "-c"] or "import forkserver" not in args[3]:
+        if not _Standby.waiting or list(args[:1]) != [sys.executable]:
             return super().__new__(cls)
-        cls.standby = None
-        (control,) = options["pass_fds"]
-        directory = os.open(".", os.O_RDONLY)
-        with tempfile.TemporaryFile() as request, standby.socket:
-            asked = {"code": args[3], "argv": ["-c", *args[4:]], "control": control, "environment": dict(os.environ)}
-            request.write(json.dumps(asked).encode())
-            request.flush()
-            files = [request.fileno(), directory, options["stdout"].fileno(), control]
-            socket.send_fds(standby.socket, [b"S"], files)
-        os.close(directory)
-        return _Adopted(standby.pid)
+        if list(args[1:3]) == ["-P", "-c"] and "import forkserver" in args[3]:
+            with open(os.devnull) as nothing:
+                streams = nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()
+                pid = _Standby.waiting.pop().start(args, streams, options["pass_fds"], session=True)
+            return _Adopted(pid, None, None)
+        if args[-1] == _WORKER:
+            (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+            pid = _Standby.waiting.pop().start(args, (theirs_in, theirs_out, 2), (), session=False)
+            os.close(theirs_in)
+            os.close(theirs_out)
+            return _Adopted(pid, open(ours_in, "wb"), open(ours_out, "rb"))
+        return super().__new__(cls)
+
+
+def _standbys(arguments: Sequence[str]) -> int:
+    """How many a run needs: one for each worker, or one for its own fork server."""
+    workers = re.search(r"(?:^| )-n ?(\d+)(?: |$)", " ".join(arguments))
+    return max(1, int(workers[1])) if workers else 1
 
 
 def main(control: str) -> None:
