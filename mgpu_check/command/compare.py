@@ -109,6 +109,24 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
     return {**several, "CUDA_VISIBLE_DEVICES": first}, several
 
 
+def _check_count(gpus: int, parser: argparse.ArgumentParser) -> None:
+    """Refuse to run on fewer devices than ranks: there the ranks fail, for no fault of the script.
+
+    Without any device the script may be one for CPUs.
+
+    Raises:
+        SystemExit: by `parser`.
+    """
+    import torch
+
+    count = torch.cuda.device_count()  # it makes no context here, which would take memory of the first device
+    if 0 < count < gpus:
+        parser.error(
+            f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or --simulate. For a "
+            "script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= mgpu-check compare …"
+        )
+
+
 def _interrupted(number: int, frame: FrameType | None) -> None:
     for another in _ENDING:
         signal.signal(another, signal.SIG_IGN)  # the end of the processes is not to be interrupted
@@ -127,6 +145,8 @@ def main(argv: Sequence[str]) -> int:
                 fitted(command, world)
             except ValueError as error:
                 parser.error(str(error))
+        if given.simulate is None:
+            _check_count(given.gpus, parser)
     except SystemExit as stop:
         return int(stop.code or 0)
     return _compare(given, program, command)

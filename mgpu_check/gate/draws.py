@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["DrawsOfFloat32", "Notes", "entered"]
 
 _aten = torch.ops.aten
 _FACTORIES = {_aten.randn, _aten.rand, _aten.normal, _aten.randn_like, _aten.rand_like}
-_IN_PLACE = {
+_FILLING = {
     _aten.normal_,
     _aten.uniform_,
     _aten.bernoulli_,
@@ -22,6 +22,7 @@ _IN_PLACE = {
     _aten.cauchy_,
     _aten.log_normal_,
     _aten.geometric_,
+    _aten.random_,
 }
 
 _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
@@ -29,21 +30,30 @@ _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
 
 
 class DrawsOfFloat32(TorchDispatchMode):
-    """Random float64 numbers are those that float32 code draws from the same seed, widened."""
+    """Random float64 numbers are those that float32 code draws from the same seed, widened.
+
+    How many random bits an operator takes, and in which order, depends on the dtype: of a CPU's normal numbers as of the
+    mask of a GPU's dropout.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
+        if not _draws(func, args, kwargs):
+            return func(*args, **kwargs)
         packet = func.overloadpacket
-        if packet in _IN_PLACE and args[0].dtype == torch.float64:
+        if packet in _FILLING and args[0].dtype == torch.float64:
             drawn = torch.empty_like(args[0], dtype=torch.float32)
-            func(drawn, *args[1:], **kwargs)
+            func(drawn, *map(_narrow, args[1:]), **kwargs)
             return args[0].copy_(drawn)
         if packet in _FACTORIES and self._of_float64(args, kwargs):
             drawn = func(*args, **kwargs | {"dtype": torch.float32})
             return drawn.double()
-        return func(*args, **kwargs)
+        if packet is _aten.native_dropout and args[0].dtype == torch.float64:
+            probability, mask = args[1], func(_narrow(args[0]), *args[1:])[1]
+            return args[0] * mask * (0.0 if probability == 1 else 1 / (1 - probability)), mask
+        return self._narrowed(func, args, kwargs)
 
     @staticmethod
     def _of_float64(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -52,6 +62,28 @@ class DrawsOfFloat32(TorchDispatchMode):
         like = args[0] if args else None
         return (like.dtype if isinstance(like, torch.Tensor) else torch.get_default_dtype()) == torch.float64
 
+    @staticmethod
+    def _narrowed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Any other: on what it is given in float32, its results widened."""
+        given = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in given):
+            return func(*args, **kwargs)
+        narrow_args, narrow_kwargs = tree_map(_narrow, (args, kwargs))
+        result = func(*narrow_args, **narrow_kwargs)
+        own = {}
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write and position < len(args):
+                own[id(narrow_args[position])] = args[position].copy_(narrow_args[position])
+        return tree_map(lambda leaf: own.get(id(leaf), leaf.double() if _is_float32(leaf) else leaf), result)
+
+
+def _narrow(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.float64 else value
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+
 
 class Notes(TorchDispatchMode):
     """Notes in which floating-point dtypes narrower than float32 operators give results, and which draw at random.
@@ -59,20 +91,26 @@ class Notes(TorchDispatchMode):
     Attributes:
         seen: the dtypes.
         drawn: the shapes in which random numbers were drawn, in order.
+        drew: the operators that drew them.
+        fused: whether a recurrent network was one operator for all steps.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: set[torch.dtype] = set()
         self.drawn: list[tuple[int, ...]] = []
+        self.drew: list[str] = []
+        self.fused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.fused |= "_rnn" in func._schema.name
         if _draws(func, args, kwargs or {}):
             shape = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
             self.drawn.append(tuple(shape))
+            self.drew.append(func._schema.name)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)
@@ -86,7 +124,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     for position, argument in enumerate(func._schema.arguments):
         if argument.name in _SWITCHES:
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            if given is not None and not given:
+            if isinstance(given, (bool, int, float)) and not given:
                 return False
     return True
 

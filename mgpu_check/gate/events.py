@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import data
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gate.draws import Notes
 from mgpu_check.gate.program import modules_of
@@ -102,12 +103,22 @@ class _Watch:
         self.on = True
         self._modules = list(modules_of(model).values())
         self._asynchronous: list[tuple[Any, Event, list[tuple[torch.Tensor, int]]]] = []
+        self._following: list[list[RemovableHandle]] = []  # of each backward pass that is under way
 
     def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
-        if what not in ("call", "return") or not self.on:
+        if not self.on:
+            sys.setprofile(None)  # in a thread of autograd's, which is there for good
+            return
+        if what not in ("call", "return"):
             return
         code = frame.f_code
-        if code is _CALL:
+        if code is _BACKWARD:
+            if what == "call":
+                self._following.append(self._follow(frame.f_locals["t_outputs"]))
+            elif self._following:
+                for hook in self._following.pop():
+                    hook.remove()
+        elif code is _CALL:
             self._collective(frame, what, result)
         elif code is _WAIT and what == "call":
             work = frame.f_locals["work"]
@@ -120,6 +131,26 @@ class _Watch:
             kind, name, read = watched
             with contextlib.suppress(Exception):  # evidence that cannot be had is not worth a failure
                 self._trace.events.append(Event(kind, name, _site(frame), read(frame.f_locals, self)))
+
+    def _follow(self, roots: Sequence[Any]) -> list[RemovableHandle]:
+        """Watch the threads in which autograd is about to go back from `roots`: it has one for each GPU.
+
+        They are not Python's, so no profile function reaches them but from within.
+        """
+        found = (getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots)
+        nodes = [node for node in found if node is not None]
+        known, hooks = set(nodes), []
+        while nodes:
+            node = nodes.pop()
+            hooks.append(node.register_prehook(self._enter_thread))
+            below = {one for one, _ in node.next_functions if one is not None} - known
+            known |= below
+            nodes += below
+        return hooks
+
+    def _enter_thread(self, gradients: Any) -> None:
+        if self.on and sys.getprofile() is not self:
+            sys.setprofile(self)
 
     def _collective(self, frame: types.FrameType, what: str, result: Any) -> None:
         local = frame.f_locals
@@ -315,3 +346,4 @@ _WATCHED: dict[types.CodeType, tuple[str, str, Read]] = {
 }
 _CALL = _code(Recorder.call)
 _WAIT = _code(Recorder.wait)
+_BACKWARD = _code(torch.autograd.graph._engine_run_backward)

@@ -79,7 +79,9 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
                 remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
     remarks += main.remarks
     if not main.precise:
-        remarks.append("the step does not run in float64; the reference is float32, as it is")
+        remarks.append(
+            "the step does not run in float64, or draws other random numbers there; the reference is float32, as it is"
+        )
     expected = Expected(
         main.single,
         None if own is None else own.single,

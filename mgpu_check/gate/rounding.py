@@ -18,7 +18,7 @@ from mgpu_check.gate.observing import Nudge, Observation, observe
 from mgpu_check.gate.program import Program, modules_of
 from mgpu_check.gate.scenario import Scenario
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations
 from mgpu_check.ranks import Rank
 
@@ -85,6 +85,8 @@ class _Runs:
         self._moved: list[Observation] = []
         self._failure: Exception | None = None
         self._deep: bool | str = False
+        self._drew: list[str] = []
+        self._fused = False
         self.narrow = False
         self._precise = True
 
@@ -94,11 +96,11 @@ class _Runs:
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Two runs in the precision of the step: their errors are those that another order of the same sums has."""
-        before = set(notes.seen)
-        notes.seen.clear()
-        single = self._run(deep=deep, around=lambda model: entered(notes))
-        self.narrow = bool(notes.seen)
-        notes.seen |= before
+        own = Notes()
+        single = self._run(deep=deep, around=lambda model: entered(own))
+        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
+        notes.seen |= own.seen
+        notes.drawn += own.drawn
         # The gradients of each optimizer step are needed to tell which parameters they do not decide.
         self._deep = deep or ("gradients" if single.optimizer_steps else False)
         self._singles = [single, self._run(deep=self._deep, alter=lambda batch: _moved(batch, 1.0, _generator(0)))]
@@ -113,7 +115,8 @@ class _Runs:
         except Exception:
             self._precise = False
         else:
-            self._precise = _alike(single, exact)
+            # Where float64 has operators of its own, as attention does on GPUs, it draws other numbers.
+            self._precise = _alike(single, exact) and notes.drew == self._drew
         if self._precise:
             self._exact = exact
         elif self._deep == "gradients":
@@ -131,7 +134,9 @@ class _Runs:
                     deep=self._deep,
                     nudge=None if nudge is None else nudge(direction),
                     alter=lambda batch, by=by, generator=generator: _moved(batch, by, generator),
-                    around=lambda model, by=by, generator=generator: _perturbed(model, by, generator, coherent),
+                    around=lambda model, by=by, generator=generator: _perturbed(
+                        model, by, generator, coherent, self._fused
+                    ),
                 )
             except Exception as error:  # a perturbed count is none, for instance
                 self._failure = error
@@ -237,8 +242,9 @@ def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
 
 
 @contextlib.contextmanager
-def _perturbed(model: Any, spread: float, generator: torch.Generator, coherent: bool) -> Iterator[None]:
-    with Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent), DrawsOfFloat32():
+def _perturbed(model: Any, spread: float, generator: torch.Generator, coherent: bool, fused: bool) -> Iterator[None]:
+    apart = unfused() if fused else contextlib.nullcontext()
+    with apart, Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent), DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():
                 for parameter in module.parameters():

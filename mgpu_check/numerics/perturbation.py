@@ -5,6 +5,8 @@ Monte Carlo arithmetic: D. S. Parker, *Monte Carlo Arithmetic*, UCLA CSD-970002,
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,15 +16,20 @@ from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.bounds import unit_roundoff
 
-__all__ = ["Perturbed"]
+__all__ = ["Perturbed", "unfused"]
 
-# Operators that subtract what nearly cancels before they give a result: taken apart, so that its parts are perturbed.
+# Operators that subtract what nearly cancels before they give a result: taken apart, so that its parts are perturbed. On
+# GPUs batches are normalized by cuDNN's or MIOpen's own.
 _COMPOSED = get_decompositions(
     [
+        torch.ops.aten._fused_rms_norm_backward,
         torch.ops.aten._log_softmax,
         torch.ops.aten._log_softmax_backward_data,
         torch.ops.aten._softmax,
         torch.ops.aten._softmax_backward_data,
+        torch.ops.aten.batch_norm_backward,
+        torch.ops.aten.cudnn_batch_norm_backward,
+        torch.ops.aten.miopen_batch_norm_backward,
         torch.ops.aten.native_batch_norm_backward,
         torch.ops.aten.native_group_norm_backward,
         torch.ops.aten.native_layer_norm_backward,
@@ -88,6 +95,20 @@ class Perturbed(TorchDispatchMode):
                         factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
                 tensor.mul_(factor)
         return result
+
+
+@contextlib.contextmanager
+def unfused() -> Iterator[None]:
+    """No libraries for neural networks (cuDNN, MIOpen, oneDNN), whose recurrent networks are one operator for all steps."""
+    libraries: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn]
+    before = [library.enabled for library in libraries]
+    for library in libraries:
+        library.enabled = False
+    try:
+        yield
+    finally:
+        for library, value in zip(libraries, before, strict=True):
+            library.enabled = value
 
 
 def _written(argument: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 GPUS = ("--gpus=4", "--simulate", "--rank-timeout=60")
 
 COMMON = """
@@ -460,6 +462,36 @@ def test_random_numbers_that_do_not_repeat(ranks):
     text = refuted(ranks, step)
     line = next(line for line in text.splitlines() if line.strip().startswith("state of the random numbers"))
     assert line.split()[5:] == ["-", "-", "-", "NO"] or "NO" in line.split(), line
+
+def rounded_at_random(by):
+    # As sums by atomic additions on a GPU are: never the same bits twice.
+    def step(model, batch, rank):
+        right(model, batch, rank)
+        with torch.no_grad():
+            for p in model.parameters():
+                noise = torch.tensor(list(os.urandom(p.numel()))).view_as(p) / 128 - 1
+                dist.broadcast(noise, 0)
+                p.grad *= 1 + by * noise.to(p.device)
+    return step
+
+def test_sums_in_no_fixed_order_are_right(ranks):
+    assert_step_scales(ranks, rounded_at_random(2 * 2.0**-24), build=build, batch=batch, max_examples=8)
+
+def test_more_than_rounding_is_not(ranks):
+    step = rounded_at_random(0.01)
+    text = refuted(ranks, lambda m, b, r: (step if r.size > 1 else right)(m, b, r))
+    assert any(x.strip().startswith("gradient of") and "NO" in x for x in text.splitlines()), text
 """,
-        2,
+        4,
     )
+
+
+def test_what_rounding_decides_need_not_repeat():
+    from mgpu_check.gate.measuring import Expected
+    from mgpu_check.gate.observing import Observation
+    from mgpu_check.gate.relations import REPEATS, Verdict, repeats
+
+    one, other = (Observation(values={"n": n, "m": n}, digests={"n": str(n), "m": str(n)}) for n in torch.arange(2))
+    verdict = Verdict(relations={"n": {}, "m": {}})
+    repeats(verdict, Expected(one, None, undetermined={"n"}), [one], [other], None)
+    assert verdict.relations == {"n": {}, "m": {REPEATS: False}}

@@ -1,13 +1,18 @@
-"""Perturbed numbers, where tensors are distributed."""
+"""Perturbed numbers: by which operators, on which devices, in which tensors."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.perturbation import _COMPOSED, Perturbed, unfused
 
 
 def test_distributed_tensors_are_perturbed(tmp_path):
@@ -21,3 +26,73 @@ def test_distributed_tensors_are_perturbed(tmp_path):
         dist.destroy_process_group()
     moved = (whole / (weight.full_tensor() * 3) - 1).abs() / 2.0**-24
     assert bool(((moved > 90) & (moved < 110)).all())
+
+
+def _operators() -> list[Any]:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    pairs = [name.removeprefix("aten::").partition(".") for name in names if not name.endswith("out")]
+    return [getattr(getattr(torch.ops.aten, name), overload or "default") for name, _, overload in pairs]
+
+
+# Backward passes that subtract means or sums within: of what torch does with a float64 tensor on CPUs and on GPUs.
+NEARLY_CANCEL = re.compile(r"(softmax|batch_norm|group_norm|layer_norm|rms_norm)\w*backward")
+OF_OTHERS = {
+    "aten::_batch_norm_impl_index_backward": "calls the others",
+    "aten::_masked_softmax_backward": "of a fast path for inference",
+    "aten::_sparse_softmax_backward_data": "of sparse tensors",
+    "aten::_sparse_log_softmax_backward_data": "of sparse tensors",
+    "aten::batch_norm_backward_elemt": "of SyncBatchNorm, whose sums are operators of their own",
+    "aten::batch_norm_backward_reduce": "of SyncBatchNorm, whose sums are operators of their own",
+}
+
+
+def test_all_operators_that_nearly_cancel_are_taken_apart():
+    found = {op for op in _operators() if NEARLY_CANCEL.search(op._schema.name)}
+    assert {"aten::cudnn_batch_norm_backward", "aten::miopen_batch_norm_backward"} < {op._schema.name for op in found}
+    assert {op._schema.name for op in found - set(_COMPOSED)} <= set(OF_OTHERS)
+
+
+def test_batches_are_normalized_alike_by_every_library():
+    torch.manual_seed(0)
+    x, gradient = torch.randn(2, 8, 3, 4, 4, dtype=torch.float64).unbind()
+    weight = torch.rand(3, dtype=torch.float64)
+    mean, scale = x.mean((0, 2, 3)), (x.var((0, 2, 3), correction=0) + 1e-5).rsqrt()
+    none = torch.empty(0)
+    aten = torch.ops.aten
+
+    def moved(call: Callable[[], tuple[torch.Tensor, ...]]) -> torch.Tensor:
+        with Perturbed(1e4, torch.Generator().manual_seed(1), 2.0**-24):
+            return call()[0]
+
+    native = (gradient, x, weight, None, None, mean, scale, True, 1e-5, [True, True, True])
+    exact = aten.native_batch_norm_backward(*native)[0]
+    expected = moved(lambda: aten.native_batch_norm_backward(*native))
+    others = (x, gradient, weight, None, None, mean, scale, 1e-5)
+    assert not torch.equal(expected, exact)
+    assert torch.equal(expected, moved(lambda: aten.cudnn_batch_norm_backward(*others, none)))
+    assert torch.equal(expected, moved(lambda: aten.miopen_batch_norm_backward(*others)))
+
+
+@pytest.mark.parametrize("how", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_optimizers_of_one_operator_are_perturbed(kind, how):
+    def stepped(spread: float) -> list[torch.Tensor]:
+        parameters = [torch.nn.Parameter(torch.full((64,), 1.5)) for _ in range(2)]
+        optimizer = kind(parameters, lr=0.1, **how)
+        for parameter in parameters:
+            parameter.grad = torch.full((64,), 0.3)
+        with Perturbed(spread, torch.Generator().manual_seed(0), 2.0**-24):
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    for still, moved in zip(stepped(0.0), stepped(100.0), strict=True):
+        assert float((still != moved).float().mean()) > 0.5
+
+
+def test_libraries_for_networks_are_put_back():
+    libraries = torch.backends.cudnn, torch.backends.mkldnn
+    before = [library.enabled for library in libraries]
+    with pytest.raises(KeyError), unfused():
+        assert not any(library.enabled for library in libraries)
+        raise KeyError
+    assert [library.enabled for library in libraries] == before
