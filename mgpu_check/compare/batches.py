@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mgpu_check.compare.obstacles import whole_words
+from mgpu_check.compare.obstacles import divided
 from mgpu_check.compare.scene import Diagnosis, Scene
 from mgpu_check.gate.report import Finding
 
@@ -38,7 +38,7 @@ def of_samples(scene: Scene) -> Diagnosis:
         return Diagnosis(
             comparable=False,
             why=said,
-            todo=[whole_words(one.total())],
+            todo=[divided(one.total())],
         )
     surplus = together - one
     if not one - together and surplus and _padded(scene):

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 from mgpu_check.compare.trace import Trace
 
-__all__ = ["DROPOUT", "FLOAT32", "SEEDS", "SNAPSHOT", "Obstacle", "narrow", "random_parts", "standing", "whole_words"]
+__all__ = [
+    "DROPOUT",
+    "FLOAT32",
+    "LOSS",
+    "SEEDS",
+    "SNAPSHOT",
+    "Obstacle",
+    "divided",
+    "narrow",
+    "random_parts",
+    "standing",
+]
 
 SEEDS = "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits"
 SNAPSHOT = "give each run a directory of its own with --fresh-directory; or have the script save elsewhere, and remove that file"
@@ -15,6 +26,10 @@ DROPOUT = "set the probability of dropout to 0 for the comparison"
 FLOAT32 = (
     "compute in float32 for the comparison, without autocast: the mistakes that it looks for are the same there, and "
     "nothing else hides them"
+)
+LOSS = (
+    "have a loss that depends on the parameters: a softmax over one class, as of cross_entropy with one output, is constant; "
+    "so is what was detached"
 )
 
 
@@ -52,21 +67,25 @@ def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstac
     """
     if random := random_parts(one):
         yield Obstacle(f"{', '.join(random)} drops other elements on ranks than on one device", DROPOUT)
+    if low := narrow(one):
+        yield Obstacle(f"{low}: rounding may hide what is looked for", FLOAT32)
+    gradients = [gradient for step in one.steps for gradient in step.gradients.values()]
+    if gradients and not any(gradient is not None and gradient.norm for gradient in gradients):
+        yield Obstacle("the gradients of all parameters are zero on one device", LOSS)
     if not one.of("seed"):
         yield Obstacle("torch.manual_seed was never called on one device", SEEDS)
     if (file := _snapshot(one)) and not fresh:
         yield Obstacle(
             f"it saves {file}, which it looks for before: does each run go on from the one before?", SNAPSHOT
         )
-    if one.steps and ranks and all(trace.steps for trace in ranks):
-        own, together = len(one.steps[0].seen), sum(len(trace.steps[0].seen) for trace in ranks)
-        if len(ranks) > 1 and own and together == len(ranks) * own:
-            yield Obstacle(
-                f"each rank takes a batch as large as one device does ({own})", whole_words(own)
-            )  # fmt: skip
+    batch = len(one.steps[0].seen) if one.steps else 0
+    whole = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)
+    in_parts = any(parameter.sharded for trace in ranks for parameter in trace.parameters.values())
+    if batch and len(ranks) > 1 and whole and not in_parts:
+        yield Obstacle(f"each rank takes a batch as large as one device does ({batch})", divided(batch))
 
 
-def whole_words(batch: int) -> str:
+def divided(batch: int) -> str:
     """What to do where each rank takes a batch of one device."""
     return (
         "divide the global batch: batch_size=global_batch // world_size; or, where it is an argument of the script, "

@@ -9,7 +9,7 @@ from typing import Literal
 from mgpu_check.compare.alignment import Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.diagnosis import diagnose
-from mgpu_check.compare.obstacles import FLOAT32, SEEDS, narrow
+from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.compare.scene import KINDS, Diagnosis, Scene, first_scene, ratio_of
@@ -192,10 +192,7 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
     if not any(gradient is not None and gradient.norm for gradient in gradients):
         return refused(
             f"the gradients of all parameters are zero in all {len(steps)} steps, so that any two runs agree",
-            [
-                "have a loss that depends on the parameters: a softmax over one class, as of cross_entropy with one output, "
-                "is constant; so is what was detached"
-            ],
+            [LOSS],
             compared=len(steps),
         )
     for step in steps:

@@ -10,6 +10,7 @@ import torch
 
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.diagnosis import common_factor
+from mgpu_check.compare.obstacles import FLOAT32, standing
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
@@ -380,6 +381,49 @@ def test_agreement_without_gradients_is_none():
     found = verdict(nothing, one=nothing)
     assert found.kind == "not comparable"
     assert "the gradients of all parameters are zero in all 3 steps" in found.report.headline
+
+
+def test_what_stands_in_the_way():
+    def said(change=lambda training: None, fresh=False):
+        one, ranks = Training(), [Training(rank, 2) for rank in range(2)]
+        for training in (one, *ranks):
+            training.events = [{"event": "seed", "after": 0}]
+            change(training)
+        return [entry.why.partition(" ")[0] for entry in standing(one.trace(), [t.trace() for t in ranks], fresh)]
+
+    def flawed(training):
+        training.gradient = lambda number: [0 * g for g in gradients(number)]
+        training.events = [
+            {"event": "random", "after": 0, "what": "noise"},
+            {"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"},
+            {"event": "save", "after": 3, "file": "/last.pt", "missed": True},
+        ]
+        whole_batch(training)
+
+    assert said() == []
+    assert said(flawed) == ["noise", "Linear", "the", "torch.manual_seed", "it", "each"]
+    assert said(flawed, fresh=True) == ["noise", "Linear", "the", "torch.manual_seed", "each"]
+
+    def in_parts(training):
+        whole_batch(training)
+        training.change = lambda made: made.parameters.update(
+            {name: dataclasses.replace(p, sharded=True) for name, p in made.parameters.items()}
+        )
+
+    assert said(in_parts) == []
+
+
+def test_bfloat16_is_refused_with_advice():
+    def rough(training):
+        training.events = [{"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"}]
+
+    single, moved, rank = Training(), Training(), Training()
+    moved.gradient = lambda number: [g * 1.3 for g in gradients(number)]
+    rough(single)
+    reference = single.trace()
+    found = judge(Aligned(reference, [rank.trace()]), Rounding(reference, [moved.trace()]), None)
+    assert found.kind == "not comparable" and found.report.headline.endswith("would show: Linear gives bfloat16")
+    assert found.report.remarks == [f"do: {FLOAT32}"]
 
 
 def test_several_devices_of_one_process():
