@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
+from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.obstacles import divided
-from mgpu_check.compare.scene import Diagnosis, Scene
+from mgpu_check.compare.scene import Diagnosis
 from mgpu_check.gate.report import Finding
 
-__all__ = ["of_samples"]
+__all__ = ["of_samples", "others_from_the_start"]
 
 _SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
 
 
-def of_samples(scene: Scene) -> Diagnosis:
-    """Of a scene whose samples are known, and not those of one device, or the whole batch on each rank."""
-    samples, world = scene.samples, len(scene.aligned.ranks)
-    step = scene.step + 1
+def others_from_the_start(aligned: Aligned) -> Diagnosis | None:
+    """What is said of ranks that begin alike, and see so little of one device's first batch that no more runs are needed."""
+    samples = aligned.samples(0)
+    few = samples.common <= samples.one.total() / 2 or samples.together.total() > samples.one.total()
+    starts = [trace.steps[0].before for trace in aligned.ranks]
+    if not samples.known or samples.same or not few or any(start != starts[0] for start in starts):
+        return None
+    found = of_samples(aligned, 0)
+    return None if found.comparable or found.findings else found
+
+
+def of_samples(aligned: Aligned, number: int) -> Diagnosis:
+    """Of a step whose samples are known, and not those of one device, or the whole batch on each rank."""
+    samples, world = aligned.samples(number), len(aligned.ranks)
+    step = number + 1
     if samples.repeated_on_each_rank:
         return Diagnosis(
             findings=[
@@ -26,7 +38,7 @@ def of_samples(scene: Scene) -> Diagnosis:
                 )
             ]
         )
-    repeated = _repeated_epoch(scene)
+    repeated = _repeated_epoch(aligned, number)
     if repeated:
         return Diagnosis(findings=[repeated])
     together, one = samples.together, samples.one
@@ -41,7 +53,7 @@ def of_samples(scene: Scene) -> Diagnosis:
             todo=[divided(one.total())],
         )
     surplus = together - one
-    if not one - together and surplus and _padded(scene):
+    if not one - together and surplus and _padded(aligned):
         return Diagnosis(
             comparable=False,
             findings=[
@@ -64,27 +76,27 @@ def of_samples(scene: Scene) -> Diagnosis:
     )
 
 
-def _padded(scene: Scene) -> bool:
-    world = len(scene.aligned.ranks)
-    events = [event for trace in scene.aligned.ranks for event in trace.of("sampler")]
+def _padded(aligned: Aligned) -> bool:
+    world = len(aligned.ranks)
+    events = [event for trace in aligned.ranks for event in trace.of("sampler")]
     return any(not event["drop_last"] and event["length"] % world for event in events)
 
 
-def _repeated_epoch(scene: Scene) -> Finding | None:
+def _repeated_epoch(aligned: Aligned, step: int) -> Finding | None:
     """Whether the ranks see, at this step, what they saw in an earlier epoch, for want of set_epoch."""
     epochs: dict[int, list[dict[str, Any]]] = {}
-    for event in scene.aligned.ranks[0].of("sampler"):
-        if event["shuffle"] and not event["set_epoch"] and event["after"] <= scene.step:
+    for event in aligned.ranks[0].of("sampler"):
+        if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
             epochs.setdefault(event["sampler"], []).append(event)
     for iterations in epochs.values():
         first, last = iterations[0]["after"], iterations[-1]["after"]
         if last == first:
             continue
-        twin = first + scene.step - last
-        if scene.aligned.samples(twin).ranks == scene.samples.ranks:
+        twin = first + step - last
+        if aligned.samples(twin).ranks == aligned.samples(step).ranks:
             return Finding(
                 "epochs-not-reshuffled",
-                f"epoch {len(iterations)} begins at step {last + 1}; at step {scene.step + 1} the ranks saw the samples "
+                f"epoch {len(iterations)} begins at step {last + 1}; at step {step + 1} the ranks saw the samples "
                 f"of step {twin + 1} again, and set_epoch was never called",
             )
     return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.directories import fresh_directory
 from mgpu_check.compare.obstacles import SNAPSHOT, standing
 from mgpu_check.compare.processes import Run, run
@@ -95,6 +96,8 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     made.aligned = aligned = Aligned(one.traces[0], several.traces, plan.world)
     if found := _found_what_was_left(made.runs):
         return found
+    if others := others_from_the_start(aligned):
+        return replace(refused(others.why, others.todo), step=1)
     again = _run(made, tell, "one device, again", 1)
     if again.failed:
         return of_failure(again, again.failed, one_device=True)

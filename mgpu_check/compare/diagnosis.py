@@ -25,7 +25,7 @@ def diagnose(scene: Scene) -> Diagnosis:
         return skipped
     samples = scene.samples
     if samples.known and (not samples.same or scene.kind is None):
-        return of_samples(scene)
+        return of_samples(scene.aligned, scene.step)
     if scene.kind == "gradient":
         return _gradient(scene)
     return _update(scene)

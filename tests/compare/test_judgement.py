@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mgpu_check.compare.alignment import Aligned, deviation
+from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.diagnosis import common_factor
 from mgpu_check.compare.obstacles import FLOAT32, standing
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
@@ -353,6 +354,33 @@ def test_a_batch_in_another_dimension():
 
     found = verdict(one=batch)
     assert (found.kind, found.report.remarks) == ("equal", [])
+
+
+@pytest.mark.parametrize(
+    ("samples", "words"),
+    [
+        (
+            lambda rank: range(rank * 8, rank * 8 + 8),
+            "16 samples, of which 8 are those of one device",
+        ),  # 8 for each rank
+        (lambda rank: [rank, 90 + rank, 80 + rank, 70 + rank], "8 samples, of which 2 are those of one device"),
+        (lambda rank: [rank, 2 + rank, 4 + rank, 90], None),  # most are shared: what follows has to tell
+        (lambda rank: range(8), None),  # a difference
+        (lambda rank: range(rank, 8, 2), None),
+    ],
+)
+def test_other_samples_from_the_start(samples, words):
+    def aligned(elsewhere=0.0):
+        ranks = [Training(rank, 2) for rank in range(2)]
+        for training in ranks:
+            training.samples = lambda number, rank=training.rank: list(samples(rank))
+            training.begin = [value + elsewhere * training.rank for value in start()]
+        return Aligned(Training().trace(), [training.trace() for training in ranks])
+
+    found = others_from_the_start(aligned())
+    assert (found is not None) == (words is not None)
+    assert found is None or words in found.why
+    assert others_from_the_start(aligned(elsewhere=1.0)) is None  # a mistake, whatever the samples
 
 
 def test_agreement_on_other_samples_is_none():
