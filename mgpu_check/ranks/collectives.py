@@ -301,11 +301,10 @@ def install() -> None:
             for name, value in list(vars(found).items()):
                 if id(value) in replaced:
                     setattr(found, name, replaced[id(value)])
-    for name, (function_name, _) in METHODS.items():
+    for name in METHODS:
         method = getattr(dist.ProcessGroup, name, None)
         if method is not None:
-            form = MethodForm(name, function_name in _SYMMETRIC)
-            setattr(dist.ProcessGroup, name, _around(method, form))
+            setattr(dist.ProcessGroup, name, _recorded_method(name, method))
     _record_waits(dist.Work)
 
 
@@ -321,10 +320,16 @@ def _record_waits(kind: Any) -> None:
 
 def install_simulated() -> None:
     """On a simulated node, write a collective down before the simulation does what may wait for other ranks."""
-    from mgpu_check.node.simulated import collectives
+    from mgpu_check.node.simulated import collectives, late
 
-    _record_waits(collectives.LateWork)
-    collectives.watch(lambda function: _recorded(function, {**_COLLECTIVES, **_PEERS}))
+    _record_waits(late.LateWork)
+    collectives.watch(_recorded_method)
+
+
+def _recorded_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    if name not in METHODS:
+        return method
+    return _around(method, MethodForm(name, METHODS[name][0] in _SYMMETRIC))
 
 
 def _recorded(function: Callable[..., Any], forms: Mapping[str, str]) -> Callable[..., Any]:

@@ -108,8 +108,8 @@ class Worker:
         spec = self.spec
         torch.cuda.set_device(spec.device)
         dist.init_process_group(
-            # By name on real devices: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
-            backend=_BACKENDS if spec.backend is None and self.devices is not None else spec.backend,
+            # By name: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
+            backend=spec.backend or _BACKENDS,
             store=_store(spec.store, spec.size),
             rank=index,
             world_size=spec.size,

@@ -24,6 +24,16 @@ def test_a_script_that_raises_on_a_rank(compare, by_hand, changed):
     assert (outcome.json["step"], outcome.json["ranks"]) == (3, [1])
 
 
+def test_all_ranks_on_one_device(compare, tutorial, changed):
+    outcome = compare(
+        changed(tutorial, ('torch.device("cuda", int(os.environ["LOCAL_RANK"]))', 'torch.device("cuda", 0)')),
+        "--simulate",
+        code=1,
+    )
+    assert "differs: on 2 ranks the script failed" in outcome.text
+    assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in outcome.text
+
+
 def test_a_rank_that_is_killed(compare, by_hand, changed):
     kill = "    if rank == 1: import signal; os.kill(os.getpid(), signal.SIGSEGV)\n"
     outcome = compare(changed(by_hand, (STEP, kill + STEP)), code=1)

@@ -187,11 +187,18 @@ def test_terminates_died(ranks):
             os._exit(3)
     refuted(ranks, step, match="rank 1 of 2 died")
 
+def test_terminates_refused(ranks):
+    def step(model, batch, rank):
+        torch.cuda.set_device(0)  # as by a script that sets no device
+        F.cross_entropy(DDP(model.cuda())(batch[0].cuda()), batch[1].cuda()).backward()
+    text = refuted(ranks, step, match="ranks 0-1 of 2 raised DistBackendError: NCCL error: invalid usage")
+    assert "smallest case: world size 2" in text and "verify_param_shape_across_processes #1" in text, text
+
 def test_any_order(ranks):
     line = next(line for line in refuted(ranks, tutorial).splitlines() if line.strip().startswith("gradient of 0.bias"))
     assert line.split()[8] == "NO", line  # one device, agree, finite, repeats, same at 2 and 4, any order
 """,
-        7,
+        8,
     )
 
 

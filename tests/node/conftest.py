@@ -32,7 +32,7 @@ def _rank(
             dist.init_process_group(backend, store=dist.FileStore(store, size), rank=index, world_size=size)
             value = body(index, size)
             results.put((index, True, value))
-            dist.barrier()
+            dist.barrier(device_ids=[index])
             dist.destroy_process_group()
     except BaseException:
         results.put((index, False, traceback.format_exc()))

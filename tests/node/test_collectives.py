@@ -139,7 +139,57 @@ def one_device(rank, size):
 def test_two_ranks_on_one_device_are_refused(on_ranks):
     for kind, words in on_ranks(one_device):
         assert kind == "DistBackendError"
-        assert "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 0" in words
+        assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in words
+
+
+def placed_wrongly(rank, size):
+    """Each on a group of its own: the first collective makes the communicator."""
+    from torch.distributed import _functional_collectives as functional
+
+    torch.cuda.set_device(0)
+    one = torch.ones(1, device="cuda")
+    ways = {
+        "ddp": lambda group: DistributedDataParallel(nn.Linear(2, 2).cuda(), process_group=group),
+        "ddp without init_sync": lambda group: DistributedDataParallel(
+            nn.Linear(2, 2).cuda(), process_group=group, init_sync=False
+        ),
+        "objects": lambda group: dist.all_gather_object([None] * size, rank, group=group),
+        "barrier": lambda group: dist.barrier(group, device_ids=[0]),
+        "functional": lambda group: functional.all_reduce(one, "sum", group).wait(),
+        "coalesced": lambda group: group.allreduce_coalesced([one]).wait(),
+        "method": lambda group: group.allreduce([one]).wait(),
+    }
+    return {name: refusal(lambda way=way: way(dist.new_group())) for name, way in ways.items()}
+
+
+def test_whatever_comes_first_refuses_two_ranks_on_one_device(on_ranks):
+    for seen in on_ranks(placed_wrongly):
+        assert len(seen) == 7
+        for name, found in seen.items():
+            assert found is not None, name
+            assert found[0] == "DistBackendError", name
+            assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in found[1], name
+
+
+def placed_on_the_host(rank, size):
+    from torch.distributed import _functional_collectives as functional
+
+    one = torch.ones(1)
+    return {
+        "ddp": refusal(lambda: DistributedDataParallel(nn.Linear(2, 2))),
+        "ddp without init_sync": refusal(lambda: DistributedDataParallel(nn.Linear(2, 2), init_sync=False)),
+        "functional": refusal(lambda: functional.all_reduce(one, "sum", dist.group.WORLD)),
+        "method": refusal(lambda: dist.group.WORLD.allreduce([one])),
+        "late": refusal(lambda: dist.all_reduce(one, async_op=True)),
+        "backend": refusal(lambda: dist.group.WORLD._get_backend(torch.device("cpu"))),
+    }
+
+
+@pytest.mark.parametrize("backend", ["nccl", None])
+def test_nccl_has_nothing_for_the_host(on_ranks, backend):
+    refused = ("RuntimeError", "No backend type associated with device type cpu")
+    for seen in on_ranks(placed_on_the_host, backend=backend):
+        assert len(seen) == 6 and set(seen.values()) == {refused}, seen
 
 
 def late(rank, size):
@@ -164,7 +214,7 @@ def late(rank, size):
 
 
 def test_results_are_poison_until_waited_for(on_ranks):
-    for rank, seen in enumerate(on_ranks(late, backend=None)):
+    for rank, seen in enumerate(on_ranks(late, backend="cpu:gloo,cuda:nccl")):
         assert seen == (True, [3, 3], [3, 3], True, [2 - rank] * 2, True, 2, [6, 6])
 
 

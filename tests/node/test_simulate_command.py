@@ -129,3 +129,33 @@ def test_torchrun(tmp_path):
     done = simulate(tmp_path, "--gpus=2", "--", "-m", *run, "train.py")
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{i}").read_text() for i in range(2)] == ["3.0", "3.0"]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [
+        ("DistributedDataParallel(nn.Linear(2, 2).cuda())", "Duplicate GPU detected : rank 1 and rank 0 both on CUDA"),
+        ("DistributedDataParallel(nn.Linear(2, 2))", "No backend type associated with device type cpu"),
+    ],
+    ids=["all ranks on one device", "a module on the CPU"],
+)
+def test_what_nccl_refuses_to_wrap(tmp_path, wrap, words):
+    script(
+        tmp_path,
+        "train.py",
+        f"""
+        import torch, torch.distributed as dist, torch.multiprocessing
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        def train(rank):
+            dist.init_process_group("nccl", init_method="file://{tmp_path}/store", rank=rank, world_size=2)
+            net = {wrap}
+            net(torch.ones(1, 2, device=net.device)).sum().backward()
+
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(train, nprocs=2)
+        """,
+    )
+    done = simulate(tmp_path, "--gpus=2", "train.py")
+    assert done.returncode == 1 and words in done.stderr, done.stderr

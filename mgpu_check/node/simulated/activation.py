@@ -25,6 +25,7 @@ from mgpu_check.node.simulated.modules import install_modules
 from mgpu_check.node.simulated.parallel import install_parallel
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.random import ambient_generator, device_generators, install_random
+from mgpu_check.node.simulated.reducer import install_reducer
 from mgpu_check.node.simulated.runtime import install_runtime
 from mgpu_check.node.simulated.state import Node, active_node, enter_node, leave_node
 from mgpu_check.node.simulated.storage import install_storage
@@ -123,6 +124,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_parallel,
             install_autocast,
             install_collectives,
+            install_reducer,
             install_functions,
             install_composites,
             install_compiler,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mgpu_check.node.simulated import kernels, mismatch
+from mgpu_check.node.simulated import functional, kernels, mismatch
 from mgpu_check.node.simulated.random import device_of, lent
 from mgpu_check.node.simulated.state import active_node
 from mgpu_check.node.simulated.tensor import SimulatedTensor, set_runner, tag
@@ -42,6 +42,7 @@ class _Operator:
     takes_generator: bool
     syncs: bool
     on_host: int  # the position of the one result that lives on the CPU, or -1
+    instead: Callable[..., object] | None  # what runs, on the simulated tensors themselves
 
 
 _operators: dict[object, _Operator] = {}
@@ -59,6 +60,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         takes_generator=any(a.name == "generator" for a in schema.arguments),
         syncs=name in _SYNCING,
         on_host=_ON_HOST.get(name, -1),
+        instead=functional.OPERATORS.get(name),
     )
     _operators[func] = found
     return found
@@ -67,6 +69,8 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
 def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
     """What ``__torch_dispatch__`` of a simulated tensor does; see the module."""
     operator = _operators.get(func) or _inspect(func)
+    if operator.instead is not None:
+        return operator.instead(*args, **kwargs)
     device: torch.device | None = None
     mixed = False
     for value in args if not kwargs else (*args, *kwargs.values()):

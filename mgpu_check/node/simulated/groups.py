@@ -5,40 +5,87 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from mgpu_check.node.simulated.nccl import NcclOptions, ProcessGroupNCCL, on_construction
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node
-from mgpu_check.node.simulated.tensor import SimulatedTensor
 
-__all__ = ["backend_of", "check_distinct_devices", "install_groups", "nccl_alone"]
+__all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
 
+NO_CPU = "No backend type associated with device type cpu"
 _NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
-_checked: set[str] = set()
+_pg = torch._C._distributed_c10d.ProcessGroup
 
 
-def _backends(backend: str) -> dict[str, str]:
-    """Which backend serves which device type: {"cpu": "gloo", "cuda": "nccl"}."""
-    return dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+@dataclass(eq=False)
+class NcclGroup:
+    """What the simulation knows of one process group that has NCCL."""
+
+    pg: dist.ProcessGroup
+    store: c10d.Store
+    backends: dict[str, str]  # by device type, as the user asked for them
+    backend: ProcessGroupNCCL
 
 
-def backend_of(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The backends that the user believes ``group`` (None: the default one) to have, by device type."""
+_groups: dict[str, NcclGroup] = {}
+
+
+def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
+    """The NCCL half of ``group`` (None: the default one), if it has one."""
     pg = group or c10d._get_default_group()
-    config: str = c10d._world.pg_backend_config.get(pg, "")
-    pairs = (part.split(":", 1) for part in config.split(",") if ":" in part)
-    return {name: backend for name, backend in pairs}  # noqa: C416
+    return _groups.get(pg.group_name) if isinstance(pg, _pg) else None
 
 
 def nccl_alone(group: dist.ProcessGroup | None) -> bool:
     """Whether ``group`` has NCCL and nothing for tensors of the CPU."""
-    backends = backend_of(group)
-    return "cpu" not in backends and any(name in _NCCL_NAMES for name in backends.values())
+    found = nccl_of(group)
+    return found is not None and "cpu" not in found.backends
+
+
+def connect(group: NcclGroup, index: int) -> None:
+    """Make the communicator of this rank's device ``index``, as NCCL does in its first collective there.
+
+    All ranks meet in it. Raises DistBackendError where two of them are on one device of one host.
+    """
+    if index in group.backend.used:
+        return
+    number = len(group.backend.used)
+    group.backend.used.append(index)
+    node = active_node()
+    physical = index if node is None else node.physical[index]
+    rank, size = group.pg.rank(), group.pg.size()
+    # By this variable NCCL, too, takes one host for several.
+    mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{physical}"
+    group.store.set(f"mgpu_check/device/{number}/{rank}", mine)
+    seen: dict[str, int] = {}
+    for other in range(size):
+        where = group.store.get(f"mgpu_check/device/{number}/{other}").decode()
+        if where in seen:
+            raise dist.DistBackendError(
+                "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+                f"Duplicate GPU detected : rank {other} and rank {seen[where]} both on CUDA device "
+                f"{where.rpartition(':')[2]}"
+            )
+        seen[where] = other
+
+
+def _register(
+    pg: dist.ProcessGroup, store: c10d.Store, backends: dict[str, str], options: NcclOptions | None, device: object
+) -> NcclGroup:
+    group = NcclGroup(pg, store, backends, ProcessGroupNCCL.of(pg, options or NcclOptions()))
+    _groups[pg.group_name] = group
+    if isinstance(device, torch.device):
+        pg.bound_device_id = device
+        connect(group, device.index)  # where the device is known, NCCL does not wait for the first collective
+    return group
 
 
 def _helper(
@@ -52,67 +99,149 @@ def _helper(
         backend: str,
         store: object,
         group_name: str,
+        backend_options: object = None,
         *args: object,
         **kwargs: object,
     ) -> tuple[dist.ProcessGroup, c10d.Store]:
         given = (group_size, group_rank, global_ranks_in_group)
-        backends = _backends(backend) if active_node() is not None else {}
-        if backend == c10d.Backend.UNDEFINED and active_node() is not None:
-            backends = {"cpu": "gloo", "cuda": "nccl"}
+        backends: dict[str, str] = {}
+        if active_node() is not None:
+            backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
         if not any(name in _NCCL_NAMES for name in backends.values()):
-            return original(*given, backend, store, group_name, *args, **kwargs)
-        if len(args) > 0:  # options of NCCL mean nothing to gloo
-            args = (None, *args[1:])
-        kwargs.pop("backend_options", None)
-        kwargs.pop("device_id", None)
-        pg, prefix_store = original(*given, "gloo", store, group_name, *args, **kwargs)
-        if isinstance(pg, dist.ProcessGroup):
+            _groups.pop(str(group_name), None)
+            return original(*given, backend, store, group_name, backend_options, *args, **kwargs)
+        if backend_options is not None and not isinstance(backend_options, NcclOptions):
+            raise AssertionError("Expected backend_options argument to be of type ProcessGroupNCCL.Options")
+        device = kwargs.pop("device_id", None)
+        known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
+        pg, prefix_store = original(*given, "gloo", store, group_name, None, *args, **kwargs)
+        if isinstance(pg, _pg) and (group_name not in _groups or _groups[group_name].pg is not pg):
             world = c10d._world
             world.pg_map[pg] = (c10d.Backend(backend), prefix_store)
-            known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
             world.pg_backend_config[pg] = ",".join(f"{d}:{b}" for d, b in known.items())
+            options = backend_options or NcclOptions()
+            timeout = kwargs.get("timeout")
+            if isinstance(timeout, timedelta):
+                options._timeout = timeout
+            options.group_name = str(group_name)
+            options.global_ranks_in_group = list(global_ranks_in_group)
+            _register(pg, prefix_store, known, options, device)
         return pg, prefix_store
 
     return new_group_helper
 
 
-def check_distinct_devices(group: dist.ProcessGroup | None, tensor: torch.Tensor) -> None:
-    """NCCL refuses two ranks of a group on one device; so does the first collective of a simulated one."""
-    if not isinstance(tensor, SimulatedTensor):
-        return
-    pg = group or c10d._get_default_group()
-    name = c10d._world.pg_names.get(pg, "")
-    if name in _checked:
-        return
-    _checked.add(name)
-    store = c10d._world.pg_map[pg][1]
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    # By this variable NCCL, too, takes one host for several.
-    mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{tensor.get_device()}"
-    store.set(f"mgpu_check/device/{rank}", mine)
-    seen: dict[str, int] = {}
-    for other in range(size):
-        where = store.get(f"mgpu_check/device/{other}").decode()
-        if where in seen:
-            index = int(where.rpartition(":")[2])
-            raise dist.DistBackendError(
-                "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
-                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-                f"Duplicate GPU detected : rank {seen[where]} and rank {other} both on CUDA device {index}"
-            )
-        seen[where] = other
+def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    pg: dist.ProcessGroup = _pg(store, rank, size)
+    kind = _pg.BackendType.GLOO
+    pg._set_default_backend(kind)
+    gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    for device in ("cpu", "cuda"):
+        pg._register_backend(torch.device(device), kind, gloo)
+    pg._set_group_name(name)  # type: ignore[arg-type]  # takes a str
+    return pg
 
 
-def install_groups(patches: Patches) -> None:
-    """Let ``init_process_group`` and ``new_group`` make groups with NCCL."""
-    _checked.clear()
-    patches.set(c10d, "_new_process_group_helper", _helper(c10d._new_process_group_helper))
-    patches.replace(dist.is_nccl_available, _is_nccl_available)
-    if vars(c10d)["default_pg_nccl_timeout"] is None:
-        patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
-    # Objects travel as bytes in CPU tensors, also in a group that has NCCL alone.
-    patches.set(c10d, "_get_object_coll_device", lambda group=None: "cpu")
+def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) -> dist.ProcessGroup:
+    """A group for a ``ProcessGroupNCCL`` that was made by hand."""
+    pg = _gloo_group(store, rank, size, f"mgpu_check_{id(options)}", options._timeout)
+    _register(pg, store, {"cuda": "nccl"}, options, None)
+    return pg
+
+
+def _split(original: Callable[..., dist.ProcessGroup | None]) -> Callable[..., dist.ProcessGroup | None]:
+    @functools.wraps(original)
+    def split_group(
+        self: dist.ProcessGroup,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: NcclOptions | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        parent = nccl_of(self)
+        if parent is None:
+            return original(self, ranks, timeout, opts, group_name, group_desc, device_types)
+        parent.backend.splits += 1
+        ordered = sorted(ranks)
+        if self.rank() not in ordered:
+            return None
+        name = group_name or f"{self.group_name}:split:{parent.backend.splits}"
+        store = dist.PrefixStore(f"{name}/", parent.store)  # type: ignore[attr-defined]
+        limit = timeout or parent.backend.options._timeout
+        pg = _gloo_group(store, ordered.index(self.rank()), len(ordered), name, limit)
+        pg._set_group_desc(group_desc or f"{self.group_desc}:split:{parent.backend.splits}")
+        kept = None if device_types is None else {d.type for d in device_types}
+        backends = {d: b for d, b in parent.backends.items() if kept is None or d in kept}
+        options = opts or NcclOptions()
+        options._timeout = limit
+        options.group_name = name
+        options.global_ranks_in_group = ordered
+        _register(pg, store, backends, options, self.bound_device_id)
+        return pg
+
+    return split_group
+
+
+def _backend_for(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def get_backend(self: dist.ProcessGroup, device: torch.device) -> object:
+        found = nccl_of(self)
+        if found is None:
+            return original(self, device)
+        if device.type not in found.backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return found.backend if found.backends[device.type] in _NCCL_NAMES else original(self, device)
+
+    return get_backend
+
+
+def _device_types(original: property) -> property:
+    def types(self: dist.ProcessGroup) -> list[torch.device]:
+        found = nccl_of(self)
+        if found is None:
+            listed: list[torch.device] = original.__get__(self)
+            return listed
+        return [torch.device(name) for name in found.backends]
+
+    return property(types)
+
+
+def _name(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
+    @functools.wraps(original)
+    def name(self: dist.ProcessGroup) -> str:
+        return original(self) if nccl_of(self) is None else "nccl"
+
+    return name
 
 
 def _is_nccl_available() -> bool:
     return True
+
+
+def install_groups(patches: Patches) -> None:
+    """Let ``init_process_group``, ``new_group`` and ``split_group`` make groups with NCCL."""
+    _groups.clear()
+    on_construction(_constructed)
+    patches.at_exit(_groups.clear)
+    patches.set(c10d, "_new_process_group_helper", _helper(c10d._new_process_group_helper))
+    patches.replace(dist.is_nccl_available, _is_nccl_available)
+    if vars(c10d)["default_pg_nccl_timeout"] is None:
+        patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    if not hasattr(torch._C, "_nccl_version"):  # what torch logs of an error inside of a collective
+        patches.set(torch._C, "_nccl_version", lambda: (2 << 32) | (28 << 16) | 9)
+        patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
+    real = getattr(torch._C._distributed_c10d, "ProcessGroupNCCL", None)
+    if real is not None:
+        patches.replace(real, ProcessGroupNCCL)
+    for owner in (torch._C._distributed_c10d, c10d, dist):
+        patches.set(owner, "ProcessGroupNCCL", ProcessGroupNCCL)
+    for name in ("_get_backend", "get_backend"):
+        if hasattr(_pg, name):
+            patches.set(_pg, name, _backend_for(getattr(_pg, name)))
+    patches.set(_pg, "_device_types", _device_types(vars(_pg)["_device_types"]))
+    patches.set(_pg, "split_group", _split(_pg.split_group))
+    for name in ("name", "_get_backend_name"):
+        patches.set(_pg, name, _name(getattr(_pg, name)))

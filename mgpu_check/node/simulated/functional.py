@@ -1,0 +1,195 @@
+"""Functional collectives on simulated tensors: the operators that C++ would send to gloo, by way of the group instead.
+
+So NCCL's refusals hold for them, and what is not waited for is poison.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as public
+
+__all__ = ["OPERATORS", "group_of", "install_functional"]
+
+_WORK = "_mgpu_check_work"
+_c10d = torch._C._distributed_c10d
+_OPS = {"sum": "SUM", "avg": "AVG", "product": "PRODUCT", "min": "MIN", "max": "MAX"}
+Tensors = list[torch.Tensor]
+
+
+def _group(name: Any) -> Any:
+    if isinstance(name, str):
+        return _c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return name if isinstance(name, dist.ProcessGroup) else _c10d.ProcessGroup.unbox(name)
+
+
+def _reduction(kind: type, name: str) -> Any:
+    opts = kind()
+    known = _OPS.get(name.lower())
+    opts.reduceOp = getattr(dist.ReduceOp, known or name.upper())
+    return opts
+
+
+def _pending(work: Any, *results: torch.Tensor) -> None:
+    for result in results:
+        result.untyped_storage().__dict__[_WORK] = work
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    work = tensor.untyped_storage().__dict__.pop(_WORK, None)
+    if work is not None:
+        work.wait()
+    return tensor
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    return t if t.is_contiguous() else t.contiguous()
+
+
+def _all_reduce_(input: torch.Tensor, reduce_op: str, group_name: Any) -> torch.Tensor:
+    _pending(_group(group_name).allreduce([input], _reduction(_c10d.AllreduceOptions, reduce_op)), input)
+    return input
+
+
+def _all_reduce(input: torch.Tensor, reduce_op: str, group_name: Any) -> torch.Tensor:
+    return _all_reduce_(input.clone(memory_format=torch.contiguous_format), reduce_op, group_name)
+
+
+def _all_reduce_coalesced_(inputs: Tensors, reduce_op: str, group_name: Any) -> Tensors:
+    opts = _reduction(_c10d.AllreduceCoalescedOptions, reduce_op)
+    _pending(_group(group_name).allreduce_coalesced(inputs, opts), *inputs)
+    return inputs
+
+
+def _all_reduce_coalesced(inputs: Tensors, reduce_op: str, group_name: Any) -> Tensors:
+    copies = [t.clone(memory_format=torch.contiguous_format) for t in inputs]
+    return _all_reduce_coalesced_(copies, reduce_op, group_name)
+
+
+def _gathered(input: torch.Tensor, size: int) -> torch.Tensor:
+    shape = (input.size(0) * size, *input.shape[1:]) if input.dim() else (size,)
+    return input.new_empty(shape)
+
+
+def _all_gather_into_tensor_out(
+    input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    _pending(_group(group_name)._allgather_base(out, _dense(input), _c10d.AllgatherOptions()), out)
+    return out
+
+
+def _all_gather_into_tensor(input: torch.Tensor, group_size: int, group_name: Any) -> torch.Tensor:
+    return _all_gather_into_tensor_out(input, group_size, group_name, out=_gathered(input, group_size))
+
+
+def _all_gather_into_tensor_coalesced(inputs: Tensors, group_size: int, group_name: Any) -> Tensors:
+    outs = [_gathered(t, group_size) for t in inputs]
+    given = [_dense(t) for t in inputs]
+    group = _group(group_name)
+    _pending(group.allgather_into_tensor_coalesced(outs, given, _c10d.AllgatherOptions()), *outs)
+    return outs
+
+
+def _scattered(input: torch.Tensor, size: int) -> torch.Tensor:
+    if input.size(0) % size:
+        raise RuntimeError("input dimension 0 must be a multiple of the group size")
+    return input.new_empty((input.size(0) // size, *input.shape[1:]))
+
+
+def _reduce_scatter_tensor_out(
+    input: torch.Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: torch.Tensor
+) -> torch.Tensor:
+    opts = _reduction(_c10d.ReduceScatterOptions, reduce_op)
+    _pending(_group(group_name)._reduce_scatter_base(out, _dense(input), opts), out)
+    return out
+
+
+def _reduce_scatter_tensor(input: torch.Tensor, reduce_op: str, group_size: int, group_name: Any) -> torch.Tensor:
+    return _reduce_scatter_tensor_out(input, reduce_op, group_size, group_name, out=_scattered(input, group_size))
+
+
+def _reduce_scatter_tensor_coalesced(inputs: Tensors, reduce_op: str, group_size: int, group_name: Any) -> Tensors:
+    outs = [_scattered(t, group_size) for t in inputs]
+    opts = _reduction(_c10d.ReduceScatterOptions, reduce_op)
+    given = [_dense(t) for t in inputs]
+    _pending(_group(group_name).reduce_scatter_tensor_coalesced(outs, given, opts), *outs)
+    return outs
+
+
+def _all_to_all_single(
+    input: torch.Tensor, output_split_sizes: Sequence[int], input_split_sizes: Sequence[int], group_name: Any
+) -> torch.Tensor:
+    outs, ins = list(output_split_sizes), list(input_split_sizes)
+    out = input.new_empty((sum(outs), *input.shape[1:]) if outs else input.shape)
+    _pending(_group(group_name).alltoall_base(out, _dense(input), outs, ins, _c10d.AllToAllOptions()), out)
+    return out
+
+
+def _broadcast_(input: torch.Tensor, src: int, group_name: Any) -> torch.Tensor:
+    opts = _c10d.BroadcastOptions()
+    opts.rootRank = src
+    _pending(_group(group_name).broadcast([input], opts), input)
+    return input
+
+
+def _broadcast(input: torch.Tensor, src: int, group_name: Any) -> torch.Tensor:
+    return _broadcast_(input.clone(memory_format=torch.contiguous_format), src, group_name)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_,
+    "all_reduce_coalesced": _all_reduce_coalesced,
+    "all_reduce_coalesced_": _all_reduce_coalesced_,
+    "all_gather_into_tensor": _all_gather_into_tensor,
+    "all_gather_into_tensor_out": _all_gather_into_tensor_out,
+    "all_gather_into_tensor_coalesced": _all_gather_into_tensor_coalesced,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
+    "reduce_scatter_tensor_out": _reduce_scatter_tensor_out,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter_tensor_coalesced,
+    "all_to_all_single": _all_to_all_single,
+    "broadcast": _broadcast,
+    "broadcast_": _broadcast_,
+    "wait_tensor": _wait,
+}
+
+OPERATORS = {f"_c10d_functional::{name}": function for name, function in _FUNCTIONS.items()}
+"""Operator -> what runs it on simulated tensors, instead of a kernel of the backing device."""
+
+
+def _refusing(original: Callable[..., Any], refuse: Callable[[Any], None]) -> Callable[..., Any]:
+    positions = list(inspect.signature(original).parameters)
+    first, group_at = positions[0], positions.index("group")
+
+    @functools.wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        value = args[0] if args else kwargs.get(first)
+        tensors = value if isinstance(value, (list, tuple)) else (value,)
+        if any(type(t) is torch.Tensor and t.device.type == "cpu" for t in tensors):
+            refuse(args[group_at] if len(args) > group_at else kwargs.get("group"))
+        return original(*args, **kwargs)
+
+    return collective
+
+
+def install_functional(replace: Callable[[object, object], None], refuse: Callable[[Any], None]) -> None:
+    """Have the public functions call ``refuse(group)`` for CPU tensors, which C++ would hand to gloo.
+
+    Args:
+        replace: puts the second object for the first one, wherever it has a name.
+    """
+    for name, function in list(vars(public).items()):
+        if inspect.isfunction(function) and function.__module__ == public.__name__ and not name.startswith("_"):
+            names = list(inspect.signature(function).parameters)
+            if "group" in names[1:] and names[0] in ("self", "inputs"):
+                replace(function, _refusing(function, refuse))
+
+
+def group_of(group: Any) -> Any:
+    """The process group that a functional collective is asked for: a group, a name, a mesh, a mesh and a dimension."""
+    return _group(public._resolve_group_name(group, ""))
