@@ -6,11 +6,12 @@ import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.warm import Template
+if TYPE_CHECKING:
+    from tests.warm import Template
 
 HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
 
@@ -30,7 +31,7 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
     return found
 
 
-TEMPLATE = Template()
+ENVIRONMENT = dict(os.environ)  # of now, and not of the test that is the first to ask for the template
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,8 +40,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def template() -> Iterator[Template]:
-    yield TEMPLATE
-    TEMPLATE.close()
+    from tests.warm import Template  # here: runs of the packaged suite in this repository read this file, too
+
+    template = Template(ENVIRONMENT)
+    yield template
+    template.close()
 
 
 @pytest.fixture

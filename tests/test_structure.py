@@ -141,3 +141,13 @@ def test_an_unknown_public_name_is_an_attribute_error():
 def test_files_can_be_read_in_one_sitting():
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
     assert {name: length for name, length in lengths.items() if length > 400} == {}
+
+
+def test_the_first_conftest_imports_nothing_of_the_tests():
+    """Runs of the packaged suite in this repository read it too, and find no package `tests` on their path."""
+    imports = [
+        node
+        for node in ast.parse(Path(__file__).with_name("conftest.py").read_text()).body
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert imports and not [node.module for node in imports if str(node.module).partition(".")[0] == "tests"]

@@ -82,12 +82,12 @@ class Forked:
 class Template:
     """The template, as the tests see it; it starts when it is first used."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str]) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lock = threading.Lock()
-        # Of now, and not of the test that is the first to use it. PYTHONPATH is each run's own.
-        self._environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        # PYTHONPATH is each run's own.
+        self._environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
     def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Whether `command` is pytest, by this interpreter, in an environment that is no other for what is imported."""
