@@ -97,4 +97,8 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
 def describe(launcher: AgentLauncher) -> str:
     """The hosts, for the line at the top of a run."""
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
-    return f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
+    text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
+    driver = current.driver()
+    if driver is None or not driver.trusting:
+        return text
+    return f"{text}; NETWORK TRUSTED: whoever reaches {driver.trusting} can run code in this run (--trust-network)"

@@ -36,43 +36,16 @@ WORKER_DEVICES = "mgpu_check_devices"
 # Help texts: lower case, no full stop, the default last.
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("mgpu-check", "multi-GPU tests (mgpu-check)")
-    group.addoption("--gpus", metavar="N|all", default=None, help=f"{OPTIONS['gpus'].help} (default: none)")
-    group.addoption(
-        "--simulate",
-        metavar="cpu|cuda:I",
-        nargs="?",
-        const="cpu",
-        default=None,
-        help=f"{OPTIONS['simulate'].help}; proves code, never hardware (default: real GPUs; --simulate alone: cpu)",
-    )
-    group.addoption(
-        "--rank-timeout", metavar="SECONDS", default=None, help=f"{OPTIONS['rank_timeout'].help} (default: 60)"
-    )
-    group.addoption(
-        "--agent-timeout", metavar="SECONDS", default=None, help=f"{OPTIONS['agent_timeout'].help} (default: 300)"
-    )
-    group.addoption(
-        "--strict-gpus",
-        action="store_const",
-        const="true",
-        default=None,
-        help=f"{OPTIONS['strict_gpus'].help} (default: skip, with counts)",
-    )
-    group.addoption(
-        "--gpu-report",
-        metavar="FILE.md",
-        action="append",
-        default=None,
-        help=f"{OPTIONS['gpu_report'].help}; can be given several times (default: none)",
-    )
+    for name, option in OPTIONS.items():
+        text = f"{option.help} (default: {option.default})"
+        group.addoption(option.flag, default=None, help=text, **option.command_line)
+        parser.addini(name, f"{option.help}; the same as {option.flag}", default=None)
     group.addoption(
         "--gpu-replay",
         metavar="EXAMPLE",
         default=None,
         help="run the one selected property with this example only, as the end of a failure's report gives it",
     )
-    for name, option in OPTIONS.items():
-        parser.addini(name, f"{option.help}; the same as {option.flag}", default=None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -60,6 +60,10 @@ def _reports(text: str) -> tuple[str, ...]:
     raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)} (Markdown)")
 
 
+def _file(text: str) -> str | None:
+    return text or None
+
+
 def _switch(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True
@@ -68,15 +72,26 @@ def _switch(text: str) -> bool:
     raise ValueError("choose true or false")
 
 
+_SWITCH = {"action": "store_const", "const": "true"}
+
+
 @dataclass(frozen=True)
 class Option(Generic[T]):
-    """One setting, in its three spellings: ``--rank-timeout``, ``rank_timeout`` (ini), ``MGPU_CHECK_RANK_TIMEOUT``."""
+    """One setting, in its three spellings: ``--rank-timeout``, ``rank_timeout`` (ini), ``MGPU_CHECK_RANK_TIMEOUT``.
+
+    Attributes:
+        help: what it is, lower case and without a full stop.
+        default: what holds where nothing is said, in words.
+        command_line: how the command line has it, in argparse's words.
+        repeats: a run that repeats one test is to have it, too.
+    """
 
     name: str
     parse: Callable[[str], T]
     help: str
+    default: str
+    command_line: Mapping[str, Any]
     repeats: bool = True
-    """Whether a run that repeats one test is to have it, too."""
 
     @property
     def flag(self) -> str:
@@ -101,19 +116,63 @@ class Option(Generic[T]):
 OPTIONS: dict[str, Option[Any]] = {
     option.name: option
     for option in (
-        Option("gpus", _gpus, "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible"),
-        Option("simulate", _simulate, "make the GPUs in software, on the CPU or on one real device such as cuda:0"),
-        Option("rank_timeout", _seconds, "seconds that the ranks get for a test, or for one example of a property"),
+        Option(
+            "gpus",
+            _gpus,
+            "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible",
+            "none",
+            {"metavar": "N|all"},
+        ),
+        Option(
+            "simulate",
+            _simulate,
+            "make the GPUs in software, on the CPU or on one real device such as cuda:0; proves code, never hardware",
+            "real GPUs; --simulate alone: cpu",
+            {"metavar": "cpu|cuda:I", "nargs": "?", "const": "cpu"},
+        ),
+        Option(
+            "rank_timeout",
+            _seconds,
+            "seconds that the ranks get for a test, or for one example of a property",
+            f"{DEFAULT_RANK_TIMEOUT:g}",
+            {"metavar": "SECONDS"},
+        ),
         Option(
             "agent_timeout",
             _seconds,
             "beyond one machine: seconds to wait for processes that have not come, or are lost",
+            f"{DEFAULT_AGENT_TIMEOUT:g}",
+            {"metavar": "SECONDS"},
         ),
-        Option("strict_gpus", _switch, "fail, instead of skip, a test that needs more GPUs than --gpus gives"),
+        Option(
+            "agent_key_file",
+            _file,
+            "beyond one machine: file with the key by which the processes of a run know each other, the same on all hosts; "
+            "made if it is not there",
+            "mgpu-check/agent-key in $XDG_CONFIG_HOME, or in ~/.config",
+            {"metavar": "FILE"},
+        ),
+        Option(
+            "trust_network",
+            _switch,
+            "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
+            "use the key file",
+            _SWITCH,
+        ),
+        Option(
+            "strict_gpus",
+            _switch,
+            "fail, instead of skip, a test that needs more GPUs than --gpus gives",
+            "skip, with counts",
+            _SWITCH,
+        ),
         Option(
             "gpu_report",
             _reports,
-            "write a summary of the run to this file, which ends in .md; in the ini file, one file per line",
+            "write a summary of the run to this file, which ends in .md; can be given several times, in the ini file one "
+            "file per line",
+            "none",
+            {"metavar": "FILE.md", "action": "append"},
             repeats=False,
         ),
     )
@@ -131,6 +190,8 @@ class Settings:
         strict_gpus: a test that lacks devices fails instead of being skipped.
         origins: option name -> where its value comes from, in the user's words.
         agent_timeout: seconds.
+        agent_key_file: where the key of a run beyond one machine is; None is the default place.
+        trust_network: such a run has no key that only its user can read.
         per_host: number of devices of each host, empty on one machine.
         host: where tests run now that run in one process.
         gpu_report: the files that a summary is written to.
@@ -142,6 +203,8 @@ class Settings:
     strict_gpus: bool
     origins: Mapping[str, str]
     agent_timeout: float = DEFAULT_AGENT_TIMEOUT
+    agent_key_file: str | None = None
+    trust_network: bool = False
     per_host: tuple[int, ...] = ()
     host: int = 0
     gpu_report: tuple[str, ...] = ()
@@ -176,7 +239,7 @@ def resolve(
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
     """
     values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
-    values |= {"agent_timeout": DEFAULT_AGENT_TIMEOUT, "gpu_report": ()}
+    values |= {"agent_timeout": DEFAULT_AGENT_TIMEOUT, "agent_key_file": None, "trust_network": False, "gpu_report": ()}
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():
         for origin, text in (
@@ -196,6 +259,11 @@ def resolve(
         )
     if settings.simulate and not settings.asked and origins["simulate"] == OPTIONS["simulate"].flag:
         raise ValueError("--simulate: say how many devices to simulate, such as --gpus=4 --simulate")
+    if settings.trust_network and settings.agent_key_file is not None:
+        raise ValueError(
+            f"{origins['trust_network']}: a run that trusts its network uses no key file, but {origins['agent_key_file']} "
+            f"names {settings.agent_key_file}; choose one of them"
+        )
     return settings
 
 

@@ -211,7 +211,7 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
         if text is None:
             continue
         value = option.parse(str(text).strip())
-        if name == "strict_gpus":
+        if isinstance(value, bool):
             if value:
                 yield option.flag
         else:

@@ -21,6 +21,7 @@ import pytest
 from tests.conftest import processes_with as started_with
 
 MARK = "MGPU_TEST_LAUNCH"
+KEY_FILE = "MGPU_CHECK_AGENT_KEY_FILE"
 _TIMEOUT = 240.0
 _REPLACED = re.compile(
     r"MGPU_CHECK_|PYTEST_|SLURM_|TORCHELASTIC_|(LOCAL_|GROUP_|NODE_)?RANK$|(LOCAL_)?WORLD_SIZE$|MASTER_|CI$"
@@ -84,7 +85,7 @@ class Launch:
                     subprocess.Popen(
                         command,
                         cwd=directory,
-                        env={**base, MARK: self.value, **variables},
+                        env={**base, MARK: self.value, KEY_FILE: str(directory / "agent-key"), **variables},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,

@@ -12,28 +12,28 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.ranks.agents.credentials import Stranger, new_key, present
+from mgpu_check.ranks.agents.addresses import listen_at
+from mgpu_check.ranks.agents.credentials import Key, Stranger, new_secret, present
 from mgpu_check.ranks.agents.hub import Hub
 from mgpu_check.ranks.agents.launcher import AgentLauncher, WrongLaunch
 from mgpu_check.ranks.agents.lines import Lines, line
-from mgpu_check.ranks.agents.meeting import listener_for
 from mgpu_check.ranks.agents.members import AgentGone
 from mgpu_check.ranks.seats import Seat
 
-KEY = new_key()
+KEY = Key(new_secret(), "this test")
 VERSIONS = {"torch": "2.13"}
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
-    one = Hub(listener_for("127.0.0.1"), KEY, size=2, parent=None, patience=0.2)
+    one = Hub(listen_at("127.0.0.1"), KEY, size=2, parent=None, patience=0.2)
     one.patience = 30.0
     one.start()
     yield one
     one.finish(0)
 
 
-def connect(hub: Hub, key: bytes = KEY) -> socket.socket:
+def connect(hub: Hub, key: Key = KEY) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", hub.port))
     connection.settimeout(10.0)
     try:
@@ -122,7 +122,7 @@ def test_strangers_that_say_nothing_do_not_use_up_the_hub(hub: Hub):
 
 def test_a_wrong_key_is_refused(hub: Hub):
     with pytest.raises((Stranger, OSError)):
-        connect(hub, new_key())
+        connect(hub, Key(new_secret(), "elsewhere"))
     assert hub.agents == {}
 
 
@@ -205,6 +205,39 @@ def test_a_line_without_an_end_is_cut_off(hub: Hub):
                 agent.sendall(b" " * (1 << 20))
         with hub.changed:
             assert hub.changed.wait_for(lambda: 0 not in hub.agents, 10.0)
+
+
+def test_a_line_of_brackets_ends_one_connection_and_not_the_run(hub: Hub):
+    with join(hub, 0) as agent, join(hub, 1):
+        hub.await_agents([0, 1], 10.0)
+        agent.sendall(b'{"a":' * 100_000 + b"\n")
+        with hub.changed:
+            assert hub.changed.wait_for(lambda: 0 not in hub.agents, 10.0)
+        assert 1 in hub.agents
+
+
+def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(hub: Hub):
+    """It dies while it starts: the agent says so at once, when the main thread may not know of the process yet."""
+    with join(hub, 0) as connection, join(hub, 1):
+        gather(hub)
+        agent, number, launched = hub.launch(0)
+        with connect(hub) as rank:
+            rank.sendall(line({"launch": number}))
+            connection.sendall(line({"event": "launched", "id": number, "pid": 7}))
+            connection.sendall(line({"event": "exit", "id": number, "code": -11}))
+            made = launched.result(10.0)
+            assert made.pid == 7
+            made.connection.close()
+            asked = hub.ask(agent, number, "runnable")
+            lines = Lines()
+            while (message := lines.next()) is None or message["do"] != "call":
+                lines.feed(connection.recv(1 << 16) if message is None else b"")
+            connection.sendall(line({"event": "answer", "request": message["request"], "value": False}))
+            assert asked.result(10.0) is False  # what was said before has been heard, too
+            ended: list[int | None] = []
+            hub.watch(agent, number, ended.append)
+            hub.collect()
+            assert ended == [-11]
 
 
 def test_a_run_without_agents_ends(hub: Hub):

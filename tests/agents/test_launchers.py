@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.conftest import free_port, launched_by
+from tests.agents.conftest import KEY_FILE, free_port, launched_by
 
 TESTS = """
 import os, time
@@ -56,18 +56,32 @@ def of_classic_variables(port: int, size: int = 2) -> list[Mapping[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("variables", "options", "expected"),
     [
-        (of_srun, [(0, 0, 0, "0", 3.0), (1, 1, 0, "1", 3.0), (2, 0, 1, "0", 3.0)]),
-        (of_classic_variables, [(0, 0, 0, "0", 2.0), (1, 1, 0, "1", 2.0)]),  # of one host, by its name
+        (of_srun, [], [(0, 0, 0, "0", 3.0), (1, 1, 0, "1", 3.0), (2, 0, 1, "0", 3.0)]),
+        # Of one host, by its name.
+        (of_classic_variables, ["--trust-network"], [(0, 0, 0, "0", 2.0), (1, 1, 0, "1", 2.0)]),
     ],
     ids=["srun", "classic variables"],
 )
-def test_ranks_are_where_the_launcher_put_them(variables, expected: Sequence[object], tmp_path: Path):
+def test_ranks_are_where_the_launcher_put_them(
+    variables, options: Sequence[str], expected: Sequence[object], tmp_path: Path
+):
+    own = {KEY_FILE: ""} if options else {}
+    port = free_port()
     launch = launched_by(
-        variables(free_port()), TESTS.replace("EXPECTED", repr(expected)), tmp_path, f"--gpus={len(expected)}"
+        [{**each, **own} for each in variables(port)],
+        TESTS.replace("EXPECTED", repr(expected)),
+        tmp_path,
+        f"--gpus={len(expected)}",
+        *options,
     )
     run = launch.wait()
+    # Whether the run has a key that only its user can read stands at its top, and in the line that repeats a failure.
+    trusting = f"NETWORK TRUSTED: whoever reaches 127.0.0.1:{port} can run code in this run (--trust-network)"
+    assert (trusting in run.output) is bool(options)
+    assert bool(re.search(r"mgpu_check pytest .*--trust-network", run.output)) is bool(options)
+    assert (tmp_path / "agent-key").exists() is not bool(options)
     assert run.verdicts == {"test_places": "passed", "test_hangs": "failed"}, run.output
     assert run.codes == [1, *[0] * (len(expected) - 1)]
 
@@ -78,13 +92,16 @@ def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path):
     assert run.codes == [4, 0]
 
 
-def test_agents_that_do_not_come_are_named(tmp_path: Path):
-    variables = of_classic_variables(free_port(), size=3)[:2]
+def test_agents_that_do_not_come_and_those_with_another_key_are_named(tmp_path: Path):
+    first, second, _ = of_classic_variables(free_port(), size=3)
+    variables = [first, {**second, KEY_FILE: str(tmp_path / "another")}]
     run = launched_by(variables, TESTS, tmp_path, "--gpus=3", "--agent-timeout=3").wait()
-    # Rank 1 may be late, too: it imports torch.
-    text = r"3 ranks were launched, but the agents of ranks (1-)?2 have not come within 3 s; those that have: 0 on"
+    text = r"3 ranks were launched, but the agents of ranks 1-2 have not come within 3 s; those that have: 0 on"
     assert re.search(text, run.output), run.output
-    assert run.codes == [4, 0]
+    assert re.search(r"rank 1 on \S+: the driver was announced by one who has another key than the one in", run.output)
+    # Without waiting for those that do not come.
+    assert "refused a process at 127.0.0.1 that wanted to join with another key" in run.output
+    assert run.codes == [4, 4]
 
 
 def test_without_a_driver_all_end(tmp_path: Path):

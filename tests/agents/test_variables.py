@@ -34,7 +34,7 @@ CLASSIC = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTE
 
 
 def test_of_torchrun():
-    place = Place("torchrun", 5, 8, 1, 4, 1, "alpha", 29500, has_store=True, final=False)
+    place = Place("torchrun", 5, 8, 1, 4, 1, "alpha", 29500, has_store=True, final=False, run="none")
     assert place_of(TORCHRUN) == place
 
 
@@ -47,6 +47,20 @@ def test_torchrun_may_keep_its_store_for_itself(name, value, attribute):
 def test_torchrun_without_restarts_is_final():
     place = place_of({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})
     assert place is not None and place.final
+
+
+def test_runs_of_one_user_are_told_apart():
+    """What is shown to one run by the key of its user must mean nothing in another."""
+    others = [{**TORCHRUN, "TORCHELASTIC_RUN_ID": "other"}, {**TORCHRUN, "MASTER_PORT": "29501"}, SLURM, CLASSIC]
+    others += [{**SLURM, "SLURM_STEP_ID": "3", "MASTER_PORT": "29500"}, {**SLURM, "MASTER_PORT": "29500"}]
+    runs = [place_of(variables) for variables in (TORCHRUN, *others)]
+    assert len({run.identity for run in runs if run is not None}) == len(runs)
+
+
+@pytest.mark.parametrize(("size", "alone"), [("4", True), ("8", False)])
+def test_torchrun_says_whether_all_are_on_one_machine(size: str, alone: bool):
+    place = place_of({**TORCHRUN, "RANK": "1", "WORLD_SIZE": size})
+    assert place is not None and place.alone is alone
 
 
 def test_of_srun():

@@ -24,6 +24,8 @@ def test_the_first_place_that_says_something_wins():
         "rank_timeout": "default",
         "strict_gpus": "strict_gpus in the ini file",
         "agent_timeout": "default",
+        "agent_key_file": "default",
+        "trust_network": "default",
         "gpu_report": "default",
     }
 

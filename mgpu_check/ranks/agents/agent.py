@@ -11,43 +11,53 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mgpu_check.errors import StartupFailure
 from mgpu_check.ranks.agents import verdict
-from mgpu_check.ranks.agents.credentials import Stranger, new_key, present
-from mgpu_check.ranks.agents.driver import start_driver
+from mgpu_check.ranks.agents.credentials import Key, Stranger
+from mgpu_check.ranks.agents.joining import Refused, Run, connect
+from mgpu_check.ranks.agents.keyfile import UnusableKey
 from mgpu_check.ranks.agents.lines import Lines, line, shut, tune
-from mgpu_check.ranks.agents.meeting import Meeting, listener_for
+from mgpu_check.ranks.agents.meeting import Announced, End
 from mgpu_check.ranks.agents.variables import Place
 from mgpu_check.ranks.agents.versions import versions
 from mgpu_check.ranks.launcher import LocalLauncher
 from mgpu_check.ranks.process import Process, describe_exit
 
-__all__ = ["NO_DRIVER", "main"]
+__all__ = ["MISUSE", "NO_DRIVER", "main"]
 
 NO_DRIVER = 70
 """Exit code of an agent of which the driver is gone without a word."""
 
-_MEETING_TIMEOUT = 600.0
-_CONNECT_TIMEOUT = 10.0
-_PROOF_TIMEOUT = 60.0
+MISUSE = 4
+"""Exit code of an agent that must not join: as pytest's for a wrong command line."""
+
+_LEAST_TIMEOUT = 60.0  # whatever is asked for: the agents of a run start within as much of each other
+_SEND_TIMEOUT = 10.0
 _END_TIMEOUT = 15.0
-_RETRY = 0.1
 _PR_SET_PDEATHSIG = 1
 _METHODS = frozenset(
     {"mark_output", "output", "ask_for_stacks", "stacks", "last_words", "record_bytes", "runnable", "kill", "close"}
 )
 
 
-def main(place: Place, arguments: Sequence[str], preload: Sequence[str], simulated: bool) -> int:
+def main(
+    place: Place,
+    arguments: Sequence[str],
+    preload: Sequence[str],
+    simulated: bool,
+    timeout: float,
+    key: Callable[[], Key | None],
+) -> int:
     """Be the agent at `place` until the run is over; its exit code.
 
     Args:
         arguments: of the driver, which the agent of rank 0 starts.
         preload, simulated: as for `LocalLauncher`.
+        timeout: seconds to wait for a driver.
+        key: gives the key of the user, None where the network is trusted; raises `UnusableKey`.
     """
     if place.launcher == "torchrun" and not _bound_to_parent():
         return NO_DRIVER
@@ -59,28 +69,31 @@ def main(place: Place, arguments: Sequence[str], preload: Sequence[str], simulat
         return verdict.share_of(code, place)
     launcher = LocalLauncher(preload, simulated=simulated)
     launcher.start()  # it imports torch while this process does
-    process: subprocess.Popen[bytes] | None = None
+    run: Run | None = None
     try:
-        meeting = Meeting(place, _MEETING_TIMEOUT)
-        if place.rank == 0 and (code := meeting.ended()) is None and not _lives(place, meeting):
-            listener, key = listener_for(place.address), new_key()
-            port = listener.getsockname()[1]
-            process = start_driver(place, listener, key, arguments)
-            meeting.announce(port, key)
-        agent = _join(place, meeting, launcher)
-        code = meeting.ended() if agent is None else agent.serve()
-        if place.rank == 0 and code is not None:
-            meeting.end(code)
+        try:
+            run = Run(place, key(), arguments, max(timeout, _LEAST_TIMEOUT))
+            joined = run.join()
+        except (UnusableKey, Refused) as refusal:
+            return _leave_early(place, str(refusal), MISUSE)
+        except (StartupFailure, RuntimeError, OSError) as failure:  # of the store, too: torch raises RuntimeError
+            return _leave_early(place, str(failure), NO_DRIVER)
+        code = joined.code if isinstance(joined, End) else Agent(joined, launcher, place, run.driver).serve()
+        run.note_end(code)
     finally:
         launcher.close()
-    if process is not None:
+    if run.process is not None:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_TIMEOUT)
+            run.process.wait(_END_TIMEOUT)
     if code is None:
-        print(f"mgpu-check: rank {place.rank}: {_end_of(process)}", file=sys.stderr)
-        return NO_DRIVER
+        return _leave_early(place, _end_of(run.process), NO_DRIVER)
     verdict.leave(code, place, os.environ)
     return verdict.share_of(code, place)
+
+
+def _leave_early(place: Place, why: str, code: int) -> int:
+    print(f"mgpu-check: rank {place.rank} on {socket.gethostname()}: {why}", file=sys.stderr)
+    return code
 
 
 def _bound_to_parent() -> bool:
@@ -97,53 +110,6 @@ def _end_of(driver: subprocess.Popen[bytes] | None) -> str:
     return f"the driver has ended without a word, by {describe_exit(driver.returncode)}"
 
 
-def _lives(place: Place, meeting: Meeting) -> bool:
-    """Whether a driver that an earlier process has started is still there."""
-    announced = meeting.driver()
-    if announced is None:
-        return False
-    try:
-        _connect(place, *announced, _PROOF_TIMEOUT).close()
-    except (OSError, Stranger):
-        return False
-    return True
-
-
-def _connect(place: Place, port: int, key: bytes, timeout: float) -> socket.socket:
-    """A connection to the driver, proven on both sides.
-
-    Raises:
-        OSError, Stranger: there is no driver, or another's.
-    """
-    connection = socket.create_connection((place.address, port), _CONNECT_TIMEOUT)
-    try:
-        present(connection, key, timeout)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _join(place: Place, meeting: Meeting, launcher: LocalLauncher) -> Agent | None:
-    """Join the driver as soon as there is one; None if the run is over.
-
-    Raises:
-        StartupFailure: there is none in time.
-    """
-    deadline = time.monotonic() + _MEETING_TIMEOUT
-    reason = "none was announced"
-    while time.monotonic() < deadline:
-        if meeting.ended() is not None:
-            return None
-        if (announced := meeting.driver()) is not None:
-            try:
-                return Agent(_connect(place, *announced, _PROOF_TIMEOUT), launcher, place, *announced)
-            except (OSError, Stranger) as error:
-                reason = str(error)
-        time.sleep(_RETRY)
-    raise StartupFailure(f"no driver at {place.address} within {_MEETING_TIMEOUT:g} s: {reason}")
-
-
 class _Left(Exception):
     """The launcher has told this process to end."""
 
@@ -151,17 +117,16 @@ class _Left(Exception):
 class Agent:
     """What has joined the driver."""
 
-    def __init__(self, connection: socket.socket, launcher: LocalLauncher, place: Place, port: int, key: bytes) -> None:
+    def __init__(self, connection: socket.socket, launcher: LocalLauncher, place: Place, driver: Announced) -> None:
         self.connection = connection
         self.launcher = launcher
         self.place = place
-        self.port = port
-        self.key = key
+        self.driver = driver
         self.lines = Lines()
         self.processes: dict[int, Process] = {}
         self.ended: set[int] = set()
         tune(connection, control=True)
-        connection.settimeout(_CONNECT_TIMEOUT)
+        connection.settimeout(_SEND_TIMEOUT)
 
     def serve(self) -> int | None:
         """Do what the driver says until the run is over; its exit code, None if the driver is gone without a word."""
@@ -275,7 +240,7 @@ class Agent:
     def launch(self, number: int) -> None:
         """Have the fork server make a process, and give it a connection to the driver of its own."""
         try:
-            connection = _connect(self.place, self.port, self.key, _PROOF_TIMEOUT)
+            connection = connect(self.driver, attempts=3)
             try:
                 tune(connection, control=False)
                 connection.sendall(line({"launch": number}))

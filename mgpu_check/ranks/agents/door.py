@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-from mgpu_check.ranks.agents.credentials import Stranger, verify
+from mgpu_check.ranks.agents.credentials import Key, Stranger, WrongKey, endpoint, verify
 from mgpu_check.ranks.agents.lines import LONGEST, Lines
 
 __all__ = ["Door"]
@@ -24,11 +24,13 @@ class _Guest:
     """A connection of which it is not known yet who it is.
 
     Attributes:
+        address: from which it comes.
         proof: what it still has to show, None once it has.
         wanted: bytes that the proof has.
     """
 
     connection: socket.socket
+    address: str
     proof: Generator[tuple[bytes, int], bytes, bytes] | None
     wanted: int
     deadline: float
@@ -44,21 +46,24 @@ class Door:
     def __init__(
         self,
         listener: socket.socket,
-        key: bytes,
+        key: Key,
         selector: selectors.BaseSelector,
         admit: Callable[[socket.socket, dict[str, Any]], None],
+        refuse: Callable[[str], None],
     ) -> None:
         """It is open as soon as somebody waits with `selector`, and calls the data of what is ready.
 
         Args:
             admit: takes over a connection; raises `LookupError`, `TypeError` or `ValueError` if what it says makes no
                 sense.
+            refuse: told the address of one that has another key.
         """
         listener.setblocking(False)
         self._listener = listener
         self._key = key
         self._selector = selector
         self._admit = admit
+        self._refuse = refuse
         self._guests: list[_Guest] = []
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
@@ -77,15 +82,15 @@ class Door:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, peer = self._listener.accept()
         except OSError:
             return
         connection.setblocking(False)
         if len(self._guests) >= _MOST:
             self._send_away(self._guests[0])
-        proof = verify(self._key)
+        proof = verify(self._key, endpoint(connection.getsockname()))
         greeting, wanted = next(proof)
-        guest = _Guest(connection, proof, wanted, time.monotonic() + _TIMEOUT)
+        guest = _Guest(connection, str(peer[0]), proof, wanted, time.monotonic() + _TIMEOUT)
         self._guests.append(guest)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._examine(guest))
         with contextlib.suppress(OSError):
@@ -109,7 +114,8 @@ class Door:
                 raise Stranger("it has closed the connection")
             guest.data += data
             if guest.proof is None:
-                lines = Lines(guest.data)
+                lines = Lines()
+                lines.feed(guest.data)
                 message = lines.next()
             elif len(guest.data) == guest.wanted:
                 try:
@@ -121,7 +127,9 @@ class Door:
                 return
         except BlockingIOError:
             return
-        except (Stranger, OSError, ValueError):
+        except (Stranger, OSError, ValueError) as error:
+            if isinstance(error, WrongKey):
+                self._refuse(guest.address)
             self._send_away(guest)
             return
         if message is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -11,8 +12,10 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from mgpu_check.ranks.agents.addresses import words_of_parent
+from mgpu_check.ranks.agents.credentials import Key
 from mgpu_check.ranks.agents.current import become
 from mgpu_check.ranks.agents.hub import Hub
 from mgpu_check.ranks.agents.launcher import AgentLauncher
@@ -26,15 +29,19 @@ _PATIENCE = 300.0
 
 
 def start_driver(
-    place: Place, listener: socket.socket, key: bytes, arguments: Sequence[str]
+    place: Place, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start the driver in a session of its own: torchrun ends this process with all of its group, to start it anew."""
+    """Start the driver in a session of its own: torchrun ends this process with all of its group, to start it anew.
+
+    Args:
+        trusting: where everybody can read the key; empty where nobody can.
+    """
     read, write = os.pipe()
     # What becomes of this process says nothing; what becomes of torchrun does.
     parent = os.pidfd_open(os.getppid()) if place.launcher == "torchrun" else None
     passed = [read, listener.fileno(), *([] if parent is None else [parent])]
-    told = {"listener": listener.fileno(), "key": key.hex(), "size": place.size, "parent": parent}
-    told["command"] = _command_of(place)
+    told: dict[str, Any] = {"listener": listener.fileno(), "size": place.size, "parent": parent}
+    told |= {"key": key.secret.hex(), "trusting": trusting, "command": _command_of(place)}
     with os.fdopen(write, "w") as pipe:
         json.dump(told, pipe)
     gone = {name for name in os.environ if OF_LAUNCHERS.fullmatch(name)}
@@ -52,7 +59,6 @@ def start_driver(
         for fd in passed:
             if fd != listener.fileno():
                 os.close(fd)
-        listener.close()
 
 
 def _command_of(place: Place) -> list[str]:
@@ -61,11 +67,11 @@ def _command_of(place: Place) -> list[str]:
     if place.launcher == "srun":
         return ["srun", f"--ntasks={place.size}", *plain]
     if place.launcher == "torchrun":
-        try:
-            words = [word.decode() for word in Path(f"/proc/{os.getppid()}/cmdline").read_bytes().split(b"\0")]
-            end = next(i for i, word in enumerate(words) if os.path.basename(word) in ("mgpu_check", "mgpu-check")) + 1
-        except (OSError, ValueError, StopIteration):
+        words = words_of_parent()
+        ends = [i for i, word in enumerate(words) if os.path.basename(word) in ("mgpu_check", "mgpu-check")]
+        if not ends:
             return plain
+        end = ends[0] + 1
         start = 1 if os.path.basename(words[1]) == "torchrun" else 0  # its interpreter comes first
         return [os.path.basename(words[1]) if start else words[0], *words[start + 1 : end]]
     return plain
@@ -79,6 +85,7 @@ class Driver:
         size: how many ranks were launched.
         environment: of this process as it started.
         command: the words by which such a run is launched, on each host.
+        trusting: address of the store that holds the key of the run, for everybody to read; empty where nobody can.
         exit_code: that of the run, when it is known.
     """
 
@@ -86,6 +93,7 @@ class Driver:
     hub: Hub
     environment: Mapping[str, str]
     command: tuple[str, ...]
+    trusting: str = ""
     exit_code: int = 70
 
     def __enter__(self) -> Driver:
@@ -112,10 +120,16 @@ def take_over() -> Driver:
     signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # it may be ignored here, as in what a script has in its background
-    hub = Hub(
-        socket.socket(fileno=told["listener"]), bytes.fromhex(told["key"]), told["size"], told["parent"], _PATIENCE
-    )
+    key = Key(bytes.fromhex(told["key"]), "the agent of rank 0")
+    hub = Hub(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
+    terminal = os.dup(2)  # pytest will have taken the other
+    hub.warn = lambda text: _print(terminal, text)
     hub.start()
-    driver = Driver(told["size"], hub, dict(os.environ), tuple(told["command"]))
+    driver = Driver(told["size"], hub, dict(os.environ), tuple(told["command"]), told["trusting"])
     become(driver)
     return driver
+
+
+def _print(fd: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(fd, f"mgpu-check: {text}\n".encode())

@@ -11,11 +11,13 @@ import socket
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any
 
 from mgpu_check.errors import StartupFailure
+from mgpu_check.ranks.agents.credentials import Key
 from mgpu_check.ranks.agents.door import Door
 from mgpu_check.ranks.agents.lines import line, shut, tune
 from mgpu_check.ranks.agents.members import Agent, AgentGone, Launch, Launched
@@ -24,6 +26,7 @@ __all__ = ["Hub"]
 
 _SEND_TIMEOUT = 10.0
 _TO_FINISH, _TO_UNWIND = 3.0, 7.0
+_MOST_WARNINGS = 16
 _LEFT = "was ended by its launcher"
 
 
@@ -35,9 +38,11 @@ class Hub:
         over: why the run cannot go on, None as long as it can.
         host_names: rank of an agent -> what reports call its host, where that is not its own name.
         lost: how many agents were lost since all were there; the first of them is the cause.
+        refused: the address of a process that wanted to join with another key -> how often.
+        warn: told, once for each such address, what has happened.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, size: int, parent: int | None, patience: float) -> None:
+    def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
         """Nothing is accepted yet.
 
         Args:
@@ -50,6 +55,8 @@ class Hub:
         self.lost = 0
         self.complete = False
         self.host_names: dict[int, str] = {}
+        self.refused: Counter[str] = Counter()
+        self.warn: Callable[[str], None] = lambda text: None
         self.changed = threading.Condition()
         self.ends_read, self._ends_write = socket.socketpair()
         self._wake_read, self._wake_write = socket.socketpair()
@@ -61,7 +68,7 @@ class Hub:
         self._untold: list[str] = []
         self._first = ""
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listener, key, self._selector, self._admit)
+        self._door = Door(listener, key, self._selector, self._admit, self._refuse)
         self._interrupted = False
         self._closing = False
         self._stopped = False
@@ -118,7 +125,9 @@ class Hub:
         """Have `ended` called, by `collect`, with the exit code of a process; None if its agent is lost first."""
         with self.changed:
             agent.processes[process] = ended
-            if agent.gone is not None:
+            if process in agent.exits:
+                self._note_end(agent, process, agent.exits.pop(process))
+            elif agent.gone is not None:
                 self._note_end(agent, process, None)
 
     def collect(self) -> None:
@@ -236,6 +245,15 @@ class Hub:
         if self._closing:
             agent.send(do="end", code=70)
 
+    def _refuse(self, address: str) -> None:
+        if address not in self.refused and len(self.refused) < _MOST_WARNINGS:
+            self.warn(
+                f"refused a process at {address} that wanted to join with another key than this run has: either it is not "
+                "yours, or the hosts do not share the key file (--agent-key-file)"
+            )
+        if address in self.refused or len(self.refused) < _MOST_WARNINGS:
+            self.refused[address] += 1
+
     def _listen(self, agent: Agent) -> None:
         if agent.gone is not None:
             return
@@ -277,7 +295,9 @@ class Hub:
 
     def _note_end(self, agent: Agent, process: int, code: int | None) -> None:
         call = agent.processes.pop(process, None)
-        if call is not None:
+        if call is None:
+            agent.exits[process] = code  # it died before the main thread could ask for it
+        else:
             self._ended.append((call, code))
             with contextlib.suppress(BlockingIOError):
                 self._ends_write.send(b"\0")

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from mgpu_check.errors import StartupFailure
 from mgpu_check.grouping import intervals
 from mgpu_check.ranks.agents.hub import Hub
+from mgpu_check.ranks.agents.keyfile import REMEDY
 from mgpu_check.ranks.agents.members import Agent, AgentGone, Launched
 from mgpu_check.ranks.agents.remote import RemoteProcess
 from mgpu_check.ranks.channel import Channel
@@ -102,8 +103,15 @@ class AgentLauncher:
             guess = f", all of node {intervals(sorted(absent))}"
         return (
             f"{hub.size} ranks were launched, but the agents of ranks {intervals(missing)}{guess} have not come within "
-            f"{hub.patience:g} s; those that have: {known}"
+            f"{hub.patience:g} s; those that have: {known}{self._refused()}"
         )
+
+    def _refused(self) -> str:
+        with self.hub.changed:
+            refused = sorted(self.hub.refused)
+        if not refused:
+            return ""
+        return f"; refused, because they have another key than this run: processes at {', '.join(refused)}; {REMEDY}"
 
     def _compare(self, agents: Sequence[Agent]) -> None:
         for agent in agents:

@@ -45,8 +45,8 @@ def line(message: dict[str, Any]) -> bytes:
 class Lines:
     """Messages out of what arrives in pieces."""
 
-    def __init__(self, first: bytes = b"") -> None:
-        self._data = bytearray(first)
+    def __init__(self) -> None:
+        self._data = bytearray()
 
     def feed(self, data: bytes) -> None:
         """Take what has arrived.
@@ -67,7 +67,10 @@ class Lines:
         end = self._data.find(b"\n")
         if end < 0:
             return None
-        message = json.loads(self._data[:end])
+        try:
+            message = json.loads(self._data[:end])
+        except RecursionError:
+            raise ValueError("a line of brackets in brackets without end") from None
         del self._data[: end + 1]
         if not isinstance(message, dict):
             raise ValueError("a line that is no JSON object")

@@ -57,6 +57,7 @@ class Agent:
         lines: what it says.
         answers, launches: what it was asked for, by number.
         processes: what to call, with an exit code, when one of its processes has ended; None if the agent is lost.
+        exits: exit codes of processes that nobody watches yet.
     """
 
     def __init__(self, connection: socket.socket, told: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ class Agent:
         self.answers: dict[int, Future[Any]] = {}
         self.launches: dict[int, Launch] = {}
         self.processes: dict[int, Callable[[int | None], None]] = {}
+        self.exits: dict[int, int | None] = {}
         self._sending = threading.Lock()
 
     def send(self, **message: Any) -> None:

@@ -31,6 +31,8 @@ class Place:
         local_size: ranks on its host, None where nothing says it.
         has_store: the launcher has a store at `address` and `port`; else rank 0 is to have it there.
         final: the launcher will not start a lost process anew.
+        alone: all of the processes are on this machine.
+        run: what the launcher calls the run, empty where it has no name for it.
     """
 
     launcher: Literal["torchrun", "srun", "variables"]
@@ -43,6 +45,13 @@ class Place:
     port: int
     has_store: bool = False
     final: bool = False
+    alone: bool = False
+    run: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What tells this run from the others of a user, known to all its processes without asking anybody."""
+        return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
@@ -98,6 +107,8 @@ def _of_torchrun(variables: _Variables) -> Place:
         port=variables.number("MASTER_PORT"),
         has_store=variables.environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         final=variables.perhaps("TORCHELASTIC_MAX_RESTARTS") == 0,
+        alone=variables.perhaps("LOCAL_WORLD_SIZE") == variables.number("WORLD_SIZE"),
+        run=variables.environment["TORCHELASTIC_RUN_ID"],
     )
 
 
@@ -117,6 +128,8 @@ def _of_srun(variables: _Variables) -> Place:
         address=environment.get("MASTER_ADDR") or ("127.0.0.1" if alone or not nodes else first_host(nodes)),
         port=variables.perhaps("MASTER_PORT") or _FIRST_PORT + (31 * job + int(environment["SLURM_STEP_ID"])) % _PORTS,
         final=True,
+        alone=alone,
+        run=f"{job}.{environment['SLURM_STEP_ID']}",
     )
 
 

@@ -25,14 +25,17 @@ _KEY = "mgpu_check_exit_code"
 
 def share_of(code: int, place: Place) -> int:
     """The exit code of the process at `place`, in a run that ends with `code`."""
-    leads = place.local_rank == 0 if place.launcher == "torchrun" else place.rank == 0
-    return code if leads else 0
+    return code if _leads(place) else 0
+
+
+def _leads(place: Place) -> bool:
+    return place.local_rank == 0 if place.launcher == "torchrun" else place.rank == 0
 
 
 def leave(code: int, place: Place, environment: Mapping[str, str]) -> None:
     """Tell torchrun, and the processes that it may start next, why this one exits with `code`."""
     name = environment.get(_VARIABLE)
-    if name is None or share_of(code, place) == 0:
+    if name is None or not _leads(place):
         return
     text = f"mgpu-check: pytest has ended with exit code {code}; its report stands in the output of rank 0"
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), _KEY: code}
