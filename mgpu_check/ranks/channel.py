@@ -6,6 +6,7 @@ reads nothing, and may have written half a message.
 
 from __future__ import annotations
 
+import os
 import pickle
 import socket
 import struct
@@ -16,6 +17,10 @@ __all__ = ["Channel", "Garbled", "RankEnd", "frame"]
 _MAGIC = b"MGPU"
 _HEADER = struct.Struct("!4sQ")
 _CHUNK = 1 << 20
+_AT_ONCE = 64 * _CHUNK  # then whoever waits looks at the clock, and at the others
+
+# A message is in memory twice, as it came and as what it means. What says that it is longer was never one.
+_LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class Garbled(Exception):
@@ -32,6 +37,8 @@ def _length(header: bytes | bytearray) -> int:
     magic, length = _HEADER.unpack_from(header)
     if magic != _MAGIC:
         raise Garbled(f"{bytes(header[:16])!r} is no message")
+    if length > _LONGEST:
+        raise Garbled(f"it is said to have {length} bytes, of which this machine can hold {_LONGEST}")
     return int(length)
 
 
@@ -80,18 +87,21 @@ class Channel:
                 self._out[0] = head[sent:]
 
     def receive(self) -> object | None:
-        """The next message, None as long as it is not complete.
+        """The next message, None as long as it is not complete, or more of it than a moment's work is there.
 
         Raises:
             EOFError: the other end is closed, and has left no complete message.
             OSError: the connection broke.
             Garbled: what came is no message.
         """
+        end_of_turn = len(self._in) + _AT_ONCE
         while True:
             if len(self._in) >= _HEADER.size:
                 end = _HEADER.size + _length(self._in)
                 if len(self._in) >= end:
                     return self._take(end)
+            if len(self._in) >= end_of_turn:
+                return None
             try:
                 data = self._socket.recv(_CHUNK)
             except BlockingIOError:

@@ -34,6 +34,42 @@ def test_a_message_in_pieces(ends):
     assert channel.receive() is None
 
 
+def test_a_length_beyond_all_memory_is_no_message(ends):
+    channel, theirs = ends
+    theirs.sendall(b"MGPU" + (1 << 60).to_bytes(8, "big"))
+    with pytest.raises(Garbled, match="it is said to have 1152921504606846976 bytes"):
+        channel.receive()
+    other = RankEnd(theirs.detach())
+    channel.send(b"MGPU" + (1 << 60).to_bytes(8, "big"))
+    with pytest.raises(Garbled):  # before room is made for it
+        other.recv()
+    other.close()
+
+
+class Flood:
+    """A socket on which there is always more."""
+
+    def __init__(self, first: bytes) -> None:
+        self.next = first
+        self.given = 0
+
+    def setblocking(self, flag: bool) -> None:
+        pass
+
+    def recv(self, count: int) -> bytes:
+        data, self.next = (self.next + bytes(count))[:count], b""
+        self.given += count
+        return data
+
+
+def test_a_message_without_end_lets_the_clock_be_looked_at():
+    flood = Flood(b"MGPU" + (1 << 28).to_bytes(8, "big"))
+    channel = Channel(flood)  # type: ignore[arg-type]
+    assert channel.receive() is None and 0 < flood.given < 1 << 27
+    first = flood.given
+    assert channel.receive() is None and flood.given <= 2 * first + (1 << 20)
+
+
 def test_the_end_of_the_other_side(ends):
     channel, theirs = ends
     theirs.sendall(frame("last"))
