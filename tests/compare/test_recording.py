@@ -172,7 +172,6 @@ os.remove("last.pt")
 @pytest.mark.parametrize(
     "start",
     [
-        "torch.multiprocessing.spawn(rank, nprocs=1)",
         "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=1)",
         "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); process.join()",
     ],
