@@ -81,6 +81,7 @@ def _register(
     pg: dist.ProcessGroup, store: c10d.Store, backends: dict[str, str], options: NcclOptions | None, device: object
 ) -> NcclGroup:
     group = NcclGroup(pg, store, backends, ProcessGroupNCCL.of(pg, options or NcclOptions()))
+    group.backend.counted_elsewhere = "cpu" in backends
     _groups[pg.group_name] = group
     if isinstance(device, torch.device):
         pg.bound_device_id = device

@@ -79,6 +79,7 @@ class ProcessGroupNCCL:
         self._group = group
         self.used: list[int] = []  # devices of this rank with a communicator, in order
         self.splits = 0
+        self.counted_elsewhere = False  # whether the gloo beneath stands for itself too, with a number of all operations
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, options: NcclOptions) -> ProcessGroupNCCL:
@@ -126,6 +127,10 @@ class ProcessGroupNCCL:
 
     def _set_sequence_number_for_group(self) -> None:
         return None
+
+    def _get_sequence_number_for_group(self) -> int:
+        number: int = 0 if self.counted_elsewhere else self._group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        return number
 
     def _is_initialized(self) -> bool:
         return bool(self.used)
