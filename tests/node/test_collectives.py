@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mgpu_check.node.simulated import groups
 
 
 def filled(rank, *shape):
@@ -169,6 +172,32 @@ def test_whatever_comes_first_refuses_two_ranks_on_one_device(on_ranks):
             assert found is not None, name
             assert found[0] == "DistBackendError", name
             assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in found[1], name
+
+
+def moved(rank, size):
+    def reduced(index):
+        dist.all_reduce(x := torch.ones(1, device=f"cuda:{index}"))
+        return x.item()
+
+    refused = refusal(lambda: reduced(0))
+    placed, changed = reduced(rank), reduced(size - 1 - rank)
+    return refused is not None, placed, changed
+
+
+def test_ranks_that_move_to_other_devices(on_ranks):
+    for rank, (refused, placed, changed) in enumerate(on_ranks(moved)):
+        assert (refused, placed, changed) == (True, 2, 2), rank
+
+
+def strayed(rank, size):
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    return refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda:0"))) if rank == 1 else None
+
+
+def test_a_rank_that_strays_to_the_device_of_another_does_not_wait_for_it(on_ranks, monkeypatch):
+    monkeypatch.setattr(groups, "_CHANGING_PLACES", timedelta(milliseconds=100))
+    kind, words = on_ranks(strayed)[1]
+    assert kind == "DistBackendError" and "rank 1 and rank 0 both on CUDA device 0" in words
 
 
 def placed_on_the_host(rank, size):

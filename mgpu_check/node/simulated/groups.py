@@ -20,6 +20,7 @@ from mgpu_check.node.simulated.state import active_node
 __all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
 
 NO_CPU = "No backend type associated with device type cpu"
+_CHANGING_PLACES = timedelta(seconds=10)
 _NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
 _pg = torch._C._distributed_c10d.ProcessGroup
 
@@ -54,27 +55,40 @@ def connect(group: NcclGroup, index: int) -> None:
 
     All ranks meet in it. Raises DistBackendError where two of them are on one device of one host.
     """
-    if index in group.backend.used:
+    known = group.backend
+    if index in known.used:
         return
-    number = len(group.backend.used)
-    group.backend.used.append(index)
     node = active_node()
     physical = index if node is None else node.physical[index]
     rank, size = group.pg.rank(), group.pg.size()
     # By this variable NCCL, too, takes one host for several.
     mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{physical}"
-    group.store.set(f"mgpu_check/device/{number}/{rank}", mine)
-    seen: dict[str, int] = {}
+    key = f"mgpu_check/device/{known.attempts}/"
+    known.attempts += 1
+    group.store.set(f"{key}{rank}", mine)
+    taken = next((other for other, where in known.places.items() if where == mine and other != rank), None)
+    if taken is not None:
+        # It has its communicator there: either all ranks change places, or it is not coming, and NCCL would wait for it.
+        try:
+            group.store.wait([f"{key}{other}" for other in range(size)], _CHANGING_PLACES)
+        except RuntimeError:
+            raise _duplicate(mine, rank, taken) from None
+    known.places = {}
     for other in range(size):
-        where = group.store.get(f"mgpu_check/device/{number}/{other}").decode()
-        if where in seen:
-            raise dist.DistBackendError(
-                "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
-                "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-                f"Duplicate GPU detected : rank {other} and rank {seen[where]} both on CUDA device "
-                f"{where.rpartition(':')[2]}"
-            )
-        seen[where] = other
+        where = group.store.get(f"{key}{other}").decode()
+        first = next((earlier for earlier, place in known.places.items() if place == where), None)
+        if first is not None:
+            raise _duplicate(where, other, first)
+        known.places[other] = where
+    known.used.append(index)
+
+
+def _duplicate(where: str, rank: int, other: int) -> dist.DistBackendError:
+    return dist.DistBackendError(
+        "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {where.rpartition(':')[2]}"
+    )
 
 
 def _register(
