@@ -115,6 +115,8 @@ def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
             said.setdefault(kind, {}).setdefault(rank, []).append(what)
     for warning in dict.fromkeys(one for many in said.pop("warning", {}).values() for one in many):
         _warn(warning)
+    for text in dict.fromkeys(one for many in said.pop("stray", {}).values() for one in many):
+        _warn_of_stray(text)
     hypothesis: Any = sys.modules.get("hypothesis")
     if not said or hypothesis is None or not hypothesis.currently_in_test_context():
         return
@@ -149,6 +151,14 @@ def _warn(warning: _Warning) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn_explicit(text, category, filename, line)
+
+
+def _warn_of_stray(told: tuple[str, str, str, int]) -> None:
+    """Warn of an exception that nobody could catch and that came after the function had returned: by the filters of now."""
+    import pytest
+
+    warning, text, filename, line = told
+    warnings.warn_explicit(text, getattr(pytest, warning), filename, line)
 
 
 def _category(name: tuple[str, str]) -> type[Warning] | None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from _pytest import assertion
 from _pytest._code import ExceptionInfo
 from _pytest._code.code import Traceback, TracebackEntry
@@ -22,6 +24,7 @@ from _pytest.assertion import util
 from mgpu_check.asides import Collector
 from mgpu_check.breakpoints import refused, without_debugger
 from mgpu_check.coverage_of_ranks import Measuring
+from mgpu_check.ranks import stray
 from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.worker import EXPLAIN, at_rest, tell, without_engine
 
@@ -63,7 +66,9 @@ def call(
             example,
             without_debugger(),
         ):
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            _warn_of_strays()
+            return result
     except BaseException as raised:
         error = refused(raised)
         with contextlib.suppress(AttributeError):  # an exception with __slots__ keeps its plain traceback
@@ -71,6 +76,26 @@ def call(
         if error is not raised:
             raise error from None
         raise
+
+
+def _warn_of_strays() -> None:
+    """Warn of exceptions that nobody could catch, as pytest does in its own process; raise where that is an error.
+
+    Where the function itself has raised, they are told at the end of the test, as pytest does it.
+    """
+    errors: list[Warning] = []
+    for one in stray.take():
+        category = getattr(pytest, one.warning)
+        try:
+            warnings.warn_explicit(one.text, category, one.file, one.line)
+        except category as error:
+            if one.error is not None:
+                error.args = (f"{one.summary}: {type(one.error).__name__}: {one.error}",)
+            errors.append(error.with_traceback(getattr(one.error, "__traceback__", None)))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup("several exceptions that nobody could catch", errors)
 
 
 @contextlib.contextmanager

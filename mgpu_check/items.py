@@ -22,7 +22,7 @@ from mgpu_check.report.replay import BLOB
 from mgpu_check.session import GpuSession, abandoning
 from mgpu_check.shipping import bare, by_value
 
-__all__ = ["Absent", "running"]
+__all__ = ["Absent", "modules_of", "running"]
 
 BOUND_TO_PYTEST = frozenset(
     {"request", "monkeypatch", "capsys", "capfd", "capsysbinary", "capfdbinary", "caplog", "recwarn", "pytester"}
@@ -61,10 +61,9 @@ class Absent(protocol.Placeholder):
 @contextlib.contextmanager
 def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
     """For the time of the context, calling `item.obj` runs the test where it belongs."""
-    modules = [*_home(item.module), *_conftests(item.config)]
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
-    with by_value(modules), _settings_for_ranks(item):
+    with by_value(modules_of(item)), _settings_for_ranks(item):
         session.drawn = handle is not None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
@@ -82,6 +81,12 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
                 item.obj = original
             else:
                 handle.inner_test = original
+
+
+def modules_of(item: pytest.Item) -> list[types.ModuleType]:
+    """Those that travel by value, for a test."""
+    module = getattr(item, "module", None)
+    return [*(_home(module) if module is not None else ()), *_conftests(item.config)]
 
 
 def _home(module: types.ModuleType) -> list[types.ModuleType]:
@@ -106,9 +111,7 @@ def _conftests(config: pytest.Config) -> list[types.ModuleType]:
     ]
 
 
-def _sent(
-    original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession
-) -> Callable[..., None]:
+def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
     """`original`, sent to the processes where it belongs at each call."""
     refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
     if refused:
@@ -125,7 +128,7 @@ def _sent(
         raise pytest.UsageError(str(error)) from None
 
     @functools.wraps(original)
-    def sent(*args: Any, **kwargs: Any) -> None:
+    def sent(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         if needs.where == "node" and "gpus" in kwargs and needs.count:
             kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
@@ -137,11 +140,13 @@ def _sent(
                 )
         try:
             with abandoning(session):
-                pool.call(
+                results = pool.call(
                     function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout, host=needs.host
                 )
         except CannotTravel as error:
             raise pytest.UsageError(f"{error}; make it in the test's body") from None
+        # It may be a comparison that should have been asserted: pytest and Hypothesis say what they say of any test.
+        return next((result for result in results if result is not None), None)
 
     return sent
 

@@ -218,9 +218,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if MISUSE in item.stash:
         pytest.fail(item.stash[MISUSE], pytrace=False)
     needs = item.stash.get(NEEDS, None)
+    session = item.config.stash[SESSION]
+    session.on_ranks = functools.partial(_adopt, item)
     if needs is None:
         return
-    session = item.config.stash[SESSION]
     if item.config.getoption("trace", False) and needs.where != "parent":
         from mgpu_check.report.debugger import REFUSED_TRACE
 
@@ -230,15 +231,37 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
     if lack:
         raise pytest.skip.Exception(lack, _use_item_location=True)
+    _begin(item, needs)
+
+
+def _begin(item: pytest.Item, needs: Needs) -> None:
+    session = item.config.stash[SESSION]
     devices = session.begin_test(item.nodeid, needs.count)
     activate(dataclasses.replace(session.settings, gpus=devices, host=needs.host))
+
+
+def _adopt(item: pytest.Item) -> None:
+    """Make `item` a test of ours, as it uses ranks: by `request.getfixturevalue`, or through a fixture of another test."""
+    if NEEDS in item.stash:
+        return
+    from mgpu_check.items import modules_of
+    from mgpu_check.shipping import by_value
+
+    item.stash[NEEDS] = Needs("parent", 0)
+    _begin(item, item.stash[NEEDS])
+    item.config.stash[SESSION].until_end.enter_context(by_value(modules_of(item)))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     needs = pyfuncitem.stash.get(NEEDS, None)
     if needs is None:
-        return (yield)
+        session = pyfuncitem.config.stash[SESSION]
+        session.in_body = True
+        try:
+            return (yield)
+        finally:
+            session.in_body = False
     from mgpu_check.items import running
 
     try:
@@ -264,8 +287,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     try:
         return (yield)
     finally:
+        session = item.config.stash[SESSION]
+        session.on_ranks = lambda: None
         if NEEDS in item.stash:
-            session = item.config.stash[SESSION]
             activate(session.settings)
             session.end_test(failed=item.stash.get(FAILED, True))
             if reason := over():

@@ -68,6 +68,7 @@ class Ranks:
         __tracebackhide__ = True
         from mgpu_check.ranks.pool import CannotTravel
 
+        self._session.on_ranks()
         try:
             with abandoning(self._session), self._session.some_devices(size):
                 return self._session.pool.run(fn, *args, size=size, timeout=timeout, **kwargs)
@@ -137,6 +138,8 @@ class GpuSession:
         shared: where the workers of one run lease simulated devices from each other; None in a run of one process.
         waits: how long tests had to wait for devices that others had, in seconds.
         on_wait: told whom a test waits for, if it is long.
+        on_ranks: called before ranks are used through the fixture `ranks`: the test may not be known as one that does.
+        until_end: contexts that end with the current test.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -152,6 +155,8 @@ class GpuSession:
         self.shared: Path | None = None
         self.waits: list[float] = []
         self.on_wait: Callable[[str], None] = lambda line: None
+        self.on_ranks: Callable[[], None] = lambda: None
+        self.until_end = contextlib.ExitStack()
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
         self._pool: RankPool | None = None
@@ -306,6 +311,7 @@ class GpuSession:
                 for line in self._pool.end_test(failed):
                     self.remarks.append(f"{self._last} left behind {line}; its ranks were replaced")
         finally:
+            self.until_end.close()
             self.leasing.end()
 
     def finish(self) -> None:

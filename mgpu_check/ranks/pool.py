@@ -290,6 +290,7 @@ class RankPool:
 
         Raises:
             RankDied: a rank died after it had done its part of the test.
+            Warning: `hear` has raised one, because of a filter that makes errors of warnings.
         """
         left: list[str] = []
         errors: list[BaseException] = []
@@ -298,6 +299,8 @@ class RankPool:
                 world = self._worlds[place]
                 try:
                     left += world.end_test()
+                    if world.told:
+                        self.hear(world.told)
                 except BaseException as error:
                     errors.append(error)
                 if failed or world.broken:

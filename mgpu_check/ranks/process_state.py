@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from mgpu_check.ranks.interpreter import InterpreterState, files_left_open, open_files
+
 __all__ = ["ProcessState"]
 
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
@@ -29,8 +31,9 @@ class ProcessState:
     recursion_limit: int
     collects: bool
     streams: tuple[Any, Any]
-    files: tuple[tuple[int, int] | None, ...]
+    files: dict[int, tuple[int, int]]
     children: frozenset[int]
+    interpreter: InterpreterState
 
     @classmethod
     def take(cls) -> ProcessState:
@@ -44,8 +47,9 @@ class ProcessState:
             recursion_limit=sys.getrecursionlimit(),
             collects=gc.isenabled(),
             streams=(sys.stdout, sys.stderr),
-            files=(_identity(1), _identity(2)),
+            files=open_files(),
             children=frozenset(_children()),
+            interpreter=InterpreterState.take(),
         )
 
     def restore(self) -> None:
@@ -68,6 +72,7 @@ class ProcessState:
         if gc.isenabled() != self.collects:
             (gc.enable if self.collects else gc.disable)()
         sys.stdout, sys.stderr = self.streams
+        self.interpreter.restore()
         if sys.path != list(self.path):
             sys.path[:] = self.path
 
@@ -78,10 +83,15 @@ class ProcessState:
             found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
         if any(resource.getrlimit(limit)[1] != hard for limit, (_, hard) in self.limits.items()):
             found.append("lowered resource limits")
-        for name, stream, number, identity in zip(("stdout", "stderr"), self.streams, (1, 2), self.files, strict=True):
-            if getattr(stream, "closed", False) or _identity(number) != identity:
+        for name, stream in zip(("stdout", "stderr"), self.streams, strict=True):
+            if getattr(stream, "closed", False):
                 found.append(f"a closed {name}")
-        return found
+        now = open_files()
+        if other := sorted(number for number, identity in self.files.items() if now.get(number) != identity):
+            found.append(f"closed or replaced file descriptors: {', '.join(map(str, other))}")
+        if left := files_left_open(self.files):
+            found.append(f"files that are still open: {', '.join(left)}")
+        return [*found, *self.interpreter.dirt()]
 
 
 def _handlers() -> dict[int, Any]:
@@ -93,15 +103,6 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-def _identity(number: int) -> tuple[int, int] | None:
-    """Which file a file descriptor is."""
-    try:
-        status = os.fstat(number)
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
 
 
 def _children() -> list[int]:

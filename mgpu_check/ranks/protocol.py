@@ -237,9 +237,15 @@ class EndTest:
 
 @dataclass(frozen=True)
 class Rested:
-    """Answer to `EndTest` and `Meet`. `dirt` names what cannot be undone; who has any is to be replaced."""
+    """Answer to `EndTest` and `Meet`.
+
+    Attributes:
+        dirt: names what cannot be undone; who has any is to be replaced.
+        told: what there was to say since the last call.
+    """
 
     dirt: tuple[str, ...]
+    told: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)

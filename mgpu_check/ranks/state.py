@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.ranks import precision
+from mgpu_check.ranks.modes import Modes
 from mgpu_check.ranks.process_state import ProcessState
 from mgpu_check.ranks.protocol import SEED
+from mgpu_check.ranks.replaced import Replaceable
 
 __all__ = ["Baseline", "Steps", "groups_made"]
 
@@ -64,9 +68,13 @@ class Baseline:
     flags: list[Any]
     environment: dict[str, str]
     directory: str
-    threads: frozenset[int]
+    threads: frozenset[threading.Thread]
+    count: int
     device: int | None
     group: dist.ProcessGroup | None
+    sharing: str
+    modes: Modes
+    replaceable: Replaceable
     process: ProcessState
 
     @classmethod
@@ -77,22 +85,27 @@ class Baseline:
             flags=[getattr(owner, name) for owner, name in _FLAGS],
             environment=dict(os.environ),
             directory=os.getcwd(),
-            threads=frozenset(thread.ident or 0 for thread in threading.enumerate()),
+            threads=frozenset(threading.enumerate()),
+            count=_thread._count(),
             device=device,
             group=_world(),
+            sharing=torch.multiprocessing.get_sharing_strategy(),
+            modes=Modes(),
+            replaceable=Replaceable(),
             process=ProcessState.take(),
         )
 
     def restore(self) -> None:
         """Undo what a call may have changed, cheaply: this stands between any two examples."""
+        if _default_device() is not None:
+            torch.set_default_device(None)
+        self.modes.restore()
         for (get, put), value in zip(_TORCH_STATE, self.torch_state, strict=True):
             if get() != value:
                 put(value)
         for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
             if getattr(owner, name) != value:
                 setattr(owner, name, value)
-        if _default_device() is not None:
-            torch.set_default_device(None)
         if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
             torch.cuda.set_device(self.device or 0)
         # Not `torch.manual_seed`: it formats a stack for each kind of device that is not there, and costs 0.2 ms.
@@ -107,6 +120,8 @@ class Baseline:
         """Undo what a test may have changed in the process itself."""
         self.restore_surroundings()
         self.process.restore()
+        if torch.multiprocessing.get_sharing_strategy() != self.sharing:
+            torch.multiprocessing.set_sharing_strategy(self.sharing)
         _destroy_extra_groups()
 
     def restore_surroundings(self) -> None:
@@ -114,6 +129,7 @@ class Baseline:
         if dict(os.environ) != self.environment:
             os.environ.clear()
             os.environ.update(self.environment)
+            time.tzset()
         try:
             os.chdir(self.directory)
         except OSError:
@@ -122,13 +138,16 @@ class Baseline:
     def dirt(self) -> tuple[str, ...]:
         """What is left behind and cannot be undone in a living process."""
         found = []
-        threads = [t for t in threading.enumerate() if (t.ident or 0) not in self.threads and t.is_alive()]
-        if threads:
-            found.append(f"threads that still run: {', '.join(thread.name for thread in threads)}")
+        # More than `threading` knows, where one was started by `_thread`.
+        strangers = _thread._count() - self.count
+        threads = [one.name for one in threading.enumerate() if one not in self.threads and one.is_alive()]
+        if threads or strangers > 0:
+            shown = ", ".join(threads) or f"{strangers} that threading does not know"
+            found.append(f"threads that still run: {shown}")
         if (group := _world()) is not self.group:
             how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
             found.append(f"the default process group was {how}")
-        return (*found, *self.process.dirt())
+        return (*found, *self.replaceable.changed(), *self.process.dirt())
 
 
 def _destroy_extra_groups() -> None:

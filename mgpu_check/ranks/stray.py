@@ -36,6 +36,11 @@ class Stray:
     line: int
     error: BaseException | None
 
+    @property
+    def plain(self) -> tuple[str, str, str, int]:
+        """What another process can be told of it: warning, text, file, line."""
+        return self.warning, self.text, self.file, self.line
+
 
 _found: deque[Stray] = deque(maxlen=_MOST)
 

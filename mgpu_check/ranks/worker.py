@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import os
 import sys
 import traceback
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.ranks import protocol, transport
+from mgpu_check.ranks import protocol, stray, transport
 from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
 from mgpu_check.ranks.devices import RealDevices, has_nccl
@@ -50,16 +51,15 @@ def at_rest(callback: Callable[[], None]) -> None:
 def main(connection_fd: int, stacks_fd: int, record_fd: int) -> int:
     """Be the rank that the first message describes, until told to stop. Returns the exit code."""
     connection = RankEnd(connection_fd)
-    # A signal handler in C writes the stacks: a Python one does not run while the main thread waits in a collective.
-    faulthandler.enable(file=stacks_fd, all_threads=True)
-    faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True, chain=False)
+    _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
+    stray.listen()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
     try:
         spec = connection.recv()
         assert isinstance(spec, protocol.RankSpec)
-        worker = Worker(connection, spec)
+        worker = Worker(connection, spec, stacks_fd)
         connection.send(protocol.Ready())
     except EOFError:
         return 0
@@ -74,11 +74,25 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int) -> int:
     return 0
 
 
+def _write_stacks_to(fd: int) -> None:
+    """Write the stacks of all threads to `fd` when asked for them, and when a signal ends the process.
+
+    By handlers in C: one in Python does not run while the main thread waits in a collective. Those that a test has put in
+    their place, by whatever means, go.
+    """
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.disable()
+    faulthandler.enable(file=fd, all_threads=True)
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
 class Worker:
     """One process of the pool."""
 
-    def __init__(self, connection: RankEnd, spec: protocol.RankSpec) -> None:
+    def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int) -> None:
         self.connection = connection
+        self.stacks_fd = stacks_fd
         self.pid = os.getpid()
         os.register_at_fork(after_in_child=connection.close)  # what the test forks is no rank
         self.spec = spec
@@ -252,18 +266,22 @@ class Worker:
     def end_test(self) -> protocol.Rested:
         self.error = self.outcome = None
         self.functions.clear()
+        gc.collect()  # what finalizers have to say is of this test
         for callback in _at_rest:
             callback()
+        stray.listen()
         try:
             if self.devices is not None:
                 self.devices.give_back()
             self.baseline.restore_process()
+            _write_stacks_to(self.stacks_fd)
             self.restore()
         except Exception as error:
             return protocol.Rested((f"a state that cannot be put back: {_failure(error).headline}",))
         late = ["operations of a process group that were begun after the function had returned"]
         dirt = self.baseline.dirt()
-        return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt))
+        told = tuple(("stray", one.plain) for one in stray.take())
+        return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt), told)
 
 
 def _store(address: str, size: int) -> Any:

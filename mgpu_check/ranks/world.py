@@ -274,6 +274,7 @@ class World(Crew):
             RankHang: one does not answer any more.
         """
         self._known.clear()
+        self.told = {}
         if self.broken:
             return ()
         when = "after its part of the test was done"
@@ -285,6 +286,9 @@ class World(Crew):
             stopped = self._interrupt(late, since=time.monotonic() - self._rest_timeout)
             raise error_of(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records)
         self.broken = False
+        self.told = {
+            i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Rested) and answer.told
+        }
         dirt = {line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.dirt}
         self.broken |= bool(dirt)
         return tuple(sorted(dirt))

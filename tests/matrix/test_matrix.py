@@ -273,6 +273,17 @@ STATE = {
     "children": "processes that still run: sleep",
     "children-in-their-own-session": "processes that still run: sleep",
     "orphans": "processes that still run: ",
+    "modes-of-torch": "",
+    "settings-of-python": "",
+    "user": "",
+    "replaced-functions": "replaced functions: torch.distributed.all_reduce, torch.nn.functional.relu",
+    "hook-of-all-modules": "hooks on all modules",
+    "another-default-group": "the default process group was replaced by another",
+    "open-file": "files that are still open: ",
+    "replaced-input": "closed or replaced file descriptors: 0",
+    "all-signal-handlers": "",
+    "timer-of-faulthandler": "",
+    "thread-of-c": "threads that still run: 1 that threading does not know",
     "forks-and-returns-twice": "",
 }
 
@@ -281,6 +292,8 @@ VARIATIONS = {
     *("memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"),
     *("closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"),
     *("message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"),
+    *("modes-of-torch", "settings-of-python", "user", "replaced-functions", "hook-of-all-modules", "thread-of-c"),
+    *("another-default-group", "open-file", "replaced-input", "all-signal-handlers", "timer-of-faulthandler"),
     *("group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"),
 }
 IN_EVERY_CALL = {name: told for name, told in IN_A_CALL.items() if name not in VARIATIONS}
@@ -301,7 +314,11 @@ RED = {
     "teardown": {name: IN_A_CALL[name] for name in IN_TEARDOWN},
 }
 GREEN = {
-    situation: {name: remark for name, remark in STATE.items() if name not in RED[situation]}
+    situation: {
+        name: remark
+        for name, remark in STATE.items()
+        if name not in RED[situation] and (situation in ("body", "xdist") or name not in VARIATIONS)
+    }
     for situation in ("body", "setup", "xdist", "shrinking")
 } | {"idle": {name: remark for name, remark in STATE.items() if name != "huge-result"}}
 

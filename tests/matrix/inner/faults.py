@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import ctypes
+import faulthandler
 import gc
 import hashlib
 import io
+import logging
 import os
 import random
 import re
@@ -25,6 +28,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.ranks.channel import _HEADER, _MAGIC, frame
 from mgpu_check.ranks.protocol import Outcome
@@ -59,6 +63,8 @@ VARIATIONS = frozenset(
     {"memory-of-torch", "unpicklable-error", "cpu-limit", "exit-of-a-thread", "shuts-its-connection-down"}
     | {"closes-all-files", "a-few-bytes-of-garbage", "garbage-as-a-message", "answer-to-another-call"}
     | {"message-that-cannot-be-loaded", "spins-in-c-without-the-lock", "deadlock", "receives-what-nobody-sends"}
+    | {"modes-of-torch", "settings-of-python", "user", "replaced-functions", "hook-of-all-modules", "thread-of-c"}
+    | {"another-default-group", "open-file", "replaced-input", "all-signal-handlers", "timer-of-faulthandler"}
     | {"group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"}
 )
 """Ways to do what others here do as well: they are tried in the body and while idle, and not in each situation."""
@@ -566,6 +572,90 @@ def orphans() -> None:
 
 
 @_add("state")
+def modes_of_torch() -> None:
+    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
+    mode = torch.inference_mode()
+    mode.__enter__()
+    sys.left = mode  # type: ignore[attr-defined]
+    torch.set_flush_denormal(True)
+    torch.multiprocessing.set_sharing_strategy("file_system")
+
+    class Zero(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {})) * 0
+
+    Zero().__enter__()
+
+
+@_add("state")
+def settings_of_python() -> None:
+    gc.set_threshold(1, 1, 1)
+    socket.setdefaulttimeout(0.01)
+    sys.settrace(lambda *_: None)
+    threading.settrace(lambda *_: None)
+    sys.excepthook = threading.excepthook = sys.unraisablehook = lambda *_: None
+    os.environ["TZ"] = "Asia/Tokyo"
+    time.tzset()
+    logging.getLogger().setLevel(1)
+    logging.getLogger().addHandler(logging.FileHandler(os.devnull))
+    logging.disable()
+    os.nice(3)
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+@_add("state")
+def user() -> None:
+    if os.geteuid() == 0:
+        os.setuid(65534)
+    else:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # replaced as well
+
+
+@_add("state")
+def replaced_functions() -> None:
+    dist.all_reduce = torch.nn.functional.relu = lambda *_, **__: None  # type: ignore[assignment]
+
+
+@_add("state")
+def hook_of_all_modules() -> None:
+    torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+
+
+@_add("state")
+def another_default_group() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@_add("state")
+def open_file() -> None:
+    sys.left = os.open(os.path.abspath(sys.executable), os.O_RDONLY)  # type: ignore[attr-defined]
+
+
+@_add("state")
+def replaced_input() -> None:
+    reading, _ = os.pipe()
+    os.dup2(reading, 0)
+
+
+@_add("state")
+def all_signal_handlers() -> None:
+    """Also those that would write the stacks of a hang."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        signal.signal(number, lambda *_: None)
+
+
+@_add("state")
+def timer_of_faulthandler() -> None:
+    faulthandler.dump_traceback_later(0.3, exit=True)
+
+
+@_add("state")
+def thread_of_c() -> None:
+    _thread.start_new_thread(time.sleep, (3600,))
+
+
+@_add("state")
 def forks_and_returns_twice() -> None:
     """The child goes on as if it were the rank."""
     os.fork()
@@ -614,4 +704,23 @@ def observe(rank: Any) -> dict[str, Any]:
         "recursion limit": sys.getrecursionlimit(),
         "collector": gc.isenabled(),
         "output": type(sys.stdout).__name__,
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "values": (torch.ones(1) * 2).tolist(),
+        "denormals": sys.float_info.min / 2,
+        "sharing": torch.multiprocessing.get_sharing_strategy(),
+        "thresholds": gc.get_threshold(),
+        "socket timeout": socket.getdefaulttimeout(),
+        "trace": (sys.gettrace(), threading.gettrace()),
+        "exception hooks": [str(getattr(hook, "__module__", hook)) for hook in (sys.excepthook, sys.unraisablehook)],
+        "time zone": time.tzname,
+        "logging": (logging.root.level, len(logging.root.handlers), logging.root.manager.disable),
+        "niceness": os.nice(0),
+        "affinity": sorted(os.sched_getaffinity(0)),
+        "user": os.getresuid(),
+        "functions": [dist.all_reduce.__module__, torch.nn.functional.relu.__module__],
+        "hooks of modules": len(torch.nn.modules.module._global_forward_hooks),
+        "world size": dist.get_world_size(),
+        "input": os.readlink("/proc/self/fd/0"),
+        "threads of C": _thread._count(),
     }

@@ -1,0 +1,166 @@
+"""What a test may change in Python and its standard library, and in how the system treats the process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import locale
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["InterpreterState", "files_left_open", "open_files"]
+
+Kept = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+"""A name for it, how it is read, and how it is set."""
+
+
+def _attribute(owner: Any, name: str) -> Kept:
+    return f"{owner.__name__}.{name}", lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _set_threshold(value: tuple[int, int, int]) -> None:
+    gc.set_threshold(*value)
+
+
+def _set_callbacks(value: list[Any]) -> None:
+    gc.callbacks[:] = value
+
+
+def _set_start_method(value: str | None) -> None:
+    multiprocessing.set_start_method(value, force=True)
+
+
+_KEPT: tuple[Kept, ...] = (
+    ("gc thresholds", gc.get_threshold, _set_threshold),
+    ("gc flags", gc.get_debug, gc.set_debug),
+    ("gc callbacks", lambda: list(gc.callbacks), _set_callbacks),
+    ("socket timeout", socket.getdefaulttimeout, socket.setdefaulttimeout),
+    ("switch interval", sys.getswitchinterval, sys.setswitchinterval),
+    ("trace function", sys.gettrace, sys.settrace),
+    ("profile function", sys.getprofile, sys.setprofile),
+    ("trace function of threads", threading.gettrace, threading.settrace),
+    ("profile function of threads", threading.getprofile, threading.setprofile),
+    ("locale", lambda: locale.setlocale(locale.LC_ALL), lambda value: locale.setlocale(locale.LC_ALL, value)),
+    ("start method", lambda: multiprocessing.get_start_method(allow_none=True), _set_start_method),
+    ("arguments", lambda: list(sys.argv), lambda value: setattr(sys, "argv", value)),
+    *(_attribute(sys, name) for name in ("excepthook", "displayhook", "breakpointhook", "stdin")),
+    *(_attribute(sys, name) for name in ("dont_write_bytecode", "tracebacklimit") if hasattr(sys, name)),
+)
+
+
+def _set_affinity(value: set[int]) -> None:
+    os.sched_setaffinity(0, value)
+
+
+def _set_niceness(value: int) -> None:
+    os.setpriority(os.PRIO_PROCESS, 0, value)
+
+
+_OF_SYSTEM: tuple[Kept, ...] = (
+    ("user", os.getresuid, lambda value: os.setresuid(*value)),  # first: the others may need what it may do
+    ("group", os.getresgid, lambda value: os.setresgid(*value)),
+    ("niceness", lambda: os.getpriority(os.PRIO_PROCESS, 0), _set_niceness),
+    ("processor affinity", lambda: os.sched_getaffinity(0), _set_affinity),
+)
+
+
+@dataclass
+class InterpreterState:
+    """That of a fresh rank, to which it returns after every test."""
+
+    kept: list[Any]
+    of_system: list[Any]
+    loggers: dict[str, _LoggerState]
+    disabled: int
+
+    @classmethod
+    def take(cls) -> InterpreterState:
+        """Record the state of now."""
+        return cls(
+            kept=[get() for _, get, _ in _KEPT],
+            of_system=[get() for _, get, _ in _OF_SYSTEM],
+            loggers={name: _LoggerState.of(logger) for name, logger in _loggers().items()},
+            disabled=logging.root.manager.disable,
+        )
+
+    def restore(self) -> None:
+        """Undo what a test may have changed, as far as a process can."""
+        for (_, get, put), value in zip((*_KEPT, *_OF_SYSTEM), (*self.kept, *self.of_system), strict=True):
+            if get() != value:
+                with contextlib.suppress(OSError):
+                    put(value)
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        time.tzset()  # the variable is what it was; what has been read from it need not be
+        if logging.root.manager.disable != self.disabled:
+            logging.disable(self.disabled)
+        for name, logger in _loggers().items():
+            if (state := self.loggers.get(name)) is not None and state != _LoggerState.of(logger):
+                state.restore(logger)
+
+    def dirt(self) -> list[str]:
+        """What could not be undone."""
+        pairs = zip(_OF_SYSTEM, self.of_system, strict=True)
+        return [f"another {name} of the process" for (name, get, _), value in pairs if get() != value]
+
+
+@dataclass(frozen=True)
+class _LoggerState:
+    level: int
+    propagate: bool
+    disabled: bool
+    handlers: tuple[logging.Handler, ...]
+    filters: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, logger: logging.Logger) -> _LoggerState:
+        return cls(logger.level, logger.propagate, logger.disabled, tuple(logger.handlers), tuple(logger.filters))
+
+    def restore(self, logger: logging.Logger) -> None:
+        for handler in set(logger.handlers) - set(self.handlers):
+            logger.removeHandler(handler)
+            with contextlib.suppress(Exception):
+                handler.close()  # its file is not to be open in the next test
+        logger.handlers[:], logger.filters[:] = self.handlers, self.filters
+        logger.setLevel(self.level)
+        logger.propagate, logger.disabled = self.propagate, self.disabled
+
+
+def _loggers() -> dict[str, logging.Logger]:
+    found = {name: one for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
+    return {**found, "": logging.root}
+
+
+def open_files() -> dict[int, tuple[int, int]]:
+    """Which file each file descriptor is."""
+    found = {}
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with contextlib.suppress(OSError):  # that of the directory itself
+            status = os.fstat(int(name))
+            found[int(name)] = status.st_dev, status.st_ino
+    return found
+
+
+def files_left_open(before: dict[int, tuple[int, int]]) -> list[str]:
+    """Names of the regular files that are open now, and were not; a lock on one would stop the next test."""
+    names = []
+    for number, identity in open_files().items():
+        if before.get(number) != identity:
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if (
+                    name.startswith(os.sep)
+                    and os.path.isfile(name)
+                    and not name.startswith(("/proc/", "/sys/", "/dev/"))
+                ):
+                    names.append(name)
+    return sorted(set(names))
