@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from mgpu_check.ranks.seats import WorldSize, spread
 
 __all__ = [
     "HOST_PARAMETER",
+    "NEEDS",
     "SIZE_PARAMETER",
     "Needs",
     "in_one_process",
@@ -46,6 +48,10 @@ class Needs:
     backend: str | None = None
     timeout: float | None = None
     host: int = 0
+
+
+NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
+"""Where an item keeps them."""
 
 
 def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
@@ -143,8 +149,12 @@ def _is_our_fixture(item: pytest.Function, name: str) -> bool:
 
 def _timeout(mark: pytest.Mark) -> float | None:
     timeout = mark.kwargs.get("timeout")
-    if timeout is not None and (not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not timeout > 0):
-        raise pytest.UsageError(f"mark ranks: timeout={timeout!r} is not valid; write a number of seconds above 0")
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise pytest.UsageError(
+            f"mark ranks: timeout={timeout!r} is not valid; write a finite number of seconds above 0"
+        )
     return timeout
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from mgpu_check.beyond import is_launched, over, wrong_launch
 from mgpu_check.errors import RankFailure
-from mgpu_check.needs import HOST_PARAMETER, SIZE_PARAMETER, Needs, in_one_process, needs_of, placements, sizes_of
+from mgpu_check.needs import HOST_PARAMETER, NEEDS, SIZE_PARAMETER, in_one_process, needs_of, placements, sizes_of
 from mgpu_check.settings import OPTIONS, activate, resolve, unknown_variables
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from mgpu_check.session import GpuSession, Ranks
 
 SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
-NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
 MISUSE: pytest.StashKey[str] = pytest.StashKey()
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
 INVOCATION: pytest.StashKey[Invocation] = pytest.StashKey()
@@ -219,7 +218,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(item.stash[MISUSE], pytrace=False)
     needs = item.stash.get(NEEDS, None)
     session = item.config.stash[SESSION]
-    session.on_ranks = functools.partial(_adopt, item)
+    if not session.settings.asked and needs is None:
+        return
+    from mgpu_check.beginning import adopt, begin
+
+    session.on_ranks = functools.partial(adopt, item, session)
     if needs is None:
         return
     if item.config.getoption("trace", False) and needs.where != "parent":
@@ -231,25 +234,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
     if lack:
         raise pytest.skip.Exception(lack, _use_item_location=True)
-    _begin(item, needs)
-
-
-def _begin(item: pytest.Item, needs: Needs) -> None:
-    session = item.config.stash[SESSION]
-    devices = session.begin_test(item.nodeid, needs.count)
-    activate(dataclasses.replace(session.settings, gpus=devices, host=needs.host))
-
-
-def _adopt(item: pytest.Item) -> None:
-    """Make `item` a test of ours, as it uses ranks: by `request.getfixturevalue`, or through a fixture of another test."""
-    if NEEDS in item.stash:
-        return
-    from mgpu_check.items import modules_of
-    from mgpu_check.shipping import by_value
-
-    item.stash[NEEDS] = Needs("parent", 0)
-    _begin(item, item.stash[NEEDS])
-    item.config.stash[SESSION].until_end.enter_context(by_value(modules_of(item)))
+    begin(item, needs, session)
 
 
 @pytest.hookimpl(wrapper=True)

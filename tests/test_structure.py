@@ -33,6 +33,7 @@ LEVELS = [
     {"suite"},
     {"needs"},
     {"items"},
+    {"beginning"},
     {"plugin"},
     {"command"},
     {"__main__"},

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import selectors
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.channel import Garbled, frame
+from mgpu_check.ranks.clock import Clock
 from mgpu_check.ranks.launcher import Launcher
 from mgpu_check.ranks.process import Process
 
@@ -55,10 +55,11 @@ def collect(
     Returns:
         Who gave none in time; and, for a process that sent what is no message, and counts as dead, what is wrong with it.
     """
-    started = time.monotonic()
+    started = Clock.now()
     deadline = started + timeout
     garbled: dict[int, str] = {}
     waiting = {index: process for index, process in processes.items() if index not in answers}
+    overdue = False
     latest = deadline  # until when it can be put off, once a failure has brought it forward
     if answers:
         deadline, latest = min(deadline, started + _LEAST_GRACE), min(deadline, started + _MOST_GRACE)
@@ -69,11 +70,13 @@ def collect(
         while waiting:
             # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
             watched = _watch(selector, watched, launcher.waitables())
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                now = time.monotonic()
+            left = len(waiting)
+            ready = selector.select(Clock.until(deadline))
+            if not ready or overdue:
+                now = Clock.now()
                 if now < latest and any(process.runnable() for process in waiting.values()):
                     deadline = min(latest, now + _LEAST_GRACE)
+                    overdue = False
                     continue
                 break
             heard = [key.data for key, _ in ready if key.data is not None]
@@ -96,9 +99,11 @@ def collect(
                 selector.unregister(process.connection)
                 answers[index] = None if answer is _NOTHING_YET else answer
                 if not went_well(answers[index]):
-                    now = time.monotonic()
+                    now = Clock.now()
                     grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - started)))
                     deadline, latest = min(deadline, now + grace), min(latest, now + _MOST_GRACE)
+            # Who goes on and on, and never ends, gets no more time than who says nothing.
+            overdue = len(waiting) == left and Clock.now() > deadline
     return sorted(waiting), garbled
 
 
@@ -130,10 +135,10 @@ def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[in
 
 def agree(outcomes: Sequence[protocol.Outcome]) -> bool:
     """Whether the members of each group have entered the same collectives in it."""
-    seen: dict[tuple[int, ...], set[tuple[int, int]]] = {}
-    counted: dict[tuple[int, ...], int] = {}
+    seen: dict[protocol.Group, set[tuple[int, int]]] = {}
+    counted: dict[protocol.Group, int] = {}
     for outcome in outcomes:
-        for ranks, count, check in outcome.agreement:
-            seen.setdefault(ranks, set()).add((count, check))
-            counted[ranks] = counted.get(ranks, 0) + 1
-    return all(len(seen[ranks]) == 1 and counted[ranks] == len(ranks) for ranks in seen)
+        for group, count, check in outcome.agreement:
+            seen.setdefault(group, set()).add((count, check))
+            counted[group] = counted.get(group, 0) + 1
+    return all(len(seen[group]) == 1 and counted[group] == len(group.ranks) for group in seen)

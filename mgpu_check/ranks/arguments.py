@@ -10,17 +10,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mgpu_check.ranks.flows import size_of
+from mgpu_check.ranks.protocol import Group
 
-__all__ = ["compared", "option", "ranks_of", "shown"]
+__all__ = ["compared", "group_of", "option", "shown"]
 
 _SHOWN = 4  # tensors of a list
 
 
-def ranks_of(group: Any) -> tuple[int, ...] | None:
-    """The ranks of what names a group; None where this process is none of them, or it cannot be told."""
+def group_of(group: Any) -> Group | None:
+    """What names a group, as all its ranks know it; None where this process is none of them, or it cannot be told."""
     try:
-        if group is None:
-            return tuple(range(dist.get_world_size()))
+        if group is None or group is dist.group.WORLD:
+            return Group("", tuple(range(dist.get_world_size())))
         if group is dist.GroupMember.NON_GROUP_MEMBER:
             return None
         if isinstance(group, str):
@@ -30,8 +31,10 @@ def ranks_of(group: Any) -> tuple[int, ...] | None:
         elif hasattr(group, "get_group"):
             group = group.get_group()
         if isinstance(group, list):
-            return tuple(group) if all(isinstance(rank, int) for rank in group) else None
-        return tuple(dist.get_process_group_ranks(group))
+            return Group("", tuple(group)) if all(isinstance(rank, int) for rank in group) else None
+        if group is dist.group.WORLD:  # by its name
+            return Group("", tuple(range(dist.get_world_size())))
+        return Group(str(group.group_name), tuple(dist.get_process_group_ranks(group)))
     except Exception:
         return None  # the collective itself will say what is wrong with it
 

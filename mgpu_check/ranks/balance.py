@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mgpu_check.errors import RankFailure
 from mgpu_check.ranks.failures import Who, raised_at
-from mgpu_check.ranks.protocol import ANY, COLLECTIVE, MANY, Flow, Run
+from mgpu_check.ranks.protocol import ANY, COLLECTIVE, MANY, Flow, Group, Run
 from mgpu_check.ranks.record import relative
 
 __all__ = ["Unmatched", "imbalance", "unmatched"]
@@ -63,8 +63,8 @@ def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
         flows: rank -> its account.
     """
     # Group, tag, sender, receiver.
-    given: dict[tuple[tuple[int, ...], int, int, int], Sequence[Run]] = {}
-    taken: dict[tuple[tuple[int, ...], int, int, int], Sequence[Run]] = {}
+    given: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
+    taken: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
     for rank, some in flows.items():
         for flow in some:
             if flow.given:
@@ -82,15 +82,15 @@ def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
 
 
 def _from_any(
-    given: dict[tuple[tuple[int, ...], int, int, int], Sequence[Run]],
-    taken: dict[tuple[tuple[int, ...], int, int, int], Sequence[Run]],
-    group: tuple[int, ...],
+    given: dict[tuple[Group, int, int, int], Sequence[Run]],
+    taken: dict[tuple[Group, int, int, int], Sequence[Run]],
+    group: Group,
     tag: int,
     receiver: int,
 ) -> list[Unmatched]:
     """Take out of the account all that a rank has been sent where it receives from whoever sends: order says nothing."""
-    received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group, ANY)]
-    sent = [(sender, run) for sender in group for run in given.pop((group, tag, sender, receiver), ())]
+    received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
+    sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
     left: Counter[str] = Counter()
     for run in (run for runs in received for run in runs):
         left[run.what] += run.count

@@ -114,7 +114,7 @@ class Channel:
         with memoryview(self._in) as view, view[_HEADER.size : end] as body:
             try:
                 message: object = pickle.loads(body)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise Garbled(f"it cannot be unpickled: {error}") from error
         del self._in[:end]
         return message

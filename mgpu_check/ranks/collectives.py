@@ -24,11 +24,11 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed import utils
 
 from mgpu_check.ranks import record
-from mgpu_check.ranks.arguments import compared, option, ranks_of, shown
+from mgpu_check.ranks.arguments import compared, group_of, option, shown
 from mgpu_check.ranks.flows import FLOWS, Flows
 from mgpu_check.ranks.frames import is_engine, is_installed
 from mgpu_check.ranks.group_methods import METHODS, MethodForm
-from mgpu_check.ranks.protocol import ANY, COLLECTIVE, Flow
+from mgpu_check.ranks.protocol import ANY, COLLECTIVE, Flow, Group
 
 __all__ = ["Agreement", "Recorder", "install", "recorder"]
 
@@ -90,8 +90,8 @@ _OF_MODULES = {
 }
 _OPTIONS = ("op", "reduceOp", "src", "dst", "group_src", "group_dst")
 
-Agreement = tuple[tuple[tuple[int, ...], int, int], ...]
-"""For each group in which a rank has entered collectives: its ranks, how many, and a checksum of what must be equal."""
+Agreement = tuple[tuple[Group, int, int], ...]
+"""For each group in which a rank has entered collectives: how many, and a checksum of what must be equal."""
 
 
 _TABLES = ((c10d, _COLLECTIVES), (c10d, _PEERS), (functional, _FUNCTIONAL), (utils, _OF_MODULES))
@@ -109,7 +109,7 @@ class Recorder:
         self._inside = _Inside()
         self._lock = threading.Lock()
         self._total = 0
-        self._groups: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._groups: dict[Group, tuple[int, int]] = {}
         self._pending: dict[int, int] = {}
         self._flows = Flows()
 
@@ -135,7 +135,7 @@ class Recorder:
 
     def agreement(self) -> Agreement:
         """What the members of each group must agree on."""
-        return tuple((ranks, count, check) for ranks, (count, check) in sorted(self._groups.items()))
+        return tuple((group, count, check) for group, (count, check) in sorted(self._groups.items()))
 
     def flows(self) -> tuple[Flow, ...]:
         """What this rank has given others, and taken from them."""
@@ -184,7 +184,7 @@ class Recorder:
         self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, Callable[[], None] | None]:
         """Write a collective down. Its slot in the record; and what takes it out of the account of flows."""
-        ranks = ranks_of(form.argument(form.group, args, kwargs))
+        group = group_of(form.argument(form.group, args, kwargs))
         given = form.argument(form.operand, args, kwargs) if form.operand else None
         operand = shown(given)
         values = ((name, form.argument(name, args, kwargs)) for name in form.options)
@@ -192,29 +192,30 @@ class Recorder:
         alike = compared(given) if form.symmetric else ""
         file, line = _call_site()
         take_back = None
-        if form.flows is not None and ranks is not None:
-            take_back = self._add_flows(form, lambda name: form.argument(name, args, kwargs), ranks, (file, line))
+        if form.flows is not None and group is not None:
+            take_back = self._add_flows(form, lambda name: form.argument(name, args, kwargs), group, (file, line))
         assert self._memory is not None
         with self._lock:
             number = 0
-            if not form.peer and ranks is not None:
-                count, check = self._groups.get(ranks, (0, 0))
+            if not form.peer and group is not None:
+                count, check = self._groups.get(group, (0, 0))
                 number, check = count + 1, zlib.crc32(f"{form.name} {alike} {options}".encode(), check)
-                self._groups[ranks] = number, check
-            whole = ranks is None or len(ranks) == dist.get_world_size()
-            group = "" if whole or ranks is None else ",".join(map(str, ranks))
+                self._groups[group] = number, check
+            whole = group is None or len(group.ranks) == dist.get_world_size()
+            ranks = "" if whole or group is None else ",".join(map(str, group.ranks))
+            name = group.name if group is not None else ""
             slot = self._total
             start = record.HEADER.size + slot % record.KEPT * record.SLOT
-            packed = record.pack_entry("I", number, line, form.name, group, operand, options, alike, file)
+            packed = record.pack_entry("I", number, line, form.name, name, ranks, operand, options, alike, file)
             self._memory[start : start + len(packed)] = packed
             self._total += 1
             record.HEADER.pack_into(self._memory, 0, self._total)
         return slot, take_back
 
     def _add_flows(
-        self, form: Form, get: Callable[[str], Any], ranks: tuple[int, ...], place: tuple[str, int]
+        self, form: Form, get: Callable[[str], Any], group: Group, place: tuple[str, int]
     ) -> Callable[[], None] | None:
-        me = dist.get_rank()
+        me, ranks = dist.get_rank(), group.ranks
         peer, in_group = get(form.root), get(f"group_{form.root}")
         # Where it is said by neither, a receive is from anyone, and a collective has its root at 0.
         root = in_group if in_group is not None else ANY if form.peer else 0
@@ -224,7 +225,7 @@ class Recorder:
             return None  # the collective itself will say what is wrong with it
         tag = get("tag") if form.peer else COLLECTIVE
         assert form.flows is not None
-        return self._flows.add(form.flows, get, ranks, me, root, tag or 0, place)
+        return self._flows.add(form.flows, get, group, me, root, tag or 0, place)
 
     def _note(self, slot: int, state: bytes) -> None:
         """Change the state of an entry, unless a later one has taken its place, or a later call."""

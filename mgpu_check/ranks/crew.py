@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 
 from mgpu_check.errors import AgentLost, RankDied, StartupFailure
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.answers import collect, send
 from mgpu_check.ranks.channel import Garbled
+from mgpu_check.ranks.clock import Clock, ready
 from mgpu_check.ranks.failures import NODE, Died, Interrupted, Who
 from mgpu_check.ranks.launcher import Launcher
 from mgpu_check.ranks.process import STACKS_TIMEOUT, Process
@@ -58,10 +57,10 @@ class Crew:
             raise
 
     def _await_ready(self, unsent: Sequence[int]) -> None:
-        answers, late = self._collect(_START_TIMEOUT, protocol.Ready, lambda _: True, dead=unsent)
+        answers, late = self._collect(_START_TIMEOUT, protocol.Ready, _is_up, dead=unsent)
         for index, answer in answers.items():
             if answer is None:
-                end = self._died(index, time.monotonic() + EXIT_TIMEOUT)
+                end = self._died(index, Clock.now() + EXIT_TIMEOUT)
                 raise StartupFailure(
                     f"{self.who.full([index])} died while it started: {end.cause}\n"
                     f"{self.processes[index].output('stderr')}{end.last_words}",
@@ -89,7 +88,7 @@ class Crew:
         """Raise `RankDied` if a process has ended; costs one system call."""
         idle = {process.connection.fileno(): index for index, process in self.processes.items()}
         # An idle process says nothing, so what can be read is the end of its connection; or it is no message of ours.
-        gone = sorted(idle[fd] for fd in wait(list(idle), 0) if isinstance(fd, int))
+        gone = sorted(idle[fd] for fd in ready(list(idle), 0.0))
         for index in gone:
             try:
                 said = "nothing was asked" if self.processes[index].connection.receive() else "half a message"
@@ -110,7 +109,7 @@ class Crew:
 
     def _raise_dead(self, indices: Sequence[int], when: str) -> None:
         self.broken = True
-        deadline = time.monotonic() + EXIT_TIMEOUT
+        deadline = Clock.now() + EXIT_TIMEOUT
         ends = {index: self._died(index, deadline) for index in indices}
         text = "\n".join(
             f"{self.who.full([index])} died {when}: {end.cause}\n{end.last_words or self._last_lines(index)}".rstrip()
@@ -144,9 +143,9 @@ class Crew:
         processes = {index: self.processes[index] for index in indices}
         for process in processes.values():
             process.ask_for_stacks(STACKS_SIGNAL)
-        deadline = time.monotonic() + STACKS_TIMEOUT
-        stacks = {index: p.stacks(max(0.0, deadline - time.monotonic())) for index, p in processes.items()}
-        seconds = time.monotonic() - since
+        deadline = Clock.now() + STACKS_TIMEOUT
+        stacks = {index: p.stacks(Clock.until(deadline)) for index, p in processes.items()}
+        seconds = Clock.now() - since
         for process in processes.values():
             process.kill()
         return {index: Interrupted(seconds, text) for index, text in stacks.items()}
@@ -154,11 +153,7 @@ class Crew:
     def _died(self, index: int, deadline: float) -> Died:
         """How a process ended of which the connection has ended; waits for that until `deadline` at most."""
         process = self.processes[index]
-        while (
-            index not in self._garbled
-            and process.exit_code is None
-            and wait(self.launcher.waitables(), max(0.0, deadline - time.monotonic()))
-        ):
+        while index not in self._garbled and process.exit_code is None and ready(self.launcher.waitables(), deadline):
             self.launcher.collect()
         cause = process.cause()
         if process.exit_code is None:
@@ -182,3 +177,7 @@ class Crew:
             process.kill()
             process.close()
         self.processes = {}
+
+
+def _is_up(answer: object) -> bool:
+    return isinstance(answer, protocol.Ready) and answer.failure is None

@@ -232,7 +232,7 @@ def _exception(failure: Failure) -> BaseException | None:
         return None
     try:
         error = transport.loads(failure.pickled)
-    except Exception:  # its class refers to what only the rank has
+    except BaseException:  # its class refers to what only the rank has; and whatever it raises is not ours
         return None
     return error if isinstance(error, BaseException) else None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.ranks.protocol import ANY, MANY, Flow, Run
+from mgpu_check.ranks.protocol import ANY, MANY, Flow, Group, Run
 
 __all__ = ["FLOWS", "Flows", "size_of"]
 
@@ -134,21 +134,21 @@ class Flows:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._runs: dict[tuple[tuple[int, ...], bool, int, int], list[list[Any]]] = {}
+        self._runs: dict[tuple[Group, bool, int, int], list[list[Any]]] = {}
 
     def clear(self) -> None:
         """Start anew."""
         self._runs.clear()
 
     def add(
-        self, name: str, get: Get, ranks: tuple[int, ...], me: int, root: int, tag: int, place: tuple[str, int]
+        self, name: str, get: Get, group: Group, me: int, root: int, tag: int, place: tuple[str, int]
     ) -> Callable[[], None]:
         """Write an operation down that begins. What takes that back, if it then did not."""
         added: list[list[Any]] = []
         with self._lock:
-            for given, index, what in FLOWS[name](get, ranks.index(me), len(ranks), root):
-                peer = ANY if index == ANY else ranks[index]
-                runs = self._runs.setdefault((ranks, given, peer, tag), [])
+            for given, index, what in FLOWS[name](get, group.ranks.index(me), len(group.ranks), root):
+                peer = ANY if index == ANY else group.ranks[index]
+                runs = self._runs.setdefault((group, given, peer, tag), [])
                 if len(runs) >= _MOST_RUNS:
                     what = MANY
                 if not runs or (runs[-1][1:] != [what, name, *place] and runs[-1][1] != MANY):
@@ -169,6 +169,6 @@ class Flows:
             return ()
         with self._lock:
             return tuple(
-                Flow(ranks, given, peer, tag, tuple(Run(*run) for run in runs if run[0]))
-                for (ranks, given, peer, tag), runs in self._runs.items()
+                Flow(group, given, peer, tag, tuple(Run(*run) for run in runs if run[0]))
+                for (group, given, peer, tag), runs in self._runs.items()
             )

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,10 +20,12 @@ from typing import IO, Any, Protocol
 
 from mgpu_check.errors import StartupFailure
 from mgpu_check.ranks.channel import Channel
+from mgpu_check.ranks.clock import Clock
 from mgpu_check.ranks.forkserver import FILES, FORK
-from mgpu_check.ranks.process import Process
+from mgpu_check.ranks.process import Process, halted
 from mgpu_check.ranks.protocol import Surroundings
 from mgpu_check.ranks.seats import Seat
+from mgpu_check.ranks.stacks import HALTED
 
 __all__ = ["PRELOAD", "Launcher", "LocalLauncher"]
 
@@ -39,6 +40,7 @@ PRELOAD = (
 
 SIMULATION = ("mgpu_check.ranks.collectives:install_simulated", "mgpu_check.node.simulated:prepare")
 
+_GLANCE = 0.5  # seconds after which one who does not answer is looked at
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
 
@@ -205,7 +207,7 @@ class LocalLauncher:
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
-            self._server.wait(5.0 if self._ready else 0.0)
+            self._server.wait(5.0 if self._ready and not halted(self._server.pid) else 0.0)
         except subprocess.TimeoutExpired:
             # It still imports, and has no children yet; or it is stuck, and its children die with it.
             self._server.kill()
@@ -251,14 +253,17 @@ class LocalLauncher:
 
     def _next_message(self, timeout: float, wanted: str) -> dict[str, Any]:
         """Wait for the message `wanted`; take exits that come before it into account."""
-        deadline = time.monotonic() + timeout
+        deadline = Clock.now() + timeout
         while True:
             message = self._pop()
             if message is None:
-                assert self._control is not None
-                if not select.select([self._control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                assert self._control is not None and self._server is not None
+                if select.select([self._control], [], [], min(_GLANCE, Clock.until(deadline)))[0]:
+                    self._receive(take=False)
+                elif halted(self._server.pid):
+                    raise StartupFailure(f"the fork server does not run: it was {HALTED}\n{self._log_text()}")
+                elif Clock.now() > deadline:
                     raise StartupFailure(f"the fork server did not answer within {timeout:.0f} s:\n{self._log_text()}")
-                self._receive(take=False)
             elif message["event"] == wanted:
                 return message
             elif message["event"] == "failed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 from mgpu_check.errors import AgentLost
 from mgpu_check.ranks import protocol, transport
+from mgpu_check.ranks.culprit import culprit, culprit_of
 from mgpu_check.ranks.failures import NODE
 from mgpu_check.ranks.launcher import Launcher
 from mgpu_check.ranks.seats import Seat, seats_for
@@ -21,6 +23,8 @@ __all__ = ["CannotTravel", "RankPool"]
 
 # Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
+
+_LONGEST_GROUP_TIMEOUT = 1e8  # seconds
 
 Tokens = Callable[[Sequence[Seat]], str | None]
 """The value of CUDA_VISIBLE_DEVICES for a process that is to see these devices of its host; None to leave it alone."""
@@ -112,7 +116,7 @@ class RankPool:
             return Function(str(self._functions), transport.dumps(self.wrap(function)), name, reused)
         except Exception as error:
             raise CannotTravel(
-                f"{name} cannot run in another process: it refers to {_culprit_of(function) or error}; "
+                f"{name} cannot run in another process: it refers to {culprit_of(function) or error}; "
                 "make files, locks, processes and the like inside of it"
             ) from error
 
@@ -161,13 +165,13 @@ class RankPool:
     ) -> list[Any]:
         """As `run`, for a function that is pickled already; `size` 0 stands for the node process of `host`."""
         timeout = self.timeout if timeout is None else timeout
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout!r} is not valid; choose a number of seconds above 0")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout={timeout!r} is not valid; choose a finite number of seconds above 0")
         try:
             arguments = transport.dumps((args, dict(kwargs)))
         except Exception as error:
             raise CannotTravel(
-                f"{function.name} cannot be called in another process: argument {_culprit(args, kwargs) or error}"
+                f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
             ) from error
         with self._lock:
             world = self._world(self._place(size, backend, host))
@@ -178,7 +182,7 @@ class RankPool:
             finally:
                 if world.told:
                     self.hear(world.told)
-        return [transport.loads(result) for result in results]
+        return [world.loaded(index, result) for index, result in enumerate(results)]
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
         """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
@@ -263,7 +267,7 @@ class RankPool:
                 simulate=simulate,
                 backend=place.backend,
                 store=store,
-                group_timeout=max(1800.0, 10 * self.timeout),
+                group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
                 # In the node process DataParallel has a thread for each device, as ranks are a process each.
                 threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.seats else len(here))),
                 surroundings=surroundings,
@@ -289,8 +293,7 @@ class RankPool:
         """Let the next test find fresh ranks; what this one left behind and could not be undone, in lines.
 
         Raises:
-            RankDied: a rank died after it had done its part of the test.
-            Warning: `hear` has raised one, because of a filter that makes errors of warnings.
+            RankDied: a rank died after it had done its part of the test. Warning: `hear` has made it an error.
         """
         left: list[str] = []
         errors: list[BaseException] = []
@@ -381,21 +384,3 @@ def _with_rank(
     if parameters["rank"].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
         return args, {**kwargs, "rank": placeholder}
     return (*args[:position], placeholder, *args[position:]), kwargs
-
-
-def _culprit_of(function: Callable[..., Any]) -> str | None:
-    """Which variable that `function` refers to cannot be pickled."""
-    try:
-        variables = inspect.getclosurevars(function)
-    except (TypeError, ValueError):
-        return None
-    return _culprit((), {**variables.globals, **variables.nonlocals})
-
-
-def _culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    for name, value in (*enumerate(args), *kwargs.items()):
-        try:
-            transport.dumps(value)
-        except Exception as error:
-            return f"{name!r}, of type {type(value).__name__}, cannot be pickled: {error}"
-    return None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import IO
 
 from mgpu_check.ranks.channel import Channel
+from mgpu_check.ranks.clock import Clock
 from mgpu_check.ranks.record import SIZE, Record, parse
 from mgpu_check.ranks.stacks import HALTED, clean
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST
 
-__all__ = ["MOST_OUTPUT", "Process", "describe_exit"]
+__all__ = ["MOST_OUTPUT", "Process", "describe_exit", "halted"]
 
 MOST_OUTPUT = 64 * 1024
 """Bytes of each stream of a rank that a report shows at most: the last ones."""
@@ -65,12 +65,12 @@ class Process:
         """The stacks asked for; waits until they are written. `HALTED`, or empty, where the process cannot write them."""
         if self.halted():
             return HALTED
-        deadline = time.monotonic() + timeout
+        deadline = Clock.now() + timeout
         size = self._stacks_start
         while True:
-            time.sleep(0.005)
+            Clock.sleep(0.005)
             now = os.fstat(self._stacks.fileno()).st_size
-            if (now == size and now > self._stacks_start) or time.monotonic() > deadline:
+            if (now == size and now > self._stacks_start) or Clock.now() > deadline:
                 break
             size = now
         return self._stacks_since(self._stacks_start)
@@ -97,19 +97,11 @@ class Process:
 
     def runnable(self) -> bool:
         """Whether the main thread computes, or waits for a processor, rather than for something to happen."""
-        return self._state() == "R"
+        return _state(self.pid) == "R"
 
     def halted(self) -> bool:
         """Whether a signal, or a debugger, has stopped the process."""
-        return self._state() in ("T", "t")
-
-    def _state(self) -> str:
-        """One letter, as in proc(5); nothing where the process is gone."""
-        try:
-            with open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as file:
-                return file.read().rpartition(")")[2].split()[0]
-        except OSError:
-            return ""
+        return halted(self.pid)
 
     def kill(self) -> None:
         """End the process and the process group that it leads."""
@@ -147,3 +139,17 @@ def describe_exit(code: int | None) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"signal {-code}"
+
+
+def halted(pid: int) -> bool:
+    """Whether a signal, or a debugger, has stopped a process."""
+    return _state(pid) in ("T", "t")
+
+
+def _state(pid: int) -> str:
+    """One letter, as in proc(5); nothing where the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "ANY",
@@ -21,6 +21,7 @@ __all__ = [
     "Explain",
     "Failure",
     "Flow",
+    "Group",
     "Meet",
     "Outcome",
     "Placeholder",
@@ -140,6 +141,18 @@ class Failure:
     pickled: bytes | None
 
 
+class Group(NamedTuple):
+    """A process group.
+
+    Attributes:
+        name: what it is called on all its ranks, because there may be several of the same ranks; empty for the default one.
+        ranks: ascending or not, as it was made.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 ANY = -1
 """In place of a peer: a receive from whoever sends."""
 
@@ -172,13 +185,12 @@ class Flow:
     """What a rank has given one peer, or taken from it, in one group and under one tag.
 
     Attributes:
-        group: its ranks.
         given: else taken.
         peer: its rank; `ANY` for receives from whoever sends.
         tag: of sends and receives; those of collectives are counted apart, under `COLLECTIVE`.
     """
 
-    group: tuple[int, ...]
+    group: Group
     given: bool
     peer: int
     tag: int
@@ -193,7 +205,7 @@ class Outcome:
         value: the pickled result.
         lockstep: what the call added to the sequence numbers of the default group's backends, and groups made. Equal on
             all ranks, if they entered the same collectives and as many sends and receives.
-        agreement: for each group in which it has entered collectives: its ranks, how many collectives, and a checksum
+        agreement: for each group in which it has entered collectives: how many, and a checksum
             of their names, dtypes, sizes, operations and roots.
         told: what the function said besides its result; see `worker.tell`.
         flows: what it has given other ranks, and taken from them; see `balance`.
@@ -205,7 +217,7 @@ class Outcome:
     value: bytes | None
     failure: Failure | None
     lockstep: tuple[int, ...]
-    agreement: tuple[tuple[tuple[int, ...], int, int], ...]
+    agreement: tuple[tuple[Group, int, int], ...]
     told: tuple[tuple[str, Any], ...] = ()
     flows: tuple[Flow, ...] = ()
     settled: bool = True

@@ -41,7 +41,8 @@ class Entered:
         name: of the function of ``torch.distributed``.
         number: how many collectives of this group the rank has entered in this call, this one included; 0 for sends
             and receives, which only two ranks enter.
-        group: ranks of the group where it is not the default one, such as "0,2".
+        group_name: what the group is called, empty for the default one.
+        group: ranks of the group where they are not all, such as "0,2".
         operand: dtype and shape of its tensor, such as "float32[4, 2]", with the number of tensors where it is a list.
         options: what must be equal on all ranks besides: "sum", "src=0"; for a send or receive the peer.
         compared: a checksum of the dtypes and sizes that must be equal on all ranks; empty where they need not be.
@@ -51,6 +52,7 @@ class Entered:
 
     name: str
     number: int
+    group_name: str
     group: str
     operand: str
     options: str
@@ -99,10 +101,26 @@ def relative(file: str) -> str:
 
 
 def pack_entry(
-    state: str, number: int, line: int, name: str, group: str, operand: str, options: str, compared: str, file: str
+    state: str,
+    number: int,
+    line: int,
+    name: str,
+    group_name: str,
+    group: str,
+    operand: str,
+    options: str,
+    compared: str,
+    file: str,
 ) -> bytes:
     """An entry as it lies in its slot; its first byte is the state, which may be written alone."""
-    texts = (name[:_LONGEST], str(number), group[:_LONGEST], operand[:_LONGEST], options[:_LONGEST])
+    texts = (
+        name[:_LONGEST],
+        str(number),
+        group_name[:_LONGEST],
+        group[:_LONGEST],
+        operand[:_LONGEST],
+        options[:_LONGEST],
+    )
     text = _SEPARATOR.join((*texts, compared, str(line), file[-_LONGEST_FILE:]))
     return (state.encode() + text.encode(errors="replace"))[: SLOT - 1] + b"\0"
 
@@ -124,8 +142,10 @@ def _parse_entry(slot: bytes) -> Entered | None:
     text = slot.partition(b"\0")[0].decode(errors="replace")
     parts = text[1:].split(_SEPARATOR)
     try:
-        name, number, group, operand, options, compared, line, file = parts
-        return Entered(name, int(number), group, operand, options, compared, file, int(line), _STATES[text[0]])
+        name, number, group_name, group, operand, options, compared, line, file = parts
+        return Entered(
+            name, int(number), group_name, group, operand, options, compared, file, int(line), _STATES[text[0]]
+        )
     except (ValueError, IndexError, KeyError):
         return None
 
@@ -139,7 +159,7 @@ def parting(records: Mapping[int, Record]) -> dict[int, Entered] | None:
     for rank, record in records.items():
         for entry in record.entries:
             if entry.number:
-                by_group.setdefault(entry.group, {}).setdefault(entry.number, {})[rank] = entry
+                by_group.setdefault(entry.group_name, {}).setdefault(entry.number, {})[rank] = entry
     for numbers in by_group.values():
         for number in sorted(numbers):
             if len({_signature(entry) for entry in numbers[number].values()}) > 1:

@@ -12,7 +12,7 @@ import sys
 import traceback
 import types
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ EXPLAIN = "_mgpu_check_explain"
 """Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
+
+_MOST_CHAINED = 20  # exceptions that a traceback shows
+_MOST_TEXT = 100_000  # characters at its beginning, and at its end
 
 _told: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
@@ -193,9 +196,9 @@ class Worker:
                 failure = _failure(error)
             self.error = error
             reusable = self.devices is None or self.devices.usable()
-        with contextlib.suppress(ValueError):  # the test has closed them
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(BaseException):  # the test has closed them, or put something else there
+                stream.flush()  # type: ignore[union-attr]
         if os.getpid() != self.pid:
             os._exit(0)  # the test has forked, and both have returned: only one of them is the rank
         self.entered = recorder.total
@@ -259,8 +262,9 @@ class Worker:
         if self.error is None:
             return ""
         try:
-            return str(getattr(self.error, EXPLAIN, lambda: "")())
-        except Exception:
+            with shortened(self.error):
+                return clipped(str(getattr(self.error, EXPLAIN, lambda: "")()))
+        except BaseException:
             return ""  # the plain traceback stands
 
     def end_test(self) -> protocol.Rested:
@@ -288,7 +292,7 @@ def _store(address: str, size: int) -> Any:
     """The rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
     parts = urllib.parse.urlsplit(address)
     if parts.scheme == "file":
-        return dist.FileStore(parts.path, size)  # type: ignore[attr-defined]  # not in its __all__
+        return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__
     assert parts.scheme == "tcp" and parts.hostname is not None and parts.port is not None, address
     stores: Any = dist  # they are not in its __all__
     store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
@@ -316,7 +320,7 @@ def _kind(error: BaseException) -> Any:
 def _message(error: BaseException) -> str:
     try:
         return str(error).strip()
-    except Exception as broken:
+    except BaseException as broken:  # whatever it is, the error to be told is another
         return f"<str() of it raised {type(broken).__name__}>"
 
 
@@ -329,7 +333,7 @@ def _failure(error: BaseException) -> protocol.Failure:
     return protocol.Failure(
         kind=_kind(error),
         headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
-        text=_render(error),
+        text=clipped(_render(error)),
         filename=last.filename if last else "",
         lineno=(last.lineno or 1) if last else 1,
         pickled=_pickled(error),
@@ -338,17 +342,42 @@ def _failure(error: BaseException) -> protocol.Failure:
 
 def _render(error: BaseException) -> str:
     """The traceback without the frames of the engine."""
-    rendered = traceback.TracebackException.from_exception(error)
-    _leave_out_engine(rendered)
+    with shortened(error):
+        rendered = traceback.TracebackException.from_exception(error)
+    todo = [rendered]
+    while todo:
+        one = todo.pop()
+        kept = [frame for frame in one.stack if not is_engine(frame.filename)]
+        one.stack = traceback.StackSummary.from_list(kept or list(one.stack))
+        todo += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
     return "".join(rendered.format()).rstrip()
 
 
-def _leave_out_engine(rendered: traceback.TracebackException) -> None:
-    kept = [frame for frame in rendered.stack if not is_engine(frame.filename)]
-    rendered.stack = traceback.StackSummary.from_list(kept or list(rendered.stack))
-    for other in (rendered.__cause__, rendered.__context__, *(rendered.exceptions or ())):
-        if other is not None:
-            _leave_out_engine(other)
+@contextlib.contextmanager
+def shortened(error: BaseException) -> Iterator[None]:
+    """Have at most a few exceptions behind `error`: Python's own rendering of thousands fails by recursion."""
+    last = error
+    for _ in range(_MOST_CHAINED):
+        behind = last.__cause__ if last.__cause__ is not None or last.__suppress_context__ else last.__context__
+        if behind is None:
+            yield
+            return
+        last = behind
+    cut = last.__cause__, last.__context__, last.__suppress_context__
+    last.__cause__ = last.__context__ = None
+    last.add_note("[the exceptions before this one are left out]")
+    try:
+        yield
+    finally:
+        last.__cause__, last.__context__, last.__suppress_context__ = cut
+        last.__notes__.pop()
+
+
+def clipped(text: str) -> str:
+    """`text` without its middle, where it is longer than anyone reads."""
+    if len(text) <= 2 * _MOST_TEXT:
+        return text
+    return f"{text[:_MOST_TEXT]}\n[{len(text) - 2 * _MOST_TEXT} characters are left out]\n{text[-_MOST_TEXT:]}"
 
 
 def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
@@ -362,7 +391,7 @@ def _pickled(error: BaseException) -> bytes | None:
     explanation = getattr(error, "__dict__", {}).pop(EXPLAIN, None)
     try:
         return transport.dumps(error)
-    except Exception:
+    except BaseException:  # code of the exception's own runs here
         return None
     finally:
         if explanation is not None:

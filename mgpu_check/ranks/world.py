@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 from typing import Any
 
 from mgpu_check.errors import RankFailure
-from mgpu_check.ranks import protocol
+from mgpu_check.ranks import protocol, transport
 from mgpu_check.ranks.answers import agree
 from mgpu_check.ranks.balance import imbalance, unmatched
 from mgpu_check.ranks.channel import Garbled, frame
+from mgpu_check.ranks.clock import Clock, ready
 from mgpu_check.ranks.crew import EXIT_TIMEOUT, Crew
 from mgpu_check.ranks.failures import (
+    NODE,
     Ending,
     Finished,
     Raised,
@@ -121,7 +121,7 @@ class World(Crew):
         if function.reused:
             self._known.add(function.key)
         self._surroundings = surroundings
-        started = time.monotonic()
+        started = Clock.now()
         self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
         self._running = doing, started
         answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
@@ -129,12 +129,12 @@ class World(Crew):
         if settling:
             answers, late = self._settle(answers, number, started + timeout)
         self._running = None
-        timed_out = bool(late) and time.monotonic() - started >= timeout
+        timed_out = bool(late) and Clock.now() - started >= timeout
         # Before any is killed, because that makes those fail that wait for it.
         fine = not late and all(_went_well(answer, number) for answer in answers.values())
         records = {} if fine else self._records()
         endings: dict[int, Ending] = {}
-        deadline = time.monotonic() + EXIT_TIMEOUT
+        deadline = Clock.now() + EXIT_TIMEOUT
         for index, answer in answers.items():
             if isinstance(answer, protocol.Outcome) and answer.number != number:
                 self._garbled[index] = "it answers another call"
@@ -193,7 +193,23 @@ class World(Crew):
             self._meet({index: sum(outcome.lockstep[:-1]) for index, outcome in outcomes.items()})
             self.broken = True  # until all have answered, as before
         unsent = self._send(lambda _: protocol.Settle())
-        return self._collect(max(0.0, deadline - time.monotonic()), protocol.Outcome, _went_well, dead=unsent)
+        return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
+
+    def loaded(self, index: int, result: bytes) -> object:
+        """The result of a process.
+
+        Raises:
+            RankFailure: it cannot be made again in this process.
+        """
+        try:
+            value: object = transport.loads(result)
+        except BaseException as error:  # code of the result's own class runs here
+            who = self.who.full([index if self.who.size else NODE])
+            text = f"{type(error).__name__}: {error}"
+            raise RankFailure(
+                f"{who} returned what cannot be loaded in the pytest process: {text}", ranks=[index]
+            ) from None
+        return value
 
     def stopped(self) -> BaseException | None:
         """End a call that something from outside has interrupted; an error that says where the ranks were, if one was."""
@@ -207,7 +223,7 @@ class World(Crew):
         for index, answer in self._answers.items():
             if isinstance(answer, protocol.Outcome):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
-        return error_of(endings, self.who, doing, round(time.monotonic() - since, 1), records)
+        return error_of(endings, self.who, doing, round(Clock.now() - since, 1), records)
 
     def check_idle(self, when: str) -> None:
         """As of any crew; but a call that Ctrl-C has interrupted is answered still, to nobody."""
@@ -255,10 +271,10 @@ class World(Crew):
 
     def _explanation(self, index: int) -> str:
         channel = self.processes[index].connection
-        deadline = time.monotonic() + self._rest_timeout
+        deadline = Clock.now() + self._rest_timeout
         try:
             channel.send(frame(protocol.Explain()))
-            while wait([channel.fileno()], max(0.0, deadline - time.monotonic())):
+            while ready([channel.fileno()], deadline):
                 if (text := channel.receive()) is not None:
                     return str(text)
         except (EOFError, OSError, Garbled):
@@ -283,7 +299,7 @@ class World(Crew):
         answers, late = self._ask(protocol.EndTest(), self._rest_timeout, when)
         if late:
             records = self._records()
-            stopped = self._interrupt(late, since=time.monotonic() - self._rest_timeout)
+            stopped = self._interrupt(late, since=Clock.now() - self._rest_timeout)
             raise error_of(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records)
         self.broken = False
         self.told = {

@@ -96,7 +96,10 @@ def test_they_are_red_where_warnings_are_errors(run, pytester):
         "ERROR *::test_thread_beside_a_failure*",
     ):
         result.stdout.fnmatch_lines([line])
-    for warning, place in (("PytestUnhandledThreadException", "IndexError"), ("PytestUnraisableException", "ValueError")):
+    for warning, place in (
+        ("PytestUnhandledThreadException", "IndexError"),
+        ("PytestUnraisableException", "ValueError"),
+    ):
         result.stdout.fnmatch_lines([f"ranks 0-1 of 2 raised {warning}Warning: Exception *: {place}: *"])
 
 

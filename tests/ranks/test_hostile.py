@@ -1,0 +1,215 @@
+"""What code under test may do to the engine, by accident or not: the verdict stays right, and comes in time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
+from mgpu_check.ranks.launcher import LocalLauncher
+from mgpu_check.ranks.pool import RankPool
+
+
+class Tee:
+    """Has not all that a file has."""
+
+    def write(self, text):
+        return len(text)
+
+
+class Quits(Exception):
+    def __str__(self):
+        raise SystemExit(3)
+
+
+def quit_here(kind):
+    raise kind
+
+
+class CannotBeLoaded(Exception):
+    def __init__(self, kind):
+        super().__init__("told")
+        self.kind = kind
+
+    def __reduce__(self):
+        return quit_here, (self.kind,)
+
+
+def raises(error):
+    def body():
+        raise error
+
+    return body
+
+
+def chained():
+    error = None
+    for number in range(3000):
+        following = ValueError(number)
+        following.__cause__, error = error, following
+    raise error
+
+
+def without_output():
+    sys.stdout = None
+    raise ValueError("told")
+
+
+def with_another_output():
+    sys.stdout = sys.stderr = Tee()
+    raise ValueError("told")
+
+
+VERDICTS = {
+    "no output": (without_output, "ranks 0-1 of 2 raised ValueError: told"),
+    "an output that cannot be flushed": (with_another_output, "ranks 0-1 of 2 raised ValueError: told"),
+    "an error that quits when it is shown": (
+        lambda: quit_here(Quits()),
+        "ranks 0-1 of 2 raised Quits: <str() of it raised SystemExit>",
+    ),
+    "thousands of chained errors": (chained, "ranks 0-1 of 2 raised ValueError: 2999"),
+    "an error that interrupts when it is loaded": (
+        lambda: quit_here(CannotBeLoaded(KeyboardInterrupt)),
+        "ranks 0-1 of 2 raised CannotBeLoaded: told",
+    ),
+    "an error that quits when it is loaded": (
+        lambda: quit_here(CannotBeLoaded(SystemExit)),
+        "ranks 0-1 of 2 raised CannotBeLoaded: told",
+    ),
+    "a result that interrupts when it is loaded": (
+        lambda rank: CannotBeLoaded(KeyboardInterrupt) if rank.index == 1 else None,
+        "rank 1 of 2 returned what cannot be loaded in the pytest process: KeyboardInterrupt: ",
+    ),
+}
+
+
+def test_verdicts_stay_what_they_are(pool):
+    before = pool.run(os.getpid, size=2)
+    for name, (body, expected) in VERDICTS.items():
+        with pytest.raises(RankFailure) as info:
+            pool.run(body, size=2)
+        assert not isinstance(info.value, RankDied), name
+        assert str(info.value).splitlines()[0] == expected, name
+        assert len(str(info.value)) < 50_000, name
+    assert pool.run(os.getpid, size=2) == before
+
+
+def test_another_output_is_no_failure(pool):
+    def body():
+        sys.stdout, sys.stderr = Tee(), None
+
+    assert pool.run(body, size=2) == [None] * 2
+
+
+def test_two_groups_of_the_same_ranks_in_two_threads(pool):
+    """Each thread goes at its own pace on each rank."""
+
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        def go(group, dtype, first):
+            for number in range(20):
+                if rank.index == first:
+                    os.sched_yield()
+                dist.all_reduce(torch.ones(3, dtype=dtype), group=group)
+                pair = [torch.zeros(number, dtype=dtype) for _ in range(2)]
+                dist.all_gather(pair, pair[0], group=group)
+
+        groups = [dist.new_group([0, 1]) for _ in range(2)]
+        other = threading.Thread(target=go, args=(groups[0], torch.int32, 0))
+        if rank.index == 0:
+            other.start()
+            go(groups[1], torch.float32, 1)
+        else:
+            go(groups[1], torch.float32, 1)
+            other.start()
+        other.join()
+
+    pool.run(body, size=2)
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), float("nan"), 0, -1])
+def test_timeouts_that_are_none(pool, timeout):
+    with pytest.raises(ValueError, match="choose a finite number of seconds above 0"):
+        pool.run(os.getpid, timeout=timeout)
+
+
+def test_a_very_long_timeout(pool):
+    assert len(pool.run(os.getpid, size=1, timeout=1e300)) == 1
+
+
+def test_a_frozen_clock(pool, monkeypatch):
+    for name in ("monotonic", "time", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: 5.0)
+    with pytest.raises(RankHang):
+        pool.run(lambda: threading.Event().wait(), size=2, timeout=0.5)
+    assert len(pool.run(os.getpid, size=2)) == 2
+
+
+def test_a_message_without_end(pool):
+    def body(rank):
+        import gc
+
+        from mgpu_check.ranks import channel
+
+        if rank.index == 1:
+            (end,) = (one for one in gc.get_objects() if type(one) is channel.RankEnd)
+            end._socket.sendall(channel._HEADER.pack(channel._MAGIC, channel._LONGEST))
+            while True:
+                end._socket.sendall(bytes(1 << 16))
+
+    with pytest.raises(RankHang):
+        pool.run(body, size=2, timeout=0.5)
+
+
+@contextlib.contextmanager
+def own_pool():
+    pool = RankPool(LocalLauncher(), seats=2, simulate="cpu", timeout=30.0)
+    pool.begin_test()
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def test_a_temporary_directory_of_any_name(tmp_path, monkeypatch):
+    import tempfile
+
+    directory = tmp_path / "ünï #c%41?d"
+    directory.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    with own_pool() as pool:
+        assert len(pool.run(os.getpid)) == 2
+    assert list(directory.iterdir()) == []
+
+
+def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(monkeypatch):
+    """As one bad device would do it: the others wait for that rank in the rendezvous."""
+    from mgpu_check.ranks import crew
+
+    monkeypatch.setattr(crew, "_START_TIMEOUT", 20.0)
+    with own_pool() as pool:
+        (server,) = pool.run(os.getppid, size=1)
+        original = pool._launcher.launch
+
+        def launch(seats):
+            processes = original(seats)
+            os.kill(processes[1].pid, signal.SIGKILL)
+            return processes
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._launcher, "launch", launch)
+            with pytest.raises(StartupFailure, match="rank 1 of 2 died while it started: signal SIGKILL"):
+                pool.run(os.getpid, size=2)
+
+        os.kill(server, signal.SIGSTOP)
+        with pytest.raises(StartupFailure, match=r"the fork server does not run: it was stopped by a signal"):
+            pool.run(os.getpid, size=2)
+        assert server not in pool.run(os.getppid, size=2)
