@@ -72,7 +72,10 @@ def whole(model, batch, world_size):
 @pytest.mark.parametrize("divided", [True, False], ids=["divided", "not-divided"])
 def test_gpt(ranks, divided):
     batch = lambda n: (torch.randint(0, VOCABULARY, (n, LENGTH + 1)),)  # noqa: E731
-    sizes = FEW | {"sizes": [8], "max_examples": 3}  # four micro-batches for each of two ranks: another factor than theirs
+    sizes = FEW | {
+        "sizes": [8],
+        "max_examples": 3,
+    }  # four micro-batches for each of two ranks: another factor than theirs
     assert_step_scales(ranks, language_step(divided), build=GPT, batch=batch, reference=whole, **sizes)
 
 
