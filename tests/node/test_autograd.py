@@ -93,6 +93,7 @@ def test_in_place_on_a_leaf_is_refused():
         torch.ones(2, device="cuda:1", requires_grad=True).add_(1)
 
 
+@pytest.mark.filterwarnings("ignore:Using -1 to represent CPU tensor:FutureWarning")  # torch's own Scatter does
 @pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:2"])
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 2)])
 def test_shards_that_the_loss_does_not_use_get_zeros(home, used):

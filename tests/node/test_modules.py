@@ -191,3 +191,34 @@ def test_grad_scaler_skips_a_step_with_infinities():
         scaler.update()
         assert torch.equal(net.weight, before) is skipped
         assert (scaler.get_scale() < scale) is skipped
+
+
+def test_lazy_modules_say_where_they_are_and_data_parallel_refuses_them_until_they_have_a_shape():
+    lazy = nn.LazyLinear(3).to("cuda:1")
+    assert lazy.weight.device == torch.device("cuda:1") and lazy.weight.is_cuda
+    assert nn.LazyLinear(3, device="cuda:2").weight.get_device() == 2
+    net = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyBatchNorm1d()).to("cuda:0")
+    batch = torch.randn(6, 5, device="cuda:0")
+    with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
+        nn.DataParallel(net)(batch)
+    net(batch)
+    out = nn.DataParallel(net)(batch)
+    out.sum().backward()
+    assert out.shape == (6, 4) and all(p.grad.device == torch.device("cuda:0") for p in net.parameters())
+
+
+def test_complex_parameters_stay_complex_in_data_parallel():
+    class Phase(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+
+        def forward(self, x):
+            return x * self.factor
+
+    module = Phase().cuda()
+    batch = torch.randn(4, 3, dtype=torch.cfloat, device="cuda")
+    out = nn.DataParallel(module, [0, 1])(batch)
+    assert torch.equal(out, batch)
+    out.abs().sum().backward()
+    assert module.factor.grad.is_complex() and module.factor.grad.abs().min() > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 
@@ -264,3 +265,38 @@ def test_like_a_tensor_on_meta(name):
     made = getattr(torch, name)(torch.ones(2, 3, device="meta"), device="cuda:1")
     assert made.device == torch.device("cuda:1") and made.shape == (2, 3)
     assert made.fill_(1).sum().item() == 6
+
+
+def test_constructors_of_before_there_were_dtypes():
+    x = torch.ones(2, dtype=torch.float64, device="cuda:1")
+    assert x.new(3).device == x.device and x.new(3).dtype == x.dtype
+    assert x.new([1, 2]).tolist() == [1, 2] and x.new(torch.Size([2, 3])).shape == (2, 3)
+    assert x.new(x).data_ptr() == x.data_ptr()
+    assert isinstance(x, torch.cuda.DoubleTensor) and not isinstance(x, torch.cuda.FloatTensor)
+    assert not isinstance(torch.ones(1), torch.cuda.FloatTensor)
+    made = torch.cuda.FloatTensor([1, 2])
+    assert made.type() == "torch.cuda.FloatTensor" and made.tolist() == [1, 2]
+    assert x.type(torch.cuda.FloatTensor).dtype is torch.float32
+    with pytest.raises(RuntimeError, match="legacy constructor expects device type: cuda"):
+        x.new(3, device="cpu")
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated
+def test_scripts_may_call_functions_that_are_replaced():
+    def two(n: int):
+        return torch.zeros(n) + torch.ones(n)
+
+    assert torch.jit.script(two)(2).tolist() == [1, 1]
+    assert importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+
+
+def test_profilers_see_the_host_and_ask_no_driver(capfd):
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    x = torch.ones(3, device="cuda:1", requires_grad=True)
+    with torch.profiler.profile(activities=activities) as seen:
+        (x * 2).sum().backward()
+    assert any(event.key == "aten::mul" for event in seen.key_averages())
+    assert seen.key_averages().table(sort_by="cuda_time_total")
+    with torch.autograd.profiler.emit_nvtx():
+        (x * 2).sum().backward()
+    assert "Failed to record CUDA event" not in capfd.readouterr().err

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.jit._builtins
 import torch.utils._device
 
 from mgpu_check.node.simulated import dispatch, mismatch, streams
@@ -19,18 +20,23 @@ from mgpu_check.node.simulated.composites import install_composites
 from mgpu_check.node.simulated.devices import install_device_type
 from mgpu_check.node.simulated.factories import install_factories
 from mgpu_check.node.simulated.functions import install_functions
+from mgpu_check.node.simulated.host_copies import late_host_copy
 from mgpu_check.node.simulated.memory import DeviceMemory
 from mgpu_check.node.simulated.methods import install_methods
 from mgpu_check.node.simulated.modules import install_modules
+from mgpu_check.node.simulated.native import install_native
 from mgpu_check.node.simulated.parallel import install_parallel
 from mgpu_check.node.simulated.patches import Patches
+from mgpu_check.node.simulated.profiling import install_profiling
 from mgpu_check.node.simulated.random import ambient_generator, device_generators, install_random
 from mgpu_check.node.simulated.reducer import install_reducer
 from mgpu_check.node.simulated.runtime import install_runtime
+from mgpu_check.node.simulated.scripting import install_scripting
 from mgpu_check.node.simulated.state import Node, active_node, enter_node, leave_node
 from mgpu_check.node.simulated.storage import install_storage
 from mgpu_check.node.simulated.tensor import tag
 from mgpu_check.node.simulated.transfer import on_host_copy
+from mgpu_check.node.simulated.typed import install_typed
 from mgpu_check.node.simulated.wrappers import install_wrappers
 
 __all__ = ["prepare", "simulated_device_count", "simulated_node"]
@@ -93,6 +99,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
         torch.cuda.init()
     torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
     torch.overrides.get_default_nowrap_functions()
+    torch.jit._builtins._get_builtin_table()
     # A real backing device sees the variable itself.
     physical = _visible(n) if backing.type == "cpu" else tuple(range(n))
     n = len(physical)
@@ -111,8 +118,8 @@ def _enter(n: int, backing: torch.device) -> Patches:
     try:
         if devices:
             mismatch.calibrate(lambda t: tag(t, devices[0]))
-        on_host_copy(streams.late_host_copy)
-        dispatch.on_sync(lambda device: streams.current_stream(device).synchronize())
+        on_host_copy(late_host_copy)
+        dispatch.on_sync(streams.host_waits)
         for install in (
             install_device_type,
             install_factories,
@@ -120,6 +127,9 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_storage,
             install_random,
             install_runtime,
+            install_native,
+            install_typed,
+            install_profiling,
             install_modules,
             install_parallel,
             install_autocast,
@@ -129,6 +139,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_composites,
             install_compiler,
             install_wrappers,
+            install_scripting,
         ):
             install(patches)
         patches.apply()

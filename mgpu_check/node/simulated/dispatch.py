@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mgpu_check.node.simulated import functional, kernels, mismatch
+from mgpu_check.node.simulated import functional, kernels, mismatch, unwritten
 from mgpu_check.node.simulated.random import device_of, lent
 from mgpu_check.node.simulated.state import active_node
 from mgpu_check.node.simulated.tensor import SimulatedTensor, set_runner, tag
@@ -53,7 +53,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     name = schema.name
     written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
     found = _Operator(
-        call=kernels.KERNELS.get(name, func),
+        call=unwritten.operator(name, kernels.KERNELS.get(name, func)),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
         scalars=mismatch.allows_scalars(func),
         random=torch.Tag.nondeterministic_seeded in func.tags,
@@ -106,8 +106,14 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     if operator.random:
         out = _run_random(operator, device, args, kwargs)
     else:
-        with _no_dispatch():
-            out = operator.call(*args, **kwargs)
+        try:
+            with _no_dispatch():
+                out = operator.call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            unwritten.refuse_oversized(func, device, args, kwargs)
+            raise
     if type(out) is _plain:
         return tag(out, device) if operator.fresh else out  # type: ignore[arg-type]
     if operator.fresh and (type(out) is tuple or type(out) is list):

@@ -14,6 +14,7 @@ from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.node.simulated.transfer import move
+from mgpu_check.node.simulated.unwritten import EMPTY, never_written, require
 from mgpu_check.node.simulated.wrappers import convert_local, is_distributed
 
 __all__ = ["install_factories"]
@@ -86,9 +87,12 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
             raise RuntimeError(
                 f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
             )
+    require(make, device, args, kwargs)
     made = make(*args, device=node.backing, **kwargs)
     if type(made) is not SimulatedTensor:  # it is one where an argument is, as in torch.full((2,), scalar_on_device)
         made = tag(made.detach() if made.requires_grad else made, device)
+        if make.__name__ in EMPTY:
+            never_written(made)
     return made.requires_grad_() if requires_grad else made
 
 

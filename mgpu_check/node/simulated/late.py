@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from mgpu_check.node.simulated.streams import Late, hold_outstanding, poison
+from mgpu_check.node.simulated.delivery import Late, poison
+from mgpu_check.node.simulated.streams import hold_outstanding
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw
 
 __all__ = ["LateWork", "Staging"]

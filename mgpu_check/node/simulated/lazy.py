@@ -59,9 +59,18 @@ def _materialize(original: Callable[..., None], become: Callable[..., None]) -> 
     return materialize
 
 
+def _device(self: torch.Tensor) -> torch.device:
+    target: torch.device | None = self.__dict__.get(_TARGET)
+    return torch._C.TensorBase.device.__get__(self) if target is None else target
+
+
 def install_lazy(patches: Patches, become: Callable[..., None]) -> None:
     """Replace how lazy parameters and buffers are made, and made real."""
     for kind in (UninitializedParameter, UninitializedBuffer):
         patches.set(kind, "__new__", _new(kind.__new__))
     patches.set(torch.nn.Parameter, "__new__", _parameter(torch.nn.Parameter.__new__))
+    patches.set(LAZY, "device", property(_device))
+    patches.set(LAZY, "is_cuda", property(lambda self: self.device.type == "cuda"))
+    patches.set(LAZY, "is_cpu", property(lambda self: self.device.type == "cpu"))
+    patches.set(LAZY, "get_device", lambda self: -1 if self.device.index is None else self.device.index)
     patches.set(LAZY, "materialize", _materialize(vars(LAZY)["materialize"], become))

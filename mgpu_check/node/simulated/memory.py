@@ -7,63 +7,139 @@ tensors view it and whether Python or C++ holds them.
 from __future__ import annotations
 
 import threading
+from typing import NoReturn
 
 import torch
 
-__all__ = ["BLOCK", "Block", "DeviceMemory", "block_of"]
+__all__ = ["BLOCK", "Block", "DeviceMemory", "Pool", "block_of"]
 
 BLOCK = "_mgpu_check_block"
 _ROUND = 512  # the caching allocator of CUDA hands out multiples of this many bytes
 _SEGMENT = 2 << 20  # and takes memory from the driver in multiples of this many
+_SMALL = 1 << 20  # what is larger comes from the other pool
 _TOTAL = 16 << 30
 # One for all devices, and re-entrant: a garbage collection inside may end other blocks.
 _lock = threading.RLock()
 
 
+def _segments(nbytes: int) -> int:
+    return -(-nbytes // _SEGMENT) * _SEGMENT
+
+
+class Pool:
+    """Counts of one pool of a device: blocks and bytes, now, at most, and all that were ever handed out."""
+
+    __slots__ = ("blocks", "blocks_given", "blocks_peak", "bytes", "bytes_given", "bytes_peak", "reserved", "since")
+
+    def __init__(self) -> None:
+        self.blocks = self.blocks_peak = self.blocks_given = 0
+        self.bytes = self.bytes_peak = self.bytes_given = 0
+        self.reserved = 0
+        self.since = (0, 0, 0, 0)  # what was given and freed before the last reset: blocks, then bytes
+
+    def reset_peak(self) -> None:
+        self.blocks_peak, self.bytes_peak = self.blocks, self.bytes
+
+    def reset_accumulated(self) -> None:
+        given, size = self.blocks_given, self.bytes_given
+        self.since = (given, given - self.blocks, size, size - self.bytes)
+
+
 class DeviceMemory:
     """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``."""
 
-    __slots__ = ("allocated", "allocations", "index", "limit", "peak", "reserved", "reserved_peak", "total")
+    __slots__ = (
+        "allocated",
+        "exhausted",
+        "index",
+        "large",
+        "limit",
+        "peak",
+        "reserved",
+        "reserved_peak",
+        "small",
+        "total",
+    )
 
     def __init__(self, index: int, total: int = _TOTAL) -> None:
         self.index = index
         self.total = total
         self.limit = total
-        self.allocations = 0
+        self.small, self.large = Pool(), Pool()
         self.allocated = self.peak = 0
         self.reserved = self.reserved_peak = 0
+        self.exhausted = 0
 
     def take(self, nbytes: int) -> None:
-        """Count ``nbytes`` as allocated; raises ``torch.OutOfMemoryError`` past the limit."""
+        """Count a block of ``nbytes``; raises ``torch.OutOfMemoryError`` past the limit."""
         with _lock:
             wanted = self.allocated + nbytes
             if wanted > self.limit:
-                raise torch.OutOfMemoryError(self._exhausted(nbytes))
+                self._refuse(nbytes)
             self.allocated = wanted
-            self.allocations += 1
-            self.peak = max(self.peak, wanted)
-            if wanted > self.reserved:
-                self.reserved = -(-wanted // _SEGMENT) * _SEGMENT
-                self.reserved_peak = max(self.reserved_peak, self.reserved)
+            if wanted > self.peak:
+                self.peak = wanted
+            pool = self.small if nbytes <= _SMALL else self.large
+            pool.blocks += 1
+            pool.blocks_given += 1
+            if pool.blocks > pool.blocks_peak:
+                pool.blocks_peak = pool.blocks
+            pool.bytes = wanted = pool.bytes + nbytes
+            pool.bytes_given += nbytes
+            if wanted > pool.bytes_peak:
+                pool.bytes_peak = wanted
+            if wanted > pool.reserved:
+                self._reserve(pool)
+
+    def pool_of(self, nbytes: int) -> Pool:
+        """The pool that hands out blocks of this size."""
+        return self.small if nbytes <= _SMALL else self.large
+
+    def require(self, nbytes: int) -> None:
+        """Raise ``torch.OutOfMemoryError`` where a storage of ``nbytes`` would not fit, before anybody allocates it."""
+        if self.allocated + nbytes > self.limit:
+            self._refuse(nbytes)
 
     def give_back(self, nbytes: int) -> None:
         with _lock:
             self.allocated -= nbytes
+            pool = self.small if nbytes <= _SMALL else self.large
+            pool.blocks -= 1
+            pool.bytes -= nbytes
+
+    def _reserve(self, pool: Pool) -> None:
+        more = _segments(pool.bytes) - pool.reserved
+        pool.reserved += more
+        self.reserved += more
+        self.reserved_peak = max(self.reserved_peak, self.reserved)
 
     def empty_cache(self) -> None:
         with _lock:
-            self.reserved = -(-self.allocated // _SEGMENT) * _SEGMENT
+            for pool in (self.small, self.large):
+                pool.reserved = _segments(pool.bytes)
+            self.reserved = self.small.reserved + self.large.reserved
 
     def reset_peak(self) -> None:
         with _lock:
             self.peak = self.allocated
             self.reserved_peak = self.reserved
+            for pool in (self.small, self.large):
+                pool.reset_peak()
 
-    def _exhausted(self, nbytes: int) -> str:
+    def reset_accumulated(self) -> None:
+        with _lock:
+            self.exhausted = 0
+            for pool in (self.small, self.large):
+                pool.reset_accumulated()
+
+    def _refuse(self, nbytes: int) -> NoReturn:
+        """Raise the error of CUDA's allocator for ``nbytes`` that do not fit."""
+        self.exhausted += 1
+
         def size(count: int) -> str:
             return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.2f} MiB"
 
-        return (
+        raise torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {size(nbytes)}. GPU {self.index} has a total capacity of "
             f"{size(self.total)} of which {size(self.limit - self.allocated)} is free. Of the allocated memory "
             f"{size(self.allocated)} is allocated by PyTorch, and {size(self.reserved - self.allocated)} is reserved "
@@ -74,7 +150,7 @@ class DeviceMemory:
 class Block:
     """What one storage takes of a device, given back when the storage dies."""
 
-    __slots__ = ("device", "memory", "nbytes")
+    __slots__ = ("device", "memory", "nbytes", "requested")
 
     def __init__(self, device: torch.device, memory: DeviceMemory, nbytes: int) -> None:
         self.nbytes = 0
@@ -83,12 +159,16 @@ class Block:
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
+        """Take another block and give this one back, as the storage of a device does that is resized."""
         rounded = -(-nbytes // _ROUND) * _ROUND
-        if rounded > self.nbytes:
-            self.memory.take(rounded - self.nbytes)
-        else:
-            self.memory.give_back(self.nbytes - rounded)
-        self.nbytes = rounded
+        self.requested = nbytes
+        if rounded == self.nbytes:
+            return
+        if rounded:
+            self.memory.take(rounded)
+        self.nbytes, before = rounded, self.nbytes
+        if before:
+            self.memory.give_back(before)
 
     def __del__(self) -> None:
         if self.nbytes:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.node.simulated.host_copies import late_host_copy
 from mgpu_check.node.simulated.lazy import LAZY, install_lazy, uninitialized_on
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device, untraced_device
-from mgpu_check.node.simulated.streams import late_host_copy
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.node.simulated.transfer import move
 from mgpu_check.node.simulated.wrappers import convert_local, is_distributed

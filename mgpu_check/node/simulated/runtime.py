@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 
 from mgpu_check.node.simulated import streams
-from mgpu_check.node.simulated.memory import DeviceMemory
+from mgpu_check.node.simulated.allocator import device_memory
+from mgpu_check.node.simulated.native import refused, refused_class
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import (
     Node,
@@ -21,7 +22,7 @@ from mgpu_check.node.simulated.state import (
     untraced_device,
 )
 
-__all__ = ["install_runtime"]
+__all__ = ["install_runtime", "native_names"]
 
 _CAPABILITY = (9, 0)
 
@@ -90,16 +91,28 @@ def _set_device(device: object) -> None:
         _initialize()
 
 
-def _properties(device: object = None) -> SimpleNamespace:
+class DeviceProperties(SimpleNamespace):
+    """``torch.cuda.get_device_properties(i)``."""
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count}, "
+            f"uuid={self.uuid}, pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, "
+            f"pci_domain_id={self.pci_domain_id}, L2_cache_size={self.L2_cache_size >> 20}MB)"
+        )
+
+
+def _properties(device: object = None) -> DeviceProperties:
     index = device_index(device)
     if not 0 <= index < _node().n:
         raise AssertionError("Invalid device id")
     major, minor = _CAPABILITY
-    return SimpleNamespace(
+    return DeviceProperties(
         name=f"SIMULATED ({_node().backing})",
         major=major,
         minor=minor,
-        total_memory=_memory(index).total,
+        total_memory=device_memory(index).total,
         multi_processor_count=1,
         is_integrated=0,
         is_multi_gpu_board=0,
@@ -112,54 +125,14 @@ def _properties(device: object = None) -> SimpleNamespace:
         warp_size=32,
         L2_cache_size=50 << 20,
         gcnArchName=f"sm_{major}{minor}",
+        clock_rate=1_000_000,
+        memory_clock_rate=1_000_000,
+        memory_bus_width=5120,
         uuid=f"5107a7ed-0000-0000-0000-{_node().physical[index]:012d}",
         pci_bus_id=index,
         pci_device_id=0,
         pci_domain_id=0,
     )
-
-
-def _memory(device: object = None) -> DeviceMemory:
-    return _node().memory[_checked_index(device)]
-
-
-def _empty_cache() -> None:
-    for memory in _node().memory:
-        memory.empty_cache()
-
-
-def _memory_stats(device: object = None) -> dict[str, int]:
-    memory = _memory(device)
-    return {
-        "allocation.all.allocated": memory.allocations,
-        "allocated_bytes.all.current": memory.allocated,
-        "allocated_bytes.all.peak": memory.peak,
-        "reserved_bytes.all.current": memory.reserved,
-        "reserved_bytes.all.peak": memory.reserved_peak,
-        "active_bytes.all.current": memory.allocated,
-        "active_bytes.all.peak": memory.peak,
-        "num_alloc_retries": 0,
-        "num_ooms": 0,
-    }
-
-
-def _memory_summary(device: object = None, abbreviated: bool = False) -> str:
-    rows = "\n".join(f"| {name:<30} | {value:>16} |" for name, value in _memory_stats(device).items())
-    return f"| PyTorch CUDA memory summary, device ID {_checked_index(device)} (simulated)\n{rows}"
-
-
-def _set_fraction(fraction: float, device: object = None) -> None:
-    if not isinstance(fraction, float):
-        raise TypeError("Invalid type for fraction argument, must be `float`")
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
-    memory = _memory(device)
-    memory.limit = int(memory.total * fraction)
-
-
-def _mem_get_info(device: object = None) -> tuple[int, int]:
-    memory = _memory(device)
-    return memory.limit - memory.reserved, memory.total
 
 
 def _can_access(device: object, peer_device: object) -> bool:
@@ -183,10 +156,6 @@ def _is_in_bad_fork() -> bool:
 
     node = _node()
     return node.initialized and node.pid != os.getpid()
-
-
-def _no_graphs(*_: object, **__: object) -> None:
-    raise RuntimeError("CUDA graphs are not available on a simulated node")
 
 
 def _device_module(device: object = None) -> object:
@@ -220,8 +189,6 @@ def _cuda_functions() -> dict[str, object]:
         "get_device_properties": _properties,
         "get_device_name": lambda device=None: _properties(device).name,
         "get_device_capability": lambda device=None: _CAPABILITY,
-        "get_arch_list": lambda: ["sm_90"],
-        "get_gencode_flags": lambda: "",
         "can_device_access_peer": _can_access,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_tf32_supported": lambda: True,
@@ -235,32 +202,56 @@ def _cuda_functions() -> dict[str, object]:
         "ExternalStream": streams.ExternalStream,
         "Event": streams.Event,
         "is_current_stream_capturing": lambda: False,
-        "ipc_collect": lambda: None,
-        "graph": _no_graphs,
-        "CUDAGraph": _no_graphs,
-        "make_graphed_callables": _no_graphs,
-        "utilization": lambda device=None: 0,
-        "memory_usage": lambda device=None: 0,
+        "_CudaDeviceProperties": DeviceProperties,
+        **_monitoring(),
     }
     return functions
 
 
-def _memory_functions() -> dict[str, object]:
+def _monitoring() -> dict[str, object]:
+    """What NVML says of the devices: nothing runs on them, and they are cool."""
+
+    def of(value: int) -> Callable[..., int]:
+        def answer(device: object = None) -> int:
+            _checked_index(device)
+            return value
+
+        return answer
+
+    def memory_used(device: object = None) -> int:
+        return device_memory(_checked_index(device)).reserved
+
+    def processes(device: object = None) -> str:
+        return f"GPU:{_checked_index(device)}\nno processes are running"
+
     return {
-        "memory_allocated": lambda device=None: _memory(device).allocated,
-        "max_memory_allocated": lambda device=None: _memory(device).peak,
-        "memory_reserved": lambda device=None: _memory(device).reserved,
-        "max_memory_reserved": lambda device=None: _memory(device).reserved_peak,
-        "reset_peak_memory_stats": lambda device=None: _memory(device).reset_peak(),
-        "reset_max_memory_allocated": lambda device=None: _memory(device).reset_peak(),
-        "reset_accumulated_memory_stats": lambda device=None: None,
-        "empty_cache": _empty_cache,
-        "memory_stats": _memory_stats,
-        "memory_summary": _memory_summary,
-        "mem_get_info": _mem_get_info,
-        "set_per_process_memory_fraction": _set_fraction,
-        "get_per_process_memory_fraction": lambda device=None: _memory(device).limit / _memory(device).total,
+        "utilization": of(0),
+        "memory_usage": of(0),
+        "temperature": of(30),
+        "power_draw": of(0),
+        "clock_rate": of(1000),
+        "device_memory_used": memory_used,
+        "list_gpu_processes": processes,
+        "_device_count_nvml": lambda: _node().n,
+        "_raw_device_count_nvml": lambda: _node().n,
+        "_raw_device_uuid_nvml": lambda: [f"GPU-{_properties(i).uuid}" for i in range(_node().n)],
+        "_nvml_based_avail": lambda: False,
     }
+
+
+def _refused() -> dict[str, object]:
+    """Name in ``torch.cuda`` -> what says that it is not there."""
+    classes = ("CUDAGraph", "graph", "MemPool", "CUDAPluggableAllocator", "GreenContext")
+    functions = ("make_graphed_callables", "change_current_allocator", "_compile_kernel")
+    return {name: refused_class(f"torch.cuda.{name}") for name in classes} | {
+        name: refused(f"torch.cuda.{name}") for name in functions
+    }
+
+
+def _capability(index: int | None = None) -> dict[str, object]:
+    _checked_index(index)
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return {"supported_dtypes": dtypes}
 
 
 def _accelerator_functions() -> dict[str, object]:
@@ -272,50 +263,54 @@ def _accelerator_functions() -> dict[str, object]:
         "_accelerator_setDeviceIndex": _set_device,
         "_accelerator_exchangeDevice": _exchange,
         "_accelerator_maybeExchangeDevice": _exchange,
+        "_accelerator_hooks_device_count": lambda: _node().n,
+        "_accelerator_hooks_get_current_device": lambda: current_index(),
+        "_accelerator_hooks_set_current_device": lambda index: _set_device(index),
+        "_accelerator_hooks_exchange_device": lambda index: _exchange(index),
+        "_accelerator_hooks_maybe_exchange_device": lambda index: _exchange(index),
+        "_accelerator_getDeviceCapability": _capability,
         "_accelerator_getStream": streams.current_stream,
         "_accelerator_setStream": streams.set_stream,
         "_accelerator_synchronizeDevice": _synchronize,
-        "_accelerator_emptyCache": _empty_cache,
-        "_accelerator_isAllocatorInitialized": lambda: True,
-        "_accelerator_getMemoryInfo": _mem_get_info,
-        "_accelerator_resetPeakStats": lambda device=None: _memory(device).reset_peak(),
-        "_accelerator_resetAccumulatedStats": lambda device=None: None,
         "_cuda_isCurrentStreamCapturing": lambda: False,
     }
 
 
+def _native_functions() -> dict[str, object]:
+    """Name in ``torch._C`` -> the twin beneath ``torch.cuda``, for those who call it there."""
+    return {
+        "_cuda_init": _initialize,
+        "_cuda_isInBadFork": _is_in_bad_fork,
+        "_cuda_getDeviceCount": lambda: _node().n,
+        "_cuda_getDevice": lambda: current_index(),
+        "_cuda_setDevice": lambda index: _set_device(index),
+        "_cuda_exchangeDevice": lambda index: _exchange(index),
+        "_cuda_maybeExchangeDevice": lambda index: _exchange(index),
+        "_cuda_canDeviceAccessPeer": lambda one, other: _can_access(one, other),
+        "_cuda_synchronize": lambda: _synchronize(),
+        "_CudaDeviceProperties": DeviceProperties,
+    }
+
+
+def native_names() -> set[str]:
+    """The names in ``torch._C`` that :func:`install_runtime` replaces."""
+    return {*_accelerator_functions(), *_native_functions()}
+
+
 def install_runtime(patches: Patches) -> None:
     """Replace the device functions of ``torch.cuda``, ``torch.accelerator`` and what they stand on."""
-    for owner, functions in (
-        (torch.cuda, _cuda_functions()),
-        (torch.cuda, _memory_functions()),
-        (torch.cuda.memory, _memory_functions()),
-    ):
-        for name, function in functions.items():
-            if hasattr(owner, name):
-                patches.set(owner, name, function)
-    for name in ("Stream", "Event", "ExternalStream"):
-        patches.set(torch.cuda.streams, name, getattr(streams, name))
+    cuda = torch.cuda
+    for name, function in {**_cuda_functions(), **_refused()}.items():
+        original = getattr(cuda, name, None)
+        if original is None:
+            continue
+        home = sys.modules.get(getattr(original, "__module__", ""))
+        for owner in {cuda, home} if home is not None and vars(home).get(name) is original else {cuda}:
+            patches.set(owner, name, function)
     for name in ("Stream", "Event"):
         patches.set(torch, name, getattr(streams, name))
-    for name, function in _accelerator_functions().items():
-        if hasattr(torch._C, name):
-            patches.set(torch._C, name, function)
-    accelerator = torch.accelerator
-    for name in ("memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        for owner in (accelerator, getattr(accelerator, "memory", accelerator)):
-            if hasattr(owner, name):
-                patches.set(owner, name, _memory_functions()[name])
-    patches.set(accelerator, "device_index", _AcceleratorIndex)
+    for name, function in {**_accelerator_functions(), **_native_functions()}.items():
+        patches.set(torch._C, name, function)
+    patches.set(torch.accelerator, "device_index", _AcceleratorIndex)
     patches.set(torch, "get_device_module", _device_module)
-    patches.set(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
-    _install_capture(patches)
-
-
-def _install_capture(patches: Patches) -> None:
-    """CUDA graphs: nothing is ever captured."""
-    no: Callable[[], bool] = lambda: False  # noqa: E731
-    for module in (torch.cuda.graphs,):
-        with contextlib.suppress(AttributeError):
-            if hasattr(module, "is_current_stream_capturing"):
-                patches.set(module, "is_current_stream_capturing", no)
+    patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)

@@ -13,6 +13,7 @@ from mgpu_check.node.simulated.memory import DeviceMemory
 __all__ = [
     "Node",
     "active_node",
+    "cuda_error",
     "current_index",
     "device_index",
     "enter_node",
@@ -26,9 +27,9 @@ __all__ = [
 # The C type, kept because `torch.device` itself is replaced while a simulation is active.
 _DEVICE_TYPE: type = type(torch.device("cpu"))
 
-_INVALID_ORDINAL = (
-    "CUDA error: invalid device ordinal\n"
-    "GPU device may be out of range, do you have enough GPUs?\n"
+_ERROR = (
+    "CUDA error: {}\n"
+    "{}"
     "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
     "incorrect.\n"
     "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
@@ -98,11 +99,17 @@ def current_index() -> int:
     return _current.index
 
 
+def cuda_error(code: int, name: str, hint: str = "") -> RuntimeError:
+    """The error of the CUDA runtime with this number and name, as torch words it."""
+    error: RuntimeError = torch.AcceleratorError(_ERROR.format(name, hint))
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
 def invalid_ordinal() -> RuntimeError:
     """The error of the CUDA runtime for a device that does not exist."""
-    error: RuntimeError = torch.AcceleratorError(_INVALID_ORDINAL)
-    error.error_code = 101  # type: ignore[attr-defined]  # cudaErrorInvalidDevice
-    return error
+    hint = "GPU device may be out of range, do you have enough GPUs?\n"
+    return cuda_error(101, "invalid device ordinal", hint)  # cudaErrorInvalidDevice
 
 
 def set_current_index(index: int) -> None:

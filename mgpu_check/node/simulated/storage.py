@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 
 from mgpu_check.node.simulated.memory import BLOCK, Block, block_of
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device
+from mgpu_check.node.simulated.unwritten import never_written_bytes
 
 __all__ = ["install_storage"]
 
@@ -56,16 +60,41 @@ def _clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def _resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    block, before = block_of(self), self.nbytes()
+    if block is not None and size > before:
+        block.memory.require(size)
     _base.resize_(self, size)  # type: ignore[attr-defined]
-    block = block_of(self)
     if block is not None:
         block.resize(size)
+        if size > before:
+            never_written_bytes(self, before)
     return self
+
+
+def _new(original: Callable[..., torch.UntypedStorage]) -> staticmethod[..., torch.UntypedStorage]:
+    @functools.wraps(original)
+    def new(cls: type, *args: object, **kwargs: object) -> torch.UntypedStorage:
+        device = simulated_device(kwargs.get("device"))
+        node = active_node()
+        if device is None or node is None:
+            return original(cls, *args, **kwargs)
+        memory = node.memory[device.index]
+        if args and isinstance(args[0], int):
+            memory.require(args[0])
+        made = original(cls, *args, **{**kwargs, "device": node.backing})
+        made.__dict__[BLOCK] = Block(device, memory, made.nbytes())
+        if args and isinstance(args[0], int) and args[0]:
+            never_written_bytes(made, 0)
+        return made
+
+    return staticmethod(new)
 
 
 def install_storage(patches: Patches) -> None:
     """Replace what ``torch.UntypedStorage`` says of its device and does with it."""
     patches.set(_storage, "device", property(_device))
+    patches.set(_storage, "is_cuda", property(lambda self: _device(self).type == "cuda"))
+    patches.set(_storage, "__new__", _new(_storage.__new__))
     for name, function in (
         ("cuda", _cuda),
         ("cpu", _cpu),

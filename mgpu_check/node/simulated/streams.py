@@ -2,101 +2,91 @@
 
 Operators run at once. What reality delivers late (a ``non_blocking`` copy to pinned host memory, a collective with
 ``async_op=True``) is held back: until the stream that it was queued on is waited for, its destination holds poison.
+Streams take time only where they are told to sleep: each knows until when it is busy, and events when they are reached.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import itertools
 import threading
 import time
-from collections.abc import Callable
+import warnings
+import weakref
+from collections.abc import Iterator
 from typing import Self
 
 import torch
 
-from mgpu_check.node.simulated.state import active_node, current_index, device_index, set_current_index, untraced_device
+from mgpu_check.node.simulated.delivery import Late, Waiting, sleep_until
+from mgpu_check.node.simulated.state import (
+    active_node,
+    cuda_error,
+    current_index,
+    device_index,
+    invalid_ordinal,
+    set_current_index,
+    untraced_device,
+)
 
 __all__ = [
     "Event",
     "ExternalStream",
-    "Late",
     "Stream",
     "StreamContext",
+    "as_on",
+    "chosen_streams",
     "current_stream",
     "default_stream",
     "forget_streams",
+    "get_sync_debug_mode",
     "hold_on_current",
     "hold_outstanding",
-    "late_host_copy",
-    "poison",
+    "host_waits",
     "set_stream",
+    "set_sync_debug_mode",
+    "stream_by_id",
     "synchronize",
 ]
 
 
-def poison(t: torch.Tensor) -> None:
-    """Fill a plain tensor with what no correct program computes: NaN, or the least integer (0xFF.. where unsigned)."""
-    with torch.no_grad():
-        if t.is_floating_point() or t.is_complex():
-            t.fill_(float("nan"))
-        elif t.dtype is torch.bool:
-            t.logical_not_()
-        else:
-            info = torch.iinfo(t.dtype)
-            t.fill_(info.min or info.max)
+_PRIORITIES = (0, -3)  # the least and the greatest that torch supports
+_ids = itertools.count(1)
+_by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 
-class Late:
-    """A result that is delivered once, when something waits for it."""
-
-    __slots__ = ("_deliver", "_lock")
-
-    def __init__(self, deliver: Callable[[], object]) -> None:
-        self._deliver: Callable[[], object] | None = deliver
-        self._lock = threading.Lock()
-
-    def deliver(self) -> None:
-        with self._lock:
-            deliver, self._deliver = self._deliver, None
-        if deliver is not None:
-            deliver()
-
-    @property
-    def done(self) -> bool:
-        return self._deliver is None
-
-
-class _Waiting:
-    """What a stream and an event have in common: results that are late, and a wait for all of them."""
-
-    _late: list[Late]
-
-    def query(self) -> bool:
-        """Whether all of them are there. Work that is asked about ends: the next question gets yes."""
-        done = all(late.done for late in self._late)
-        self.synchronize()
-        return done
-
-    def synchronize(self) -> None:
-        late, self._late = self._late, []
-        for one in late:
-            one.deliver()
-
-
-class Stream(_Waiting):
+class Stream(Waiting):
     """``torch.cuda.Stream`` of a simulated device."""
 
-    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
-        made = untraced_device(device)
+    def __new__(cls, device: object = None, priority: int = 0, **given: object) -> Self:
+        if "stream_id" in given:
+            return stream_by_id(**given)  # type: ignore[arg-type, return-value]
+        return super().__new__(cls)
+
+    def __init__(self, device: object = None, priority: int = 0, **given: object) -> None:
+        if "stream_id" in given:
+            return
+        made = None if isinstance(device, int) and device < 0 else untraced_device(device)
         if made is not None and made.type != "cuda":
             raise ValueError(f"Expected a cuda device, but got: {device}")
-        index = device_index(device)
         node = active_node()
         if node is None:
             raise RuntimeError("the simulated node is not active")
+        index = device_index(made)
+        if not 0 <= index < node.n:
+            raise invalid_ordinal()
         self.device = node.devices[index]
-        self.priority = priority
+        self.priority = max(min(priority, _PRIORITIES[0]), _PRIORITIES[1])
+        self.stream_id = next(_ids)
+        _by_id[self.stream_id] = self
         self._late: list[Late] = []
+        self._reached = 0.0
         self._previous: list[tuple[int, Stream]] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return _PRIORITIES
 
     @property
     def device_index(self) -> int:
@@ -107,27 +97,40 @@ class Stream(_Waiting):
         return 1  # kCUDA
 
     @property
-    def stream_id(self) -> int:
-        return id(self)
-
-    @property
     def cuda_stream(self) -> int:
-        return 0 if default_stream(self.device) is self else id(self)
+        return self.stream_id and id(self)
 
     @property
     def native_handle(self) -> int:
         return self.cuda_stream
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.cuda_stream)
+
+    def sleep(self, seconds: float) -> None:
+        """Be busy for so long, with what is queued now."""
+        self._reached = max(self._reached, time.perf_counter()) + seconds
+        _busy[self.device_index] = max(_busy.get(self.device_index, 0.0), self._reached)
 
     def hold(self, late: Late) -> None:
         """Queue a late result behind what is on this stream."""
         self._late = [kept for kept in self._late if not kept.done]
         self._late.append(late)
 
+    def holds(self, late: Late) -> bool:
+        """Whether what is queued on this stream from now on comes after this result."""
+        return any(queued is late for queued in self._late)
+
     def wait_stream(self, stream: Stream) -> None:
-        self._late.extend(late for late in stream._late if not late.done)
+        self._follow(stream)
 
     def wait_event(self, event: Event) -> None:
-        self._late.extend(late for late in event._late if not late.done)
+        self._follow(event)
+
+    def _follow(self, other: Waiting) -> None:
+        self._late.extend(late for late in other._late if not late.done)
+        self._reached = max(self._reached, other._reached)
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -153,11 +156,21 @@ class Stream(_Waiting):
 
 
 class ExternalStream(Stream):
+    """A stream that another library made; nothing is queued on it but what this process queues."""
+
+    def __new__(cls, stream_ptr: int, device: object = None, **_: object) -> Self:
+        return super().__new__(cls)
+
     def __init__(self, stream_ptr: int, device: object = None, **_: object) -> None:
         super().__init__(device)
+        self._pointer = int(stream_ptr)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self._pointer
 
 
-class Event(_Waiting):
+class Event(Waiting):
     """``torch.cuda.Event``: remembers what a stream had still to do, and when."""
 
     def __init__(
@@ -174,13 +187,14 @@ class Event(_Waiting):
         self.enable_timing = enable_timing
         self.blocking = blocking
         self.interprocess = interprocess
-        self._time: float | None = None
+        self._recorded = False
+        self._reached = 0.0
         self._late: list[Late] = []
         self.device: torch.device | None = None
 
     @property
     def cuda_event(self) -> int:
-        return id(self) if self._time is not None else 0
+        return id(self) if self._recorded else 0
 
     @property
     def event_id(self) -> int:
@@ -188,9 +202,14 @@ class Event(_Waiting):
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
+        if self.device is not None and self.device != stream.device:
+            raise RuntimeError(
+                f"Event device {self.device.index} does not match recording stream's device {stream.device.index}."
+            )
         self.device = stream.device
+        self._recorded = True
         self._late = [late for late in stream._late if not late.done]
-        self._time = time.perf_counter()
+        self._reached = max(time.perf_counter(), stream._reached)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -199,9 +218,17 @@ class Event(_Waiting):
         """Milliseconds between the two records."""
         if not self.enable_timing or not end_event.enable_timing:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
-        if self._time is None or end_event._time is None:
+        if not self._recorded or not end_event._recorded:
             raise ValueError("Both events must be recorded before calculating elapsed time.")
-        return (end_event._time - self._time) * 1000
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self.device != end_event.device:
+            raise cuda_error(400, "invalid resource handle")
+        return (end_event._reached - self._reached) * 1000
+
+    @classmethod
+    def from_ipc_handle(cls, device: object, handle: object) -> Event:
+        raise RuntimeError("CUDA IPC is not available on a simulated node")
 
     def ipc_handle(self) -> bytes:
         raise RuntimeError("CUDA IPC is not available on a simulated node")
@@ -216,7 +243,9 @@ class _Streams(threading.local):
 
 
 _streams = _Streams()
+_sync_debug_mode = 0
 _defaults: dict[int, Stream] = {}
+_busy: dict[int, float] = {}  # until when a stream of the device is
 # Late results by device, on whichever stream, for synchronize(): a stream that was dropped still has its work to do.
 _outstanding: dict[int, list[Late]] = {}
 
@@ -224,8 +253,11 @@ _outstanding: dict[int, list[Late]] = {}
 def forget_streams() -> None:
     """Drop all streams; what was late on them stays undelivered."""
     global _streams
+    set_sync_debug_mode(0)
     _defaults.clear()
     _outstanding.clear()
+    _busy.clear()
+    _by_id.clear()
     _streams = _Streams()
 
 
@@ -233,13 +265,41 @@ def default_stream(device: object = None) -> Stream:
     index = device_index(device)
     stream = _defaults.get(index)
     if stream is None:
-        stream = _defaults.setdefault(index, Stream(torch.device("cuda", index)))
+        made = Stream(torch.device("cuda", index))
+        made.stream_id = 0
+        stream = _defaults.setdefault(index, made)
+    return stream
+
+
+def stream_by_id(stream_id: int, device_index: int, device_type: int = 1) -> Stream:
+    """The stream that names itself by these three numbers; raises ValueError where there is none."""
+    stream = default_stream(torch.device("cuda", device_index)) if stream_id == 0 else _by_id.get(stream_id)
+    if stream is None or stream.device_index != device_index:
+        raise ValueError(f"stream_id={stream_id!r} names no stream of cuda:{device_index}")
     return stream
 
 
 def current_stream(device: object = None) -> Stream:
     index = device_index(device)
     return _streams.current.get(index) or default_stream(index)
+
+
+def chosen_streams() -> dict[int, Stream]:
+    """The streams that this thread has made current, by device, where that is not the default one."""
+    return {index: stream for index, stream in _streams.current.items() if stream.stream_id}
+
+
+@contextlib.contextmanager
+def as_on(index: int, streams: dict[int, Stream]) -> Iterator[None]:
+    """Inside, device ``index`` is current, and ``streams`` are, on their devices; default ones on all others."""
+    before, device = _streams.current, current_index()
+    _streams.current = dict(streams)
+    set_current_index(index)
+    try:
+        yield
+    finally:
+        _streams.current = before
+        set_current_index(device)
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -250,6 +310,7 @@ def set_stream(stream: Stream | None) -> None:
 
 def synchronize(device: object = None) -> None:
     """Wait for all work of a device, on whichever stream it was queued."""
+    sleep_until(_busy.pop(device_index(device), 0.0))
     for late in _outstanding.pop(device_index(device), ()):
         late.deliver()
 
@@ -266,6 +327,26 @@ def hold_on_current(late: Late, device: torch.device) -> None:
     hold_outstanding(late, device)
 
 
+def host_waits(device: torch.device) -> None:
+    """Before the host reads what the current stream of ``device`` computes, as ``.item()`` does."""
+    if _sync_debug_mode:
+        told = "called a synchronizing CUDA operation"
+        if _sync_debug_mode == 2:
+            raise RuntimeError(told)
+        warnings.warn(told, stacklevel=2)
+    current_stream(device).synchronize()
+
+
+def set_sync_debug_mode(mode: int) -> None:
+    """0: nothing, 1: warn, 2: raise where the host waits for a device."""
+    global _sync_debug_mode
+    _sync_debug_mode = mode
+
+
+def get_sync_debug_mode() -> int:
+    return _sync_debug_mode
+
+
 class StreamContext:
     """``torch.cuda.stream(s)``: makes ``s`` and its device current inside."""
 
@@ -279,19 +360,3 @@ class StreamContext:
     def __exit__(self, *_: object) -> None:
         if self.stream is not None:
             self.stream.__exit__()
-
-
-def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool) -> None:
-    """After a copy to the host: without ``non_blocking`` it has waited; with it, the values come with the wait."""
-    if not non_blocking:
-        current_stream(source).synchronize()
-        return
-    values = copy.clone()
-    poison(copy)
-    target = copy.detach()
-
-    def deliver() -> None:
-        with torch.no_grad():
-            target.copy_(values)
-
-    hold_on_current(Late(deliver), source)

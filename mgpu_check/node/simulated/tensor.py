@@ -19,12 +19,12 @@ from mgpu_check.node.simulated.state import active_node
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
+__all__ = ["TYPE_NAMES", "SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
 
 _no_dispatch = torch._C._DisableTorchDispatch
 _strided = torch.strided
 _plain: type = torch.Tensor
-_TYPE_NAMES = {
+TYPE_NAMES = {
     torch.float32: "FloatTensor",
     torch.float64: "DoubleTensor",
     torch.float16: "HalfTensor",
@@ -232,6 +232,6 @@ def to_real(t: torch.Tensor) -> torch.Tensor:
 
 def type_name(t: torch.Tensor) -> str:
     """What ``t.type()`` says on a machine with the device, e.g. "torch.cuda.FloatTensor"."""
-    name = _TYPE_NAMES.get(t.dtype, "Tensor")
+    name = TYPE_NAMES.get(t.dtype, "Tensor")
     sparse = "sparse." if t.layout is torch.sparse_coo else ""
     return f"torch.{'cuda.' if isinstance(t, SimulatedTensor) else ''}{sparse}{name}"

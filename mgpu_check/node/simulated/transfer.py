@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.node.simulated.host_copies import deliver_queued
 from mgpu_check.node.simulated.state import active_node
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw, tag
 
@@ -34,6 +35,9 @@ def _transfer(
         home = device
     else:
         home = node.backing
+        node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
+        if source.type == "cpu":
+            deliver_queued(t, device)
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
     if device.type == "cuda" and node is not None:

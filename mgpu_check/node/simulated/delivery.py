@@ -1,0 +1,70 @@
+"""Results that a device delivers later than the call that asked for them, and what stands in their place until then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["Late", "Waiting", "poison", "sleep_until"]
+
+
+def poison(t: torch.Tensor) -> None:
+    """Fill a plain tensor with what no correct program computes: NaN, or the least integer (0xFF.. where unsigned)."""
+    with torch.no_grad():
+        if t.is_floating_point() or t.is_complex():
+            t.fill_(float("nan"))
+        elif t.dtype is torch.bool:
+            t.logical_not_()
+        else:
+            info = torch.iinfo(t.dtype)
+            t.fill_(info.min or info.max)
+
+
+class Late:
+    """A result that is delivered once, when something waits for it."""
+
+    __slots__ = ("_deliver", "_lock")
+
+    def __init__(self, deliver: Callable[[], object]) -> None:
+        self._deliver: Callable[[], object] | None = deliver
+        self._lock = threading.Lock()
+
+    def deliver(self) -> None:
+        with self._lock:
+            deliver, self._deliver = self._deliver, None
+        if deliver is not None:
+            deliver()
+
+    @property
+    def done(self) -> bool:
+        return self._deliver is None
+
+
+class Waiting:
+    """What a stream and an event have in common: results that are late, and a time when all before it is done."""
+
+    _late: list[Late]
+    _reached: float
+
+    def query(self) -> bool:
+        """Whether all is done. Results that are asked for arrive: the next question gets yes."""
+        if self._reached > time.perf_counter():
+            return False
+        done = all(late.done for late in self._late)
+        self.synchronize()
+        return done
+
+    def synchronize(self) -> None:
+        sleep_until(self._reached)
+        late, self._late = self._late, []
+        for one in late:
+            one.deliver()
+
+
+def sleep_until(moment: float) -> None:
+    left = moment - time.perf_counter()
+    if left > 0:
+        time.sleep(left)

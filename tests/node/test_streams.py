@@ -1,0 +1,127 @@
+"""Streams and events of simulated devices: the order that they promise, and the time that they take."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("node")
+
+
+def test_what_was_saved_on_the_host_comes_back_in_the_order_of_the_stream():
+    a, b = (torch.rand(4, device="cuda:1", requires_grad=True) for _ in range(2))
+    with torch.cuda.device(1):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            out = (a * b).exp()
+        out.sum().backward()
+    assert torch.allclose(a.grad, (a * b).exp() * b)
+
+
+def test_a_copy_back_on_the_same_stream_reads_what_the_copy_to_the_host_brought():
+    there, pinned = torch.arange(3.0, device="cuda"), torch.zeros(5).pin_memory()
+    pinned[:3].copy_(there, non_blocking=True)
+    assert pinned[:3].isnan().all()
+    assert pinned[:3].to("cuda", non_blocking=True).tolist() == [0, 1, 2]
+    late = there.to("cpu", non_blocking=True)
+    into = torch.zeros(3, device="cuda").copy_(late, non_blocking=True)
+    assert into.tolist() == [0, 1, 2]
+
+
+def test_a_copy_back_on_another_stream_reads_what_is_there_until_it_has_waited():
+    there, side = torch.ones(2, device="cuda"), torch.cuda.Stream()
+    late = there.to("cpu", non_blocking=True)
+    with torch.cuda.stream(side):
+        assert math.isnan(late.to("cuda").sum())
+    late = there.to("cpu", non_blocking=True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        assert late.to("cuda").sum() == 2
+    late = there.to("cpu", non_blocking=True)
+    assert math.isnan(late.to("cuda:1").sum())  # the stream of another device
+
+
+def test_a_stream_that_sleeps_is_busy_and_events_are_reached_in_turn():
+    start, end, side = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.Stream()
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    assert not end.query() and not torch.cuda.current_stream().query()
+    assert side.query()
+    side.wait_event(end)
+    assert not side.query()
+    with pytest.raises(RuntimeError, match="Both events must be completed before calculating elapsed time"):
+        start.elapsed_time(end)
+    side.synchronize()
+    assert end.query() and start.elapsed_time(end) >= 20
+    torch.cuda._sleep(10_000_000)
+    stream = torch.cuda.current_stream()
+    torch.cuda.synchronize()
+    assert stream.query()
+
+
+def test_events_belong_to_the_device_that_records_them_first():
+    one, other = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    one.record(torch.cuda.current_stream(0))
+    other.record(torch.cuda.current_stream(1))
+    with pytest.raises(torch.AcceleratorError, match="invalid resource handle"):
+        one.elapsed_time(other)
+    with pytest.raises(RuntimeError, match="Event device 0 does not match recording stream's device 1"):
+        one.record(torch.cuda.current_stream(1))
+
+
+def test_streams_are_known_by_their_numbers():
+    side = torch.cuda.Stream(2, priority=-9)
+    least, greatest = torch.cuda.Stream.priority_range()
+    assert side.priority == greatest < least
+    again = torch.cuda.Stream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
+    assert again is side
+    torch._C._cuda_setStream(stream_id=side.stream_id, device_index=2, device_type=side.device_type)
+    assert torch.cuda.current_stream(2) is side and torch.cuda.current_device() == 2
+    assert torch.cuda.default_stream(2).cuda_stream == 0 != side.cuda_stream
+    assert torch.cuda.ExternalStream(17, device=1).cuda_stream == 17
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.cuda.Stream(4)
+
+
+def test_backward_runs_on_the_stream_and_the_device_of_the_forward():
+    seen = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((torch.cuda.current_stream(), torch.cuda.current_device()))
+            return grad * 2
+
+    side, x = torch.cuda.Stream(1), torch.ones(2, device="cuda:1", requires_grad=True)
+    with torch.cuda.stream(side):
+        y = Twice.apply(x)
+        y.register_hook(lambda grad: seen.append((torch.cuda.current_stream(), torch.cuda.current_device())))
+    with torch.cuda.stream(torch.cuda.Stream(0)):
+        ambient = torch.cuda.current_stream()
+        y.sum().backward()
+        assert torch.cuda.current_stream() is ambient
+    assert seen == [(side, 1), (side, 1)]
+    seen.clear()
+    out = Twice.apply(x)
+    with torch.cuda.stream(side):
+        out.sum().backward()
+    assert seen == [(torch.cuda.default_stream(1), 1)]
+
+
+def test_waits_of_the_host_can_be_warned_of_and_refused():
+    x = torch.ones(2, device="cuda")
+    torch.cuda.set_sync_debug_mode("warn")
+    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation"):
+        x.sum().item()
+    torch.cuda.set_sync_debug_mode("error")
+    assert torch.cuda.get_sync_debug_mode() == 2
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        x.cpu()
+    x.to("cpu", non_blocking=True)
+    torch.cuda.set_sync_debug_mode(0)
