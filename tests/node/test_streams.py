@@ -45,7 +45,7 @@ def test_a_copy_back_on_another_stream_reads_what_is_there_until_it_has_waited()
 def test_a_stream_that_sleeps_is_busy_and_events_are_reached_in_turn():
     start, end, side = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True), torch.cuda.Stream()
     start.record()
-    torch.cuda._sleep(20_000_000)
+    torch.cuda._sleep(1_000_000_000)
     end.record()
     assert not end.query() and not torch.cuda.current_stream().query()
     assert side.query()
@@ -54,7 +54,7 @@ def test_a_stream_that_sleeps_is_busy_and_events_are_reached_in_turn():
     with pytest.raises(RuntimeError, match="Both events must be completed before calculating elapsed time"):
         start.elapsed_time(end)
     side.synchronize()
-    assert end.query() and start.elapsed_time(end) >= 20
+    assert end.query() and start.elapsed_time(end) >= 1000
     torch.cuda._sleep(10_000_000)
     stream = torch.cuda.current_stream()
     torch.cuda.synchronize()
