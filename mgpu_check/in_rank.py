@@ -27,6 +27,7 @@ from mgpu_check.coverage_of_ranks import Measuring
 from mgpu_check.ranks import stray
 from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.worker import EXPLAIN, at_rest, tell, without_engine
+from mgpu_check.replacements import replaced
 
 __all__ = ["call"]
 
@@ -47,6 +48,7 @@ def call(
     fault: str | None,
     drawn: bool,
     coverage: str | None,
+    replacements: bytes = b"",
 ) -> Any:
     """Call `function` as pytest would.
 
@@ -55,6 +57,7 @@ def call(
         fault: name of a planted fault to have in the process meanwhile, or None.
         drawn: whether Hypothesis may be told of an example.
         coverage: how to measure it; see `Measuring`.
+        replacements: what fixtures have replaced in modules; see there.
     """
     example = _collector.example(function) if drawn else contextlib.nullcontext()
     _measuring.start(coverage)
@@ -65,6 +68,7 @@ def call(
             _fault(fault),
             example,
             without_debugger(),
+            replaced(replacements),
         ):
             result = function(*args, **kwargs)
             _warn_of_strays()

@@ -210,6 +210,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpus.settings.asked and not session.config.option.collectonly:
         gpus.pool.start()
+        from mgpu_check.replacements import Replacements
+
+        replacements = Replacements()
+        replacements.start()
+        gpus.replacements = replacements.pickled
+        session.config.add_cleanup(replacements.end)
 
 
 @pytest.hookimpl(tryfirst=True)

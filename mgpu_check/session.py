@@ -139,6 +139,7 @@ class GpuSession:
         waits: how long tests had to wait for devices that others had, in seconds.
         on_wait: told whom a test waits for, if it is long.
         on_ranks: called before ranks are used through the fixture `ranks`: the test may not be known as one that does.
+        replacements: gives what fixtures have replaced, for ranks to have it too.
         until_end: contexts that end with the current test.
     """
 
@@ -156,6 +157,7 @@ class GpuSession:
         self.waits: list[float] = []
         self.on_wait: Callable[[str], None] = lambda line: None
         self.on_ranks: Callable[[], None] = lambda: None
+        self.replacements: Callable[[], bytes] = bytes
         self.until_end = contextlib.ExitStack()
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
@@ -184,7 +186,9 @@ class GpuSession:
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,
-            wrap=lambda function: Shipped(function, self.fault, warning_filters(), self.drawn, coverage_here()),
+            wrap=lambda function: Shipped(
+                function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements()
+            ),
             hear=deliver,
             tokens=lambda seats: self.leasing.tokens(seats),
         )

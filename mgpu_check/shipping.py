@@ -38,6 +38,7 @@ class Shipped:
         fault: name of a planted fault to have in the process meanwhile, or None.
         drawn: its arguments may be those of an example of Hypothesis.
         coverage: how coverage.py is to measure it, None where it is not.
+        replacements: what it finds replaced in its modules; see `replacements`.
     """
 
     function: Callable[..., Any]
@@ -45,6 +46,7 @@ class Shipped:
     filters: tuple[Filter, ...]
     drawn: bool = False
     coverage: str | None = None
+    replacements: bytes = b""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         from mgpu_check import in_rank  # in the rank: it imports torch
@@ -57,6 +59,7 @@ class Shipped:
             fault=self.fault,
             drawn=self.drawn,
             coverage=self.coverage,
+            replacements=self.replacements,
         )
 
 

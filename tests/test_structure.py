@@ -29,6 +29,7 @@ LEVELS = [
     {"startup"},
     {"faults"},
     {"beyond", "leasing", "shortage"},
+    {"replacements"},
     {"in_rank", "shipping", "session", "report"},
     {"suite"},
     {"needs"},

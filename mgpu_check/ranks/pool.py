@@ -112,8 +112,9 @@ class RankPool:
         """
         name = getattr(function, "__name__", type(function).__name__)
         self._functions += 1
+        wrapped = self.wrap(function)
         try:
-            return Function(str(self._functions), transport.dumps(self.wrap(function)), name, reused)
+            return Function(str(self._functions), transport.dumps(wrapped), name, reused)
         except Exception as error:
             raise CannotTravel(
                 f"{name} cannot run in another process: it refers to {culprit_of(function) or error}; "
