@@ -116,7 +116,7 @@ CLIENTS = (
     Client(
         "GPT, drawn",
         "gpt.py",
-        Expected(2, ("those of one device", "same global batch")),
+        Expected(2, ("the ranks together saw 16 samples", "divide the global batch")),
         ("--accumulation=2",),
     ),
     Client(
