@@ -206,7 +206,7 @@ class Stress:
 
     def look_for_orphans(self) -> None:
         """Processes below the fork server that are no ranks."""
-        ranks = {process.pid for world in self.pool._worlds.values() for process in world.processes.values()}
+        ranks = {process.pid for _, world in self.pool._worlds for process in world.processes.values()}
         deadline = time.monotonic() + GONE_WITHIN
         while found := [pid for pid in _descendants(self.server) if pid not in ranks]:
             if time.monotonic() > deadline:

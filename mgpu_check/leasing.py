@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mgpu_check.node.inventory import Device
+from mgpu_check.ranks.masks import Mask
 from mgpu_check.ranks.seats import Seat
 from mgpu_check.settings import Settings
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from mgpu_check.node.leases import DeviceLeases, Lease
 
 __all__ = ["Leasing", "RunDirectory", "keys_of", "tokens_of", "told"]
+
+_CUDA = "CUDA_VISIBLE_DEVICES"
 
 _WORTH_TELLING = 1.0  # seconds of waiting, all tests together
 _A_WAIT = 0.1
@@ -83,7 +86,8 @@ class Leasing:
         self._all = self.places
         self._real = settings.simulate is None
         self._whole = launched
-        self._tokens = tokens_of(os.environ, len(devices))
+        self._devices = tuple(devices)
+        self._tokens = tokens_of(os.environ, len(devices), devices[0].mask if devices else _CUDA)
         self._lease: Lease | None = None
         self._leases: DeviceLeases | None = None
         if (self._real or directory is not None) and not launched:
@@ -133,11 +137,15 @@ class Leasing:
         if lease is not None:
             lease.give_back()
 
-    def tokens(self, seats: Sequence[Seat]) -> str | None:
-        """The value of CUDA_VISIBLE_DEVICES for a process that is to see these devices only."""
+    def mask(self, seats: Sequence[Seat]) -> Mask:
+        """How a process is told that it is to see these devices only."""
         if self._whole or not self._tokens:
-            return None
-        return ",".join(self._tokens[seat.slot] for seat in seats)
+            return Mask()
+        value = ",".join(self._tokens[seat.slot] for seat in seats)
+        own = [self._devices[seat.slot] for seat in seats]
+        # The other variable with it, so that they do not contradict each other, whichever comes first.
+        variables = {_CUDA, *(device.mask for device in own)}
+        return Mask(dict.fromkeys(sorted(variables), value), tuple(device.uuid for device in own))
 
 
 def told(waits: Sequence[float]) -> list[str]:
@@ -148,12 +156,13 @@ def told(waits: Sequence[float]) -> list[str]:
     return [f"{tests} waited {sum(waits):.1f} s, all together, for devices that others had"]
 
 
-def tokens_of(environment: Mapping[str, str], count: int) -> list[str]:
-    """What stands for each of the `count` visible devices in CUDA_VISIBLE_DEVICES: its entry there, or its index.
+def tokens_of(environment: Mapping[str, str], count: int, variable: str = _CUDA) -> list[str]:
+    """What stands for each of the `count` visible devices in the variable that masks them: its entry there, or its index.
 
-    Entries of the outer value only, so nothing becomes visible that was not.
+    Entries of the outer value only, so nothing becomes visible that was not. ROCm honours CUDA's variable, too, where its
+    own is not set.
     """
-    outer = environment.get("CUDA_VISIBLE_DEVICES")
+    outer = environment.get(variable, environment.get(_CUDA))
     if outer is None:
         return [str(index) for index in range(count)]
     return [entry.strip() for entry in outer.split(",")][:count]

@@ -41,6 +41,7 @@ class Needs:
         where: "ranks" and "node" say where its body runs; "parent" is a test that calls `ranks.run` itself.
         count: devices it needs; 0 for all there are.
         host: where its process is, for "node".
+        least: devices that there must be, for one that gets all there are.
     """
 
     where: Literal["ranks", "node", "parent"]
@@ -48,6 +49,7 @@ class Needs:
     backend: str | None = None
     timeout: float | None = None
     host: int = 0
+    least: int = 0
 
 
 NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
@@ -87,7 +89,8 @@ def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
 
 def in_one_process(item: pytest.Item) -> bool:
     """Whether a test runs in the process that sees all devices of a host."""
-    return "gpus" in getattr(item, "fixturenames", ()) or item.get_closest_marker("gpus") is not None
+    mark = item.get_closest_marker("gpus")
+    return "gpus" in getattr(item, "fixturenames", ()) or (mark is not None and bool(mark.args))
 
 
 def _count(mark: str, value: object) -> int:
@@ -130,13 +133,19 @@ def needs_of(item: pytest.Item) -> Needs | None:
         return Needs(
             "ranks", size or (sizes[0] if sizes else 0), ranks_mark.kwargs.get("backend"), _timeout(ranks_mark)
         )
-    count = 0
+    count = least = 0
     if gpus_mark is not None:
-        if len(gpus_mark.args) != 1 or gpus_mark.kwargs:
-            raise pytest.UsageError("mark gpus: it takes one argument, the number of devices: @pytest.mark.gpus(2)")
-        count = _count("gpus", gpus_mark.args[0])
+        if not gpus_mark.args and gpus_mark.kwargs.keys() == {"least"}:
+            least = _count("gpus", gpus_mark.kwargs["least"])
+        elif len(gpus_mark.args) == 1 and not gpus_mark.kwargs:
+            count = _count("gpus", gpus_mark.args[0])
+        else:
+            raise pytest.UsageError(
+                "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or how many there must be, for "
+                "a test that gets all of them, @pytest.mark.gpus(least=2)"
+            )
     host: Any = item.callspec.params.get(HOST_PARAMETER, 0) if hasattr(item, "callspec") else 0
-    return Needs("parent" if "ranks" in arguments else "node", count, host=host)
+    return Needs("parent" if "ranks" in arguments else "node", count, host=host, least=least)
 
 
 def _is_our_fixture(item: pytest.Function, name: str) -> bool:

@@ -71,7 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "ranks(*sizes, backend=None, timeout=None): run this test on every rank of a world, once for each of the sizes "
         "(none given: on all GPUs)",
     )
-    config.addinivalue_line("markers", "gpus(n): this test needs n GPUs in one process, and gets exactly those")
+    config.addinivalue_line(
+        "markers",
+        "gpus(n, least=n): this test needs n GPUs in one process, and gets exactly those; or at least n, and gets all",
+    )
     for line in unknown_variables(os.environ):
         config.issue_config_time_warning(pytest.PytestConfigWarning(f"mgpu-check: {line}"), stacklevel=2)
     try:
@@ -235,7 +238,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         from mgpu_check.report.debugger import REFUSED_TRACE
 
         pytest.fail(REFUSED_TRACE, pytrace=False)
-    lack = session.lack(needs.count, needs.host if needs.where == "node" else None)
+    lack = session.lack(needs.count or needs.least, needs.host if needs.where == "node" else None)
     if lack and session.settings.strict_gpus:
         pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
     if lack:

@@ -190,7 +190,8 @@ class GpuSession:
                 function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements()
             ),
             hear=deliver,
-            tokens=lambda seats: self.leasing.tokens(seats),
+            masks=lambda seats: self.leasing.mask(seats),
+            memory=lambda: min((device.memory for device in self.devices), default=None),
         )
 
     @property

@@ -17,6 +17,7 @@ class Device:
         memory: total, in bytes.
         capability: compute capability, such as (9, 0).
         uuid: what tells this GPU from all others, whatever its index.
+        mask: the variable that tells its driver which GPUs are visible.
     """
 
     index: int
@@ -24,6 +25,7 @@ class Device:
     memory: int
     capability: tuple[int, int]
     uuid: str
+    mask: str = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_devices() -> list[Device]:
@@ -40,9 +42,16 @@ def visible_devices() -> list[Device]:
                 memory=properties.total_memory,
                 capability=(properties.major, properties.minor),
                 uuid=str(getattr(properties, "uuid", "")),
+                mask=_mask(),
             )
         )
     return found
+
+
+def _mask() -> str:
+    import torch
+
+    return "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ def take_inventory() -> Inventory:
     """Look at the devices of this process, whatever state their driver is in. Initializes it."""
     import torch
 
-    mask = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_DEVICES"
+    mask = _mask()
     try:
         devices = tuple(visible_devices())
     except Exception as error:

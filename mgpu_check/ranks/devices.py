@@ -13,13 +13,17 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["MaskIgnored", "RealDevices", "check_visible", "has_nccl"]
+__all__ = ["DeviceRefused", "MaskIgnored", "RealDevices", "check_visible", "has_nccl", "take"]
 
 _GRACE = 0.005
 """Seconds that devices get to finish what a call has queued, before the pytest process is asked to see to it."""
 
 _LONGER_GRACE = 0.25
 """The same after a failure, where a device that is not idle costs the world."""
+
+
+class DeviceRefused(RuntimeError):
+    """A device cannot be used."""
 
 
 class MaskIgnored(RuntimeError):
@@ -40,6 +44,20 @@ def check_visible(uuids: Sequence[str]) -> None:
             f"this process was given the GPUs {', '.join(uuids)}, and sees {', '.join(seen) or 'none'}: the driver does "
             "not honour the variable that masks devices, or the GPUs of the machine have changed since the run began"
         )
+
+
+def take(device: int) -> None:
+    """Make `device` the current one, and its context.
+
+    Raises:
+        DeviceRefused: it cannot be used, as one that is broken, or used by another process in an exclusive mode.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        torch.cuda.set_device(device)
+    except Exception as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DeviceRefused(f"cuda:{device} ({properties.name} {getattr(properties, 'uuid', '')}): {said}") from error
 
 
 class RealDevices:

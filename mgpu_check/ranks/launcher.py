@@ -85,6 +85,9 @@ class Launcher(Protocol):
     def collect(self) -> None:
         """Record the exit codes that have arrived in their `Process`."""
 
+    def ending(self) -> list[int]:
+        """Processes that were killed, and are not gone yet, as far as others wait for their devices."""
+
     def close(self) -> None:
         """End every process, and what they started."""
 
@@ -196,6 +199,9 @@ class LocalLauncher:
                 self._receive()
         except StartupFailure:
             pass  # the server is gone, and the ranks with it: their connections tell; the next launch starts a new one
+
+    def ending(self) -> list[int]:
+        return [process.pid for process in self._processes.values() if process.killed]
 
     def close(self) -> None:
         if self._server is None or self._control is None:

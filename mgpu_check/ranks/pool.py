@@ -8,26 +8,21 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from mgpu_check.errors import AgentLost
+from mgpu_check.errors import AgentLost, StartupFailure
 from mgpu_check.ranks import protocol, transport
 from mgpu_check.ranks.culprit import culprit, culprit_of
 from mgpu_check.ranks.failures import NODE
 from mgpu_check.ranks.launcher import Launcher
+from mgpu_check.ranks.masks import Mask, Masks
 from mgpu_check.ranks.seats import Seat, seats_for
+from mgpu_check.ranks.warm import Place, WarmWorlds
 from mgpu_check.ranks.world import Function, World
 
 __all__ = ["CannotTravel", "RankPool"]
 
-# Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
-_LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
-
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
-
-Tokens = Callable[[Sequence[Seat]], str | None]
-"""The value of CUDA_VISIBLE_DEVICES for a process that is to see these devices of its host; None to leave it alone."""
 
 Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
 """Takes what each rank has told in a call: see `worker.tell`."""
@@ -35,20 +30,6 @@ Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
 
 class CannotTravel(TypeError):
     """A function, or an argument of a call, cannot be pickled."""
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What tells one world from another.
-
-    Attributes:
-        seats: of its ranks, in rank order; empty for a node process.
-        visible: the seats whose devices its processes see, on all hosts where it has any.
-    """
-
-    seats: tuple[Seat, ...]
-    visible: tuple[Seat, ...]
-    backend: str | None
 
 
 class RankPool:
@@ -59,7 +40,8 @@ class RankPool:
         simulate: backing device of the simulated node, or None on real devices.
         timeout: seconds that a call gets where it does not say.
         wrap: put around every function before it is sent; must travel by reference.
-        tokens: how processes on real devices are told which ones they see.
+        masks: how processes on real devices are told which ones they see.
+        memory: bytes of the smallest real device, as far as that is known when it is asked.
         hear: called after a call in which ranks have told something, before its results are returned, or its error raised.
     """
 
@@ -70,19 +52,20 @@ class RankPool:
         simulate: str | None,
         timeout: float,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-        tokens: Tokens = lambda seats: None,
+        masks: Masks = lambda seats: Mask(),
+        memory: Callable[[], int | None] = lambda: None,
         hear: Hear = lambda told: None,
     ) -> None:
         self.timeout = timeout
         self.wrap = wrap
-        self.tokens = tokens
+        self.masks = masks
         self.hear = hear
         self.sizes: set[int] = set()
         self._lock = threading.RLock()  # calls from several threads wait for each other
         self._launcher = launcher
         self._simulate = simulate
-        self._worlds: dict[_Place, World] = {}
-        self._used: set[_Place] = set()
+        self._worlds = WarmWorlds(launcher, simulate is None, memory)
+        self._used: set[Place] = set()
         self._made = 0
         self._functions = 0
         self.reseat(seats)
@@ -187,7 +170,7 @@ class RankPool:
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
         """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
-        world = self._new_world(_Place((), (Seat(host, 0),), None), simulate=None, masked=False)
+        world = self._new_world(Place((), (Seat(host, 0),), None), simulate=None, masked=False)
         try:
             function = self.function(fn)
             arguments = transport.dumps(((), {}))
@@ -201,34 +184,28 @@ class RankPool:
         with self._lock:
             self._world(self._place(size, backend, host))
 
-    def _place(self, size: int, backend: str | None, host: int) -> _Place:
+    def _place(self, size: int, backend: str | None, host: int) -> Place:
         seats = seats_for(size, self.available) if size else ()
         hosts = {seat.host for seat in seats} or {host}
-        return _Place(seats, tuple(seat for seat in self.available if seat.host in hosts), backend)
+        return Place(seats, tuple(seat for seat in self.available if seat.host in hosts), backend)
 
-    def _world(self, place: _Place) -> World:
-        world = self._worlds.pop(place, None)
-        if world is not None and world.broken:
-            world.discard()
-            world = None
+    def _world(self, place: Place) -> World:
+        world = self._worlds.take(place)
         if world is None:
-            self._make_room(max(len(place.seats), 1))
-            world = self._new_world(place, self._simulate)
-        self._worlds[place] = world  # at the end: the order is that of the last use
+            self._worlds.make_room(place, len(self.seats), self._used)
+            try:
+                world = self._new_world(place, self._simulate)
+            except StartupFailure:
+                if not self._worlds.clear_devices(place):
+                    raise
+                world = self._new_world(place, self._simulate)
+        self._worlds.keep(place, world)
         if place not in self._used:
             self._used.add(place)
             world.mark_output()
         return world
 
-    def _make_room(self, wanted: int) -> None:
-        most = max(_LEAST_KEPT, _KEPT_PER_DEVICE * len(self.seats))
-        for place in list(self._worlds):
-            if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
-                return
-            if place not in self._used:
-                self._worlds.pop(place).discard()
-
-    def _new_world(self, place: _Place, simulate: str | None, masked: bool = True) -> World:
+    def _new_world(self, place: Place, simulate: str | None, masked: bool = True) -> World:
         self._made += 1
         store = self._launcher.store(f"world-{self._made}")
         surroundings = self._surroundings(simulate)
@@ -256,8 +233,8 @@ class RankPool:
                 # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
                 # devices after each call, report such an error with its place, and replace the process ourselves.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-            if masked and simulate is None and (tokens := self.tokens(here)) is not None:
-                environment["CUDA_VISIBLE_DEVICES"] = tokens
+            mask = self.masks(here) if masked and simulate is None else Mask()
+            environment.update(mask.environment)
             return protocol.RankSpec(
                 index=rank,
                 size=len(seats),
@@ -273,6 +250,7 @@ class RankPool:
                 threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.seats else len(here))),
                 surroundings=surroundings,
                 own_environment=environment,
+                uuids=mask.uuids,
             )
 
         return World(self._launcher, spec_of, range(len(seats)) if place.seats else [NODE], seats, self.timeout)
@@ -299,8 +277,9 @@ class RankPool:
         left: list[str] = []
         errors: list[BaseException] = []
         with self._lock:
-            for place in self._used & self._worlds.keys():
-                world = self._worlds[place]
+            for place, world in self._worlds:
+                if place not in self._used:
+                    continue
                 try:
                     left += world.end_test()
                     if world.told:
@@ -308,8 +287,10 @@ class RankPool:
                 except BaseException as error:
                     errors.append(error)
                 if failed or world.broken:
-                    self._worlds.pop(place).discard()
+                    self._worlds.let_go(place)
             self._used = set()
+            if still := self._worlds.await_exits():
+                left.append(f"processes that do not end, and hold memory of its devices: {', '.join(map(str, still))}")
         if errors:
             raise errors[0]
         return left
@@ -317,29 +298,29 @@ class RankPool:
     def died_idle(self) -> list[str]:
         """A line for each world of which a process ended while no test used it. Those worlds are gone then."""
         lines = [f"{loss} while no test used it" for loss in self._launcher.losses()]
-        for place, world in list(self._worlds.items()):
+        for place, world in self._worlds:
             try:
                 world.check_idle("while no test used it")
             except AgentLost:
-                self._worlds.pop(place).discard()  # as one loss takes many worlds with it, it is told once
+                self._worlds.let_go(place)  # as one loss takes many worlds with it, it is told once
             except AssertionError as error:
                 lines.append(str(error))
-                self._worlds.pop(place).discard()
+                self._worlds.let_go(place)
         return lines
 
     def explain(self, error: BaseException) -> None:
         """Give a failure that ranks have just raised the best text that they can make of it."""
-        for world in self._worlds.values():
+        for _, world in self._worlds:
             world.explain(error)
 
     def stopped(self) -> BaseException | None:
         """After something from outside has interrupted a call: an error that says where its ranks were."""
-        return next(filter(None, [world.stopped() for world in self._worlds.values()]), None)
+        return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
 
     def output(self) -> list[tuple[str, str, str]]:
         """What the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
         found = []
-        for place, world in self._worlds.items():
+        for place, world in self._worlds:
             if place in self._used:
                 for index, process in world.processes.items():
                     who = "node process" if index == NODE else world.who.full([index])
@@ -350,9 +331,7 @@ class RankPool:
 
     def close(self) -> None:
         """End every process, and remove every file, of the pool."""
-        for world in self._worlds.values():
-            world.discard()
-        self._worlds.clear()
+        self._worlds.close()
         self._launcher.close()
 
 

@@ -27,11 +27,13 @@ class Process:
         exit_code: as in `subprocess`: None while it lives, as far as is known, and minus the signal's number where
             one ended it.
         server_end: how the fork server ended, where the process has ended with it.
+        killed: it was asked to end by `kill`, and may take its time.
         lost: what became of the agent that held it, where that is gone; always None on one machine.
     """
 
     lost: str | None = None
     server_end: str = ""
+    killed: bool = False
 
     def __init__(
         self, pid: int, connection: Channel, stdout: IO[bytes], stderr: IO[bytes], stacks: IO[bytes], record: IO[bytes]
@@ -105,6 +107,7 @@ class Process:
 
     def kill(self) -> None:
         """End the process and the process group that it leads."""
+        self.killed = True
         if self.exit_code is None:
             try:
                 os.killpg(self.pid, signal.SIGKILL)

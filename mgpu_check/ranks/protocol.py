@@ -77,6 +77,7 @@ class RankSpec:
         backend: of the default group, None for what `init_process_group()` takes by itself.
         store: address of the rendezvous: ``file:///path``, or ``tcp://host:port/prefix``.
         own_environment: variables that this process has, whatever those of the pytest process are.
+        uuids: of the real devices that the process must see, in this order; empty where that is not looked at.
         group_timeout: seconds until a collective gives up by itself; above any deadline of the parent.
     """
 
@@ -93,6 +94,7 @@ class RankSpec:
     threads: int
     surroundings: Surroundings
     own_environment: dict[str, str]
+    uuids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import os
 import sys
 import traceback
 import types
-import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,9 +20,10 @@ import torch.distributed as dist
 from mgpu_check.ranks import protocol, stray, transport
 from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
-from mgpu_check.ranks.devices import RealDevices, has_nccl
+from mgpu_check.ranks.devices import RealDevices, check_visible, has_nccl, take
 from mgpu_check.ranks.frames import is_engine
 from mgpu_check.ranks.rank import Rank, become, current_rank
+from mgpu_check.ranks.rendezvous import open_store
 from mgpu_check.ranks.state import Baseline, Steps, groups_made
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST, STACKS_SIGNAL
 
@@ -117,17 +117,21 @@ class Worker:
 
             self.node = simulated_node(spec.devices, spec.simulate)  # kept, because its end would end the simulation
             self.node.__enter__()
+        check_visible(spec.uuids)
         if spec.index is not None:
             self.join(spec.index)
         self.baseline = Baseline.take(spec.device)
 
     def join(self, index: int) -> None:
         spec = self.spec
-        torch.cuda.set_device(spec.device)
+        if self.devices is None:
+            torch.cuda.set_device(spec.device)
+        else:
+            take(spec.device)
         dist.init_process_group(
             # By name: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
             backend=spec.backend or _BACKENDS,
-            store=_store(spec.store, spec.size),
+            store=open_store(spec.store, spec.size),
             rank=index,
             world_size=spec.size,
             timeout=datetime.timedelta(seconds=spec.group_timeout),
@@ -286,17 +290,6 @@ class Worker:
         dirt = self.baseline.dirt()
         told = tuple(("stray", one.plain) for one in stray.take())
         return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt), told)
-
-
-def _store(address: str, size: int) -> Any:
-    """The rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme == "file":
-        return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__
-    assert parts.scheme == "tcp" and parts.hostname is not None and parts.port is not None, address
-    stores: Any = dist  # they are not in its __all__
-    store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
-    return stores.PrefixStore(parts.path.strip("/"), store)
 
 
 # By module and name, because neither pytest nor Hypothesis is imported here unless the test did. Of pytest's own some

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +62,7 @@ def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) 
     ranks.run(_accumulated, training, size=size)
 
 
+@pytest.mark.gpus(least=2)
 @examples(40)
 @given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
 def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) -> None:
@@ -96,6 +98,7 @@ def test_batchnorm_in_evaluation(ranks: Ranks, size: int, training: TrainingSpec
     ranks.run(_evaluation, training, size=size)
 
 
+@pytest.mark.gpus(least=2)
 @examples(3)
 @given(
     devices=strategies.device_counts(least=2),
@@ -110,6 +113,7 @@ def test_resnet18_in_data_parallel(gpus: tuple[torch.device, ...], devices: int,
     assert_data_parallel_agrees(training, gpus[:even])
 
 
+@pytest.mark.gpus(least=2)
 @examples(3)
 @given(
     size=strategies.world_sizes(least=2), training=trainings(("resnet18",), batch=st.integers(4, 9), steps=NORMED_STEPS)

@@ -126,10 +126,23 @@ def test_without_gpus_nothing_is_asked_for(run, pytester):
 
 
 def test_strict_gpus_fails_what_would_be_skipped(run, pytester):
-    pytester.makepyfile("import pytest\n@pytest.mark.gpus(3)\ndef test_a(gpus): pass")
-    run("--gpus=2", "--simulate").assert_outcomes(skipped=1)
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.gpus(3)
+        def test_a(gpus): pass
+
+        @pytest.mark.gpus(least=3)
+        def test_b(ranks): pass
+
+        @pytest.mark.gpus(least=2)
+        def test_all_of_them(gpus): assert len(gpus) == 2
+        """
+    )
+    run("--gpus=2", "--simulate").assert_outcomes(passed=1, skipped=2)
     result = run("--gpus=2", "--simulate", "--strict-gpus")
-    result.assert_outcomes(errors=1)
+    result.assert_outcomes(passed=1, errors=2)
     result.stdout.fnmatch_lines(["needs 3 GPUs, --gpus=2 (--strict-gpus)"])
 
 

@@ -464,7 +464,7 @@ def test_idle_worlds_beyond_the_limit_are_let_go():
             pool.begin_test()
             pids(pool, size)
             pool.end_test(failed=False)
-        assert sum(len(world.processes) for world in pool._worlds.values()) <= 64
+        assert sum(len(world.processes) for _, world in pool._worlds) <= 64
         assert len(pids(pool, 1)) == 1
     finally:
         pool.close()

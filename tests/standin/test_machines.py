@@ -62,3 +62,81 @@ def test_masks_by_index_and_by_uuid(machine: Machine, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
     machine.run("--gpus=all", code=MASKED).assert_outcomes(passed=1)
     assert machine.said("context on gpu [02]") == []
+
+
+SIZES = """
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings, strategies as st
+
+
+def total(rank):
+    x = torch.ones(1).to(rank.device)
+    dist.all_reduce(x)
+    return x.item()
+
+
+def test_each_size_and_back(ranks):
+    for size in (1, 2, 1, 2):
+        assert ranks.run(total, size=size) == [size] * size
+
+
+def test_node(gpus):
+    assert torch.ones(1).to(gpus[0]).item() == 1
+
+
+@pytest.mark.ranks(2, backend="nccl")
+def test_nccl_alone(rank):
+    assert total(rank) == 2
+"""
+
+
+def test_compute_mode_exclusive_process_gets_one_world_after_the_other(machine: Machine) -> None:
+    machine.has(2, exclusive=1).run("--gpus=2", code=SIZES).assert_outcomes(passed=3)
+    assert len(machine.said("refused: another process has one")) <= 2  # found out once, and then known
+
+
+def test_idle_worlds_leave_room_on_small_devices(machine: Machine) -> None:
+    machine.has(2, memory=3 << 29).run("--gpus=2", code=SIZES).assert_outcomes(passed=3)
+    assert machine.said("beside 1 others")
+    assert machine.said("beside [2-9] others") == machine.said("no memory") == []
+
+
+def test_a_broken_gpu_is_named(machine: Machine) -> None:
+    result = machine.has(2, broken=1).run("--gpus=2", code=GREEN)
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(
+        ["*rank 1 of 2 could not start: *5a5a0002-0000-4000-8000-000000000002*uncorrectable ECC*"]
+    )
+
+
+ALONE = """
+import os
+import pytest
+import time
+import torch
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("number", range(4))
+def test_has_it_for_itself(gpus, number):
+    (gpu,) = gpus
+    path = os.path.join(os.environ["STANDIN_DIR"], "used-" + str(torch.cuda.get_device_properties(gpu).uuid))
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+    torch.ones(1).to(gpu)
+    torch.cuda._sleep(400_000_000)
+    torch.cuda.synchronize()
+    os.unlink(path)
+"""
+
+
+def test_leases_in_parallel(machine: Machine) -> None:
+    machine.has(2).run("--gpus=2", "-n2", code=ALONE).assert_outcomes(passed=4)
+    assert len({line.partition(" ")[0] for line in machine.log if " context on gpu" in line}) == 2
+
+
+def test_a_mask_that_the_driver_does_not_honour_is_found_out(machine: Machine) -> None:
+    result = machine.has(2, mask="ANOTHER_VARIABLE").run("--gpus=2", "-n2", code=ALONE)
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["*was given the GPUs 5a5a0002-*, and sees 5a5a0001-*does not honour*"])

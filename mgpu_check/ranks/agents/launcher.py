@@ -208,6 +208,9 @@ class AgentLauncher:
     def collect(self) -> None:
         self.hub.collect()
 
+    def ending(self) -> list[int]:
+        return []  # the devices are this run's own until it ends
+
     def close(self) -> None:
         """The agents end what they have started when the run ends; until then they keep their fork servers."""
         with contextlib.suppress(AgentGone):

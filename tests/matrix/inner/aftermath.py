@@ -56,7 +56,7 @@ def check(ranks: Any, clean: list[dict[str, Any]], record_property: Any) -> None
         if before[what] != now[what]
     }
     # Under pytest-xdist the ranks of a test may have other devices than those of the one before, which stay warm.
-    worlds = ranks._session.pool._worlds.values()
+    worlds = [world for _, world in ranks._session.pool._worlds]
     warm = [process.pid for world in worlds for process in world.processes.values()]
     survivors = strangers(servers[0], [*pids, *warm])
     record_property("changed", repr(changed) if changed else "")

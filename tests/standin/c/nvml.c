@@ -59,3 +59,4 @@ nvml_result nvmlDeviceGetNvLinkState(void) { return NVML_NOT_SUPPORTED; }
 nvml_result nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return NVML_NOT_SUPPORTED; }
 nvml_result nvmlDeviceGetNvLinkCapability(void) { return NVML_NOT_SUPPORTED; }
 nvml_result nvmlDeviceGetP2PStatus(void) { return NVML_NOT_SUPPORTED; }
+nvml_result nvmlDeviceGetNvLinkRemoteDeviceType(void) { return NVML_NOT_SUPPORTED; }

@@ -1,0 +1,22 @@
+"""Where the ranks of a world meet."""
+
+from __future__ import annotations
+
+import os
+import urllib.parse
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["open_store"]
+
+
+def open_store(address: str, size: int) -> Any:
+    """The rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme == "file":
+        return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__
+    assert parts.scheme == "tcp" and parts.hostname is not None and parts.port is not None, address
+    stores: Any = dist  # they are not in its __all__
+    store = stores.TCPStore(parts.hostname, parts.port, is_master=False, wait_for_workers=False)
+    return stores.PrefixStore(parts.path.strip("/"), store)
