@@ -152,7 +152,7 @@ def _replacement(target: Any, item: bool, name: Any) -> _Replacement | None:
 def _value(target: Any, item: bool, name: Any) -> Any:
     if item:
         return target.get(name, _MISSING)
-    if isinstance(target, (type, types.ModuleType)):
+    if hasattr(target, "__dict__"):  # its own, and not that of its class
         return vars(target).get(name, _MISSING)
     return getattr(target, name, _MISSING)
 
@@ -220,5 +220,5 @@ def _put(target: Any, item: bool, name: Any, value: Any) -> None:
             changed[name] = value
     elif not absent:
         setattr(target, name, value)
-    elif name in vars(target):
+    elif name in getattr(target, "__dict__", (name,)):
         delattr(target, name)
