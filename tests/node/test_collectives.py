@@ -111,6 +111,70 @@ def test_every_collective(on_ranks):
         }
 
 
+def beyond_gloo(rank, size):
+    """What NCCL has and gloo has not."""
+    seen = {"name": dist.group.WORLD._get_backend(torch.device("cuda")).name()}
+    rows = [torch.zeros(n + 1, device="cuda") for n in range(size)]
+    dist.all_gather(rows, filled(rank, rank + 1))
+    seen["uneven all_gather"] = [row.tolist() for row in rows]
+    part = torch.zeros(rank + 1, device="cuda")
+    dist.reduce_scatter(part, [filled(rank, n + 1) for n in range(size)])
+    seen["uneven reduce_scatter"] = part.tolist()
+    rows = [torch.zeros(rank + n + 1, 2, device="cuda") for n in range(size)]
+    dist.all_to_all(rows, [filled(rank, rank + n + 1, 2) for n in range(size)])
+    seen["uneven all_to_all"] = [(len(row), row.unique().tolist()) for row in rows]
+    mine, other = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+    messages = [
+        dist.P2POp(dist.irecv, mine, rank),
+        dist.P2POp(dist.irecv, other, 1 - rank),
+        dist.P2POp(dist.isend, filled(rank, 1), rank),
+        dist.P2POp(dist.isend, filled(rank, 1), 1 - rank),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    seen["to oneself"] = mine.item(), other.item()
+    one, two = filled(rank, 1), filled(rank, 3)
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(one)
+        dist.all_reduce(two)
+    early = one.isnan().item()
+    manager.wait()
+    seen["coalesced"] = early, one.item(), two.tolist()
+    x = filled(rank)
+    dist.all_reduce(x, op=dist._make_nccl_premul_sum(3.0))
+    seen["factor"] = x.tolist()
+    seen["bool"] = torch.tensor([rank == 0, False], device="cuda")
+    dist.all_reduce(seen["bool"])
+    seen["bool"] = seen["bool"].tolist()
+    low = torch.ones(2, device="cuda").to(torch.float8_e4m3fn)
+    whole = torch.zeros(2 * size, device="cuda").to(torch.float8_e4m3fn)
+    dist.all_gather_into_tensor(whole, low)
+    seen["float8"] = whole.float().tolist()
+    dist.group.WORLD.bound_device_id = torch.device("cuda", rank)
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    half = dist.split_group(split_ranks=[[0], [1]], pg_options=options)
+    dist.all_reduce(x, group=half)
+    seen["split"] = dist.get_world_size(half), dist.get_backend(half), x.tolist()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_gloo_does_not_have(on_ranks):
+    for rank, seen in enumerate(on_ranks(beyond_gloo)):
+        assert seen == {
+            "name": "nccl",
+            "uneven all_gather": [[1], [2, 2]],
+            "uneven reduce_scatter": [3] * (rank + 1),
+            "uneven all_to_all": [(rank + 1, [1]), (rank + 2, [2])],
+            "to oneself": (rank + 1, 2 - rank),
+            "coalesced": (True, 3, [3, 3, 3]),
+            "factor": [9, 9],
+            "bool": [True, False],
+            "float8": [1, 1, 1, 1],
+            "split": (1, "nccl", [9, 9]),
+        }
+
+
 def refusals(rank, size):
     return {
         "host": refusal(lambda: dist.all_reduce(torch.ones(1))),
@@ -301,6 +365,47 @@ def trained(rank, size):
 
 def test_distributed_data_parallel(on_ranks):
     assert on_ranks(trained) == [sorted(WAYS)] * 2
+
+
+def compressed(rank, size):
+    """Hooks that wait for collectives behind collectives."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    grads = []
+    for hook in (default_hooks.fp16_compress_hook, powerSGD_hook.powerSGD_hook):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(8, 8).to(rank), device_ids=[rank])
+        state = None
+        if hook is powerSGD_hook.powerSGD_hook:
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, hook)
+        for _ in range(4):
+            ddp.zero_grad()
+            ddp(torch.eye(8)[rank * 4 : rank * 4 + 4].cuda()).square().sum().backward()
+        grads.append(ddp.module.weight.grad.cpu())
+    return [torch.allclose(grads[0], other, rtol=0.05, atol=0.05) for other in grads]
+
+
+def test_hooks_that_compress(on_ranks):
+    assert on_ranks(compressed) == [[True] * 2] * 2
+
+
+def joined(rank, size):
+    from torch.distributed.algorithms.join import Join
+
+    ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False).to(rank), device_ids=[rank])
+    seen = []
+    for whole in (True, False):
+        with Join([ddp], divide_by_initial_world_size=whole):
+            for _ in range(1 + rank):
+                ddp.zero_grad()
+                ddp(torch.ones(1, 1)).sum().backward()
+        seen.append(ddp.module.weight.grad.item())
+    return seen
+
+
+def test_ranks_with_uneven_inputs_join(on_ranks):
+    assert on_ranks(joined) == [[1, 1], [0.5, 1]]
 
 
 class Passing(TorchDispatchMode):

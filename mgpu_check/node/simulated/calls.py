@@ -166,8 +166,9 @@ def all_gather(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     mine = _bytes(staging.read(call.ins[0]))
     outs = [_bytes(staging.write(t)) for t in call.outs]
     if len({t.numel() for t in call.outs}) == 1:
-        flat = [t.view(-1) for t in outs]
-        return [_on_gloo(call, "allgather", pg, [flat], [mine.view(-1)], call.options(_c10d.AllgatherOptions))], None
+        if any(t.shape != mine.shape for t in outs):
+            outs, mine = [t.view(-1) for t in outs], mine.view(-1)
+        return [_on_gloo(call, "allgather", pg, [outs], [mine], call.options(_c10d.AllgatherOptions))], None
     works = []
     for root, out in enumerate(outs):
         if root == pg.rank():

@@ -110,7 +110,7 @@ def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
         if then is not None:
             after.append(then)
     if late:
-        return LateWork(works, staging, after)
+        return LateWork(works, staging, after, asked[0].title.upper() if asked and asked[0].nccl else "")
     staging.deliver()
     return None
 

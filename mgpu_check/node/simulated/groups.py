@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from mgpu_check.node.simulated.nccl import NcclOptions, ProcessGroupNCCL, on_construction
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node
+from mgpu_check.node.simulated.tensor import to_real
 
 __all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
 
@@ -236,6 +238,14 @@ def _is_nccl_available() -> bool:
     return True
 
 
+def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
+    """What torch logs of objects in its most talkative debug level."""
+    number = 0
+    for tensor in tensors:
+        number = zlib.crc32(to_real(tensor).numpy().tobytes(), number)
+    return number
+
+
 def install_groups(patches: Patches) -> None:
     """Let ``init_process_group``, ``new_group`` and ``split_group`` make groups with NCCL."""
     _groups.clear()
@@ -248,6 +258,8 @@ def install_groups(patches: Patches) -> None:
     if not hasattr(torch._C, "_nccl_version"):  # what torch logs of an error inside of a collective
         patches.set(torch._C, "_nccl_version", lambda: (2 << 32) | (28 << 16) | 9)
         patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
+    if not hasattr(torch._C._distributed_c10d, "_hash_tensors"):
+        patches.set(torch._C._distributed_c10d, "_hash_tensors", _hash_tensors)
     real = getattr(torch._C._distributed_c10d, "ProcessGroupNCCL", None)
     if real is not None:
         patches.replace(real, ProcessGroupNCCL)

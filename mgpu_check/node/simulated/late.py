@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from mgpu_check.node.simulated.delivery import Late, poison
 from mgpu_check.node.simulated.streams import hold_outstanding
 from mgpu_check.node.simulated.tensor import SimulatedTensor, raw
 
-__all__ = ["LateWork", "Staging"]
+__all__ = ["LateFuture", "LateWork", "Staging"]
 
 
 @dataclass
@@ -64,58 +64,54 @@ class Staging:
                 target.copy_(host.view(target.shape))
 
 
-class _Future(torch.futures.Future):  # type: ignore[type-arg]
+class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
     """Of a collective: what is put behind it runs at once and here, as behind a future of CUDA.
 
-    C++, which knows nothing of that, gets its result from the thread of gloo that ends the work.
+    C++ knows nothing of that: `finish` what is handed to it. (A callback in the thread of gloo that ends the work can
+    deadlock: gloo drops it under a lock of its own, and needs that of Python for it.)
     """
 
     def __init__(self, work: LateWork) -> None:
         super().__init__()
         self._work = work
-        self._completing = threading.Lock()
-        with contextlib.suppress(RuntimeError):  # sends and receives of gloo have no future
-            torch.futures.collect_all([one.get_future() for one in work.works]).add_done_callback(self._complete)
 
-    def _complete(self, _: object = None) -> None:
-        with self._completing:
-            if not super().done():
-                self._work.conclude()
-                self.set_result(self._work.results)
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait for the result."""
         self._work.wait()
-        self._complete()
+        if not super().done():
+            self.set_result(self._work.results)
 
     def wait(self) -> object:
-        self._finish()
+        self.finish()
         return super().wait()
 
     def value(self) -> object:
-        self._finish()
+        self.finish()
         return super().value()
 
     def done(self) -> bool:
         return True  # for the host a future of CUDA is done as soon as it is there
 
     def then(self, callback: Callable[[torch.futures.Future], object]) -> torch.futures.Future:  # type: ignore[type-arg]
-        self._finish()
+        self.finish()
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[torch.futures.Future], None]) -> None:  # type: ignore[type-arg]
-        self._finish()
+        self.finish()
         super().add_done_callback(callback)
 
 
 class LateWork(dist.Work):
-    """The work of a collective whose results are poison until someone waits."""
+    """The work of a collective whose results are poison until someone waits; `title` is what NCCL calls it, if it is its."""
 
-    def __init__(self, works: Sequence[dist.Work], staging: Staging, after: Sequence[Callable[[], None]] = ()) -> None:
+    def __init__(
+        self, works: Sequence[dist.Work], staging: Staging, after: Sequence[Callable[[], None]] = (), title: str = ""
+    ) -> None:
         super().__init__()
         self.works = works
+        self.title = title
         self._staging = staging
         self._after = after
-        self._concluding = threading.Lock()
         self._late = Late(self._finish)
         if staging.device is not None:
             hold_outstanding(self._late, staging.device)
@@ -123,24 +119,29 @@ class LateWork(dist.Work):
     def _finish(self) -> None:
         for work in self.works:
             work.wait()
-        self.conclude()
-
-    def conclude(self) -> None:
-        """Put the results where they belong; the works have ended."""
-        with self._concluding:
-            after, self._after = self._after, ()
-            for then in after:
-                then()
-            self._staging.deliver()
+        for then in self._after:
+            then()
+        self._staging.deliver()
 
     @property
     def results(self) -> list[torch.Tensor]:
         return self._staging.results
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         if timeout is not None:
-            for work in self.works:
-                work.wait(timeout)  # type: ignore[arg-type]
+            begun = time.monotonic()
+            try:
+                for work in self.works:
+                    work.wait(timeout)
+            except RuntimeError as error:
+                ran = 1000 * (time.monotonic() - begun)
+                limit = 1000 * timeout.total_seconds()
+                if not self.title or ran < limit:
+                    raise
+                raise dist.DistBackendError(
+                    f"[Rank {dist.get_rank()}] Watchdog caught collective operation timeout: WorkNCCL(OpType={self.title}, "
+                    f"Timeout(ms)={limit:.0f}) ran for {ran:.0f} milliseconds before timing out."
+                ) from error
         self._late.deliver()
         return True
 
@@ -170,4 +171,4 @@ class LateWork(dist.Work):
         return self._staging.results
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return _Future(self)
+        return LateFuture(self)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.node.simulated.groups import NO_CPU, connect, nccl_of
-from mgpu_check.node.simulated.late import LateWork
+from mgpu_check.node.simulated.late import LateFuture, LateWork
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.tensor import SimulatedTensor, tag
 
@@ -81,6 +81,32 @@ def _forward_work(original: Callable[..., None]) -> Callable[..., None]:
     return handle
 
 
+def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def register(reducer: object, state: object, comm_hook: Callable[..., object]) -> None:
+        @functools.wraps(comm_hook)
+        def hook(state: object, bucket: object) -> object:
+            future = comm_hook(state, bucket)
+            if isinstance(future, LateFuture):
+                future.finish()
+            return future
+
+        original(reducer, state, hook)
+
+    return register
+
+
+def _collect_all(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def collect_all(futures: Sequence[object]) -> object:
+        for future in futures:
+            if isinstance(future, LateFuture):
+                future.finish()
+        return original(futures)
+
+    return collect_all
+
+
 def _bucket_buffer(original: Callable[..., torch.Tensor]) -> Callable[[object], torch.Tensor]:
     def buffer(self: object) -> torch.Tensor:
         made = original(self)
@@ -106,8 +132,10 @@ def install_reducer(patches: Patches) -> None:
     for name, wrap in (
         ("_verify_params_across_processes", _verify),
         ("_broadcast_coalesced", _broadcast_coalesced),
+        ("_register_comm_hook", _comm_hook),
     ):
         patches.replace(getattr(_c10d, name), wrap(getattr(_c10d, name)))
+    patches.replace(torch.futures.collect_all, _collect_all(torch.futures.collect_all))
     reducer = _c10d.Reducer
     patches.set(reducer, "__init__", _made(reducer.__init__))
     patches.set(reducer, "_set_forward_pass_work_handle", _forward_work(reducer._set_forward_pass_work_handle))
