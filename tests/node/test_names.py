@@ -10,7 +10,7 @@ import torch
 import torch.cuda.nccl
 import torch.cuda.tunable
 
-from mgpu_check.node.simulated import native, runtime, simulated_node
+from mgpu_check.node.simulated import autocast, native, runtime, simulated_node
 
 # What a build with CUDA says without a driver, and one without CUDA, where a call has gone past the simulation.
 BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attribute '_", "CUDA backend")
@@ -163,3 +163,19 @@ def test_nccl_of_one_process_combines_its_devices():
         assert inputs[1].tolist() == [12, 12]
         with pytest.raises(RuntimeError, match="inputs must be on unique devices"):
             torch.cuda.nccl.all_reduce([first, first.clone()])
+
+
+def test_each_operator_that_autocast_has_for_cuda_is_known():
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    assert {name.removeprefix("aten::") for name in registered} - autocast.KNOWN == set()
+
+
+def test_autocast_normalizes_in_float32_and_leaves_alone_what_it_does_not_register():
+    with simulated_node(1), torch.autocast("cuda", dtype=torch.bfloat16):
+        x = torch.ones(2, 4, dtype=torch.bfloat16, device="cuda")
+        assert torch.nn.functional.rms_norm(x, (4,)).dtype is torch.float32
+        assert (
+            torch.nn.functional.conv1d(x[None], torch.ones(2, 2, 3, device="cuda"), padding="same").dtype
+            is torch.bfloat16
+        )
+        assert torch.cat([x, x.float()]).dtype is torch.float32

@@ -71,6 +71,12 @@ def test_a_module_and_an_error(tmp_path):
     assert done.returncode == 1 and "invalid device ordinal" in done.stderr
 
 
+def test_a_program_may_import_this_package_before_torch(tmp_path):
+    script(tmp_path, "job.py", "from mgpu_check import simulated_node\nimport torch\nprint(torch.cuda.device_count())")
+    done = simulate(tmp_path, "--gpus=3", "job.py")
+    assert (done.stdout, done.returncode) == ("3\n", 0), done.stderr
+
+
 def test_a_sitecustomize_of_ones_own_still_runs(tmp_path):
     script(tmp_path, "sitecustomize.py", "import builtins; builtins.mine = 11")
     script(tmp_path, "job.py", "import sys; print(mine, 'torch' in sys.modules)")

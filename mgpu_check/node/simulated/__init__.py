@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# First: where `mgpu-check simulate` started this process, the end of this import enters a node, by a module of this package.
+import torch  # noqa: F401
+
 from mgpu_check.node.simulated.activation import prepare, simulated_device_count, simulated_node
 from mgpu_check.node.simulated.tensor import is_simulated, to_real
 

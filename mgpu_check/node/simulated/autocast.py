@@ -2,7 +2,7 @@
 
 Beneath, a simulated tensor has the dispatch keys of the CPU. While autocast is on for CUDA, the autocast key of the CPU
 is on too, with kernels here that treat simulated tensors by the CUDA lists and plain ones as they would be treated
-otherwise. The lists are those of ATen/autocast_mode.h.
+otherwise. Which operators CUDA's autocast has is the dispatcher's to say; what it does with each stands in the lists here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.tensor import SimulatedTensor
 
-__all__ = ["install_autocast"]
+__all__ = ["KNOWN", "install_autocast"]
 
 _LOWER = [
     "_convolution.deprecated",
@@ -55,6 +55,9 @@ _LOWER = [
     "rnn_relu_cell",
     "_scaled_dot_product_flash_attention",
     "scaled_dot_product_attention",
+    "cudnn_convolution",
+    "cudnn_convolution_transpose",
+    "_cudnn_rnn",
 ]
 _FLOAT32 = [
     "acos",
@@ -110,6 +113,13 @@ _FLOAT32 = [
     "upsample_bilinear2d",
     "upsample_trilinear3d",
     "upsample_bicubic2d",
+    "_upsample_bicubic2d_aa",
+    "_upsample_bilinear2d_aa",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "rms_norm",
+    "linalg_matrix_sqrth",
     "norm.Scalar",
     "norm.ScalarOpt_dim",
     "norm.names_ScalarOpt_dim",
@@ -219,6 +229,9 @@ _POLICIES: tuple[tuple[list[str], Policy], ...] = (
 )
 
 
+KNOWN = frozenset(name for names, _ in _POLICIES for name in names)
+
+
 def _holds_simulated(values: object) -> bool:
     if isinstance(values, (list, tuple)):
         return any(_holds_simulated(v) for v in values)
@@ -279,7 +292,7 @@ class _Autocast:
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         op = None if packet is None else getattr(packet, overload or "default", None)
-        if op is None:
+        if op is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
             return
         listed = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
         cpu_policy = policy if listed else None
