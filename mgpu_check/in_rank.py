@@ -26,7 +26,8 @@ from mgpu_check.breakpoints import refused, without_debugger
 from mgpu_check.coverage_of_ranks import Measuring
 from mgpu_check.ranks import stray
 from mgpu_check.ranks.frames import is_engine
-from mgpu_check.ranks.worker import EXPLAIN, at_rest, tell, without_engine
+from mgpu_check.ranks.raised import EXPLAIN, without_engine
+from mgpu_check.ranks.worker import at_rest, tell
 from mgpu_check.replacements import replaced
 
 __all__ = ["call"]

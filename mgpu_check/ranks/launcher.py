@@ -235,7 +235,8 @@ class LocalLauncher:
         """The server has ended: let the next launch start another. What to raise meanwhile."""
         how = f"the fork server ended: {self._end_of_server()}"
         failure = StartupFailure(f"{how}\n{self._log_text()}")
-        for process in self._processes.values():  # they end with it
+        for process in self._processes.values():  # they end with it, and what they started does not
+            process.kill()
             process.exit_code, process.server_end = -signal.SIGKILL, how
         if self._control is not None:
             self._control.close()

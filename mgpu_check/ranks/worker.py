@@ -7,11 +7,12 @@ import dataclasses
 import datetime
 import faulthandler
 import gc
+import multiprocessing
 import os
 import sys
 import traceback
-import types
-from collections.abc import Callable, Iterator
+import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,21 +22,16 @@ from mgpu_check.ranks import protocol, stray, transport
 from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
 from mgpu_check.ranks.devices import RealDevices, check_visible, has_nccl, take
-from mgpu_check.ranks.frames import is_engine
+from mgpu_check.ranks.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.rendezvous import open_store
 from mgpu_check.ranks.state import Baseline, Steps, groups_made
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST, STACKS_SIGNAL
 
-__all__ = ["EXPLAIN", "at_rest", "main", "tell", "without_engine"]
+__all__ = ["at_rest", "main", "tell"]
 
-EXPLAIN = "_mgpu_check_explain"
-"""Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
 
 _BACKENDS = "cpu:gloo,cuda:nccl"
-
-_MOST_CHAINED = 20  # exceptions that a traceback shows
-_MOST_TEXT = 100_000  # characters at its beginning, and at its end
 
 _told: list[tuple[str, Any]] = []
 _at_rest: list[Callable[[], None]] = []
@@ -67,7 +63,7 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int) -> int:
     except EOFError:
         return 0
     except BaseException as error:
-        connection.send(protocol.Ready(_failure(error)))
+        connection.send(protocol.Ready(failure_of(error)))
         return 1
     try:
         worker.loop()
@@ -111,6 +107,7 @@ class Worker:
         os.environ.update({**surroundings.environment, **spec.own_environment})
         os.chdir(surroundings.directory)
         sys.path[:] = surroundings.path
+        _keep_temporary_files_of_multiprocessing_by(spec.store)
         torch.set_num_threads(spec.threads)
         if spec.simulate is not None:
             from mgpu_check.node.simulated import simulated_node
@@ -194,10 +191,10 @@ class Worker:
         except BaseException as error:
             value = None
             try:
-                failure = _failure(error)
+                failure = failure_of(error)
             except MemoryError:
                 traceback.clear_frames(error.__traceback__)  # what the test holds leaves nothing to tell of it with
-                failure = _failure(error)
+                failure = failure_of(error)
             self.error = error
             reusable = self.devices is None or self.devices.usable()
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
@@ -227,7 +224,9 @@ class Worker:
                 self.devices.wait()
         except BaseException as error:
             self.error = error
-            return dataclasses.replace(self.outcome, value=None, failure=_failure(error), settled=True, reusable=False)
+            return dataclasses.replace(
+                self.outcome, value=None, failure=failure_of(error), settled=True, reusable=False
+            )
         return dataclasses.replace(self.outcome, settled=True)
 
     def restore(self) -> None:
@@ -285,107 +284,16 @@ class Worker:
             _write_stacks_to(self.stacks_fd)
             self.restore()
         except Exception as error:
-            return protocol.Rested((f"a state that cannot be put back: {_failure(error).headline}",))
+            return protocol.Rested((f"a state that cannot be put back: {failure_of(error).headline}",))
         late = ["operations of a process group that were begun after the function had returned"]
         dirt = self.baseline.dirt()
         told = tuple(("stray", one.plain) for one in stray.take())
         return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt), told)
 
 
-# By module and name, because neither pytest nor Hypothesis is imported here unless the test did. Of pytest's own some
-# say that they are builtins.
-_KINDS: dict[tuple[str, str], Any] = {
-    ("builtins", "Skipped"): "skip",
-    ("unittest.case", "SkipTest"): "skip",
-    ("_pytest.outcomes", "Skipped"): "skip",
-    ("_pytest.outcomes", "XFailed"): "xfail",
-    ("hypothesis.errors", "UnsatisfiedAssumption"): "reject",
-}
-
-
-def _kind(error: BaseException) -> Any:
-    for one in type(error).__mro__:
-        if kind := _KINDS.get((one.__module__, one.__qualname__)):
-            return kind
-    return "error"
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error).strip()
-    except BaseException as broken:  # whatever it is, the error to be told is another
-        return f"<str() of it raised {type(broken).__name__}>"
-
-
-def _failure(error: BaseException) -> protocol.Failure:
-    origin = traceback.extract_tb(error.__traceback__)
-    # A wrapper around a method in C++ is no place: Hypothesis takes what is raised in one place for one failure.
-    others = [frame for frame in origin if not is_engine(frame.filename)] or origin
-    last = others[-1] if others else None
-    message = _message(error)
-    return protocol.Failure(
-        kind=_kind(error),
-        headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
-        text=clipped(_render(error)),
-        filename=last.filename if last else "",
-        lineno=(last.lineno or 1) if last else 1,
-        pickled=_pickled(error),
-    )
-
-
-def _render(error: BaseException) -> str:
-    """The traceback without the frames of the engine."""
-    with shortened(error):
-        rendered = traceback.TracebackException.from_exception(error)
-    todo = [rendered]
-    while todo:
-        one = todo.pop()
-        kept = [frame for frame in one.stack if not is_engine(frame.filename)]
-        one.stack = traceback.StackSummary.from_list(kept or list(one.stack))
-        todo += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
-    return "".join(rendered.format()).rstrip()
-
-
-@contextlib.contextmanager
-def shortened(error: BaseException) -> Iterator[None]:
-    """Have at most a few exceptions behind `error`: Python's own rendering of thousands fails by recursion."""
-    last = error
-    for _ in range(_MOST_CHAINED):
-        behind = last.__cause__ if last.__cause__ is not None or last.__suppress_context__ else last.__context__
-        if behind is None:
-            yield
-            return
-        last = behind
-    cut = last.__cause__, last.__context__, last.__suppress_context__
-    last.__cause__ = last.__context__ = None
-    last.add_note("[the exceptions before this one are left out]")
-    try:
-        yield
-    finally:
-        last.__cause__, last.__context__, last.__suppress_context__ = cut
-        last.__notes__.pop()
-
-
-def clipped(text: str) -> str:
-    """`text` without its middle, where it is longer than anyone reads."""
-    if len(text) <= 2 * _MOST_TEXT:
-        return text
-    return f"{text[:_MOST_TEXT]}\n[{len(text) - 2 * _MOST_TEXT} characters are left out]\n{text[-_MOST_TEXT:]}"
-
-
-def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """`tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
-    while tb is not None and tb.tb_next is not None and is_engine(tb.tb_frame.f_code.co_filename):
-        tb = tb.tb_next
-    return tb
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    explanation = getattr(error, "__dict__", {}).pop(EXPLAIN, None)
-    try:
-        return transport.dumps(error)
-    except BaseException:  # code of the exception's own runs here
-        return None
-    finally:
-        if explanation is not None:
-            setattr(error, EXPLAIN, explanation)
+def _keep_temporary_files_of_multiprocessing_by(address: str) -> None:
+    """Beside the rendezvous, in a directory that goes with the run: a rank that is killed removes none of its own."""
+    parts = urllib.parse.urlsplit(address)
+    if parts.scheme == "file":
+        directory = os.path.dirname(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)))
+        multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]

@@ -179,15 +179,45 @@ def own_pool():
         pool.close()
 
 
-def test_a_temporary_directory_of_any_name(tmp_path, monkeypatch):
+def test_nothing_is_left_in_a_temporary_directory_of_any_name(tmp_path, monkeypatch):
     import tempfile
 
     directory = tmp_path / "ünï #c%41?d"
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
     with own_pool() as pool:
-        assert len(pool.run(os.getpid)) == 2
+        assert all(made.startswith(str(directory)) for made in pool.run(use_multiprocessing))
+        # What ranks have started ends with them also where the fork server is killed.
+        (server, _), started = pool.run(os.getppid), pool.run(start_a_child)
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(RankDied):
+            pool.run(lambda: threading.Event().wait())
+        deadline = time.monotonic() + 10
+        while any(map(alive, started)) and time.monotonic() < deadline:
+            os.sched_yield()
+        assert not any(map(alive, started))
     assert list(directory.iterdir()) == []
+
+
+def use_multiprocessing():
+    """As it is done by managers, and by queues of processes that are spawned."""
+    import multiprocessing.util
+
+    return multiprocessing.util.get_temp_dir()
+
+
+def start_a_child():
+    import subprocess
+
+    return subprocess.Popen(["sleep", "3600"]).pid
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(monkeypatch):
