@@ -103,10 +103,12 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
     """Of the run on one device, and of the ranks."""
     if backing is not None:
         return simulate.environment(1, backing), simulate.environment(gpus, backing)
+    import torch
+
     several = dict(os.environ)
-    visible = several.get("CUDA_VISIBLE_DEVICES")
-    first = "0" if visible is None else visible.split(",")[0]
-    return {**several, "CUDA_VISIBLE_DEVICES": first}, several
+    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    visible = next((several[name] for name in names if name in several), "0")  # the first that is set counts
+    return {**several, names[0]: visible.split(",")[0]}, several
 
 
 def _check_count(gpus: int, parser: argparse.ArgumentParser) -> None:

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
+from mgpu_check.compare.entered import entered
 from mgpu_check.compare.orphans import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
 from mgpu_check.pythonpath import with_startup
 from mgpu_check.ranks.agents.variables import OF_LAUNCHERS
 from mgpu_check.ranks.process import describe_exit
+from mgpu_check.ranks.record import fewest
 from mgpu_check.ranks.stacks import Place, place_of
 from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
 
@@ -38,7 +40,7 @@ _INTERVAL = 0.02  # between two looks at the processes
 _GRACE = 5.0  # for the others, when one has failed: they may have more to say than that their peer is gone
 _STACKS_TIMEOUT = 1.0
 _TAIL = 8192
-_HERE = Path(__file__).parent
+_HERE = Path(__file__).parents[1]
 _WAITING = ("stopped", "alone", "starts")  # events after which a process waits for its end
 
 
@@ -120,10 +122,10 @@ class _Process:
     ) -> None:
         self.rank = rank
         with contextlib.ExitStack() as undo:
-            self.trace, self.stacks, self.stdout, self.stderr = (
-                undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(4)
+            self.trace, self.stacks, self.entered, self.stdout, self.stderr = (
+                undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(5)
             )
-            fds = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno()}
+            fds = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno(), "entered": self.entered.fileno()}
             self.process = subprocess.Popen(
                 command,
                 env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**told, **fds})},
@@ -157,7 +159,7 @@ class _Process:
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def where(self) -> Place | None:
-        """What it has said of its stacks, without the recorder's own frames."""
+        """What it has said of its stacks, without our own frames."""
         lines = _content(self.stacks, 0).decode(errors="replace").splitlines()
         return place_of("\n".join(line for line in lines if f'File "{_HERE}{os.sep}' not in line))
 
@@ -301,7 +303,9 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
                 return failed[0], False
             # Those that wait for the others are in a collective; who is not has kept them waiting.
             alone = [p for p in open_ if p.place is None or p.place.collective is None]
-            return (alone or open_)[0].rank, True
+            # Where collectives return at once nobody is in one: who has entered fewest is waited for.
+            counts = {p.rank: entered(p.entered.fileno()) for p in alone or open_}
+            return fewest(counts)[0], True
         time.sleep(_INTERVAL)
 
 

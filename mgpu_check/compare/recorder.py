@@ -31,11 +31,12 @@ _CALLS = 100  # of models, in which it is looked whether they draw random number
 _COLUMNS = 2**22  # elements of inputs, up to which a batch is looked for in the second dimension, too
 
 
-def install(fd: int, steps: int | None, moved: int | None) -> None:
+def install(fd: int, entered: int | None, steps: int | None, moved: int | None) -> None:
     """Record this process from now on.
 
     Args:
         fd: file descriptor that the trace goes to.
+        entered: where the number of collectives goes; None where each waits for the others, and shows it so.
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
     """
@@ -53,6 +54,10 @@ def install(fd: int, steps: int | None, moved: int | None) -> None:
     torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
     witnesses.install(recorder, world)
+    if entered is not None:
+        from mgpu_check.compare.entered import install as install_count
+
+        recorder.count = install_count(entered)
     atexit.register(recorder.at_exit)
 
 
@@ -62,6 +67,8 @@ class Recorder:
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
         self.names = Names()
+        self.count: Callable[[], None] = lambda: None  # the collectives that were entered
+        self._backwards = 0  # how many are under way, one in another
         self.done = 0
         self._here = threading.local()  # replicas of DataParallel are called in threads of their own
         self._kinds: set[tuple[str, str]] = set()
@@ -106,7 +113,7 @@ class Recorder:
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._here.depth -= 1
         self._notice_narrow(module, output)
-        if not self._here.depth and output is not None and not getattr(self._here, "backward", False):
+        if not self._here.depth and output is not None and not self._backwards:
             self._outermost(module, args, kwargs)
         if self.perturbation is None or output is None or module._modules:
             return None
@@ -168,14 +175,18 @@ class Recorder:
 
     def watched_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-            self._losses += [float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()]
-            self._here.backward = True  # checkpointed modules are called again
+            if not self._backwards:  # one within goes back through a checkpointed part
+                roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+                self._losses += [
+                    float(root.detach()) for root in roots if root.numel() == 1 and root.is_floating_point()
+                ]
+            self._backwards += 1
             try:
                 return original(tensors, *args, **kwargs)
             finally:
-                self._here.backward = False
-                self._waiting = True
+                self._backwards -= 1
+                self._waiting |= not self._backwards
+                self.count()
 
         return backward
 

@@ -12,7 +12,7 @@ from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
 from mgpu_check.grouping import grouped, intervals, named
 from mgpu_check.ranks import transport
 from mgpu_check.ranks.protocol import Failure
-from mgpu_check.ranks.record import Entered, Record, parting
+from mgpu_check.ranks.record import Entered, Record, fewest, parting
 from mgpu_check.ranks.stacks import HALTED, place_of
 
 __all__ = [
@@ -259,8 +259,7 @@ def _hang_headlines(
     behind = [rank for _, rank in elsewhere or waiting]
     if elsewhere and not waiting:
         # A collective on devices is entered and left at once, and waited for later: who has entered fewest is waited for.
-        entered = {rank: records.get(rank, nowhere).total for rank in behind}
-        behind = [rank for rank in behind if entered[rank] == min(entered.values())]
+        behind = fewest({rank: records.get(rank, nowhere).total for rank in behind})
     culprits = _odd(parting(records) or {}) or behind
     lines = [f"{who.full(culprits)} did not finish {doing} within {timeout:g} s"]
     for text, ranks in (*grouped(elsewhere), *grouped(waiting)):

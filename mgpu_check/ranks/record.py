@@ -95,6 +95,11 @@ class Record:
         return self.last if self.last is not None and self.last.unfinished else None
 
 
+def fewest(entered: Mapping[int, int | tuple[int, ...]]) -> list[int]:
+    """Of ranks that all wait, those that have entered fewest collectives: it is them that the others wait for."""
+    return [rank for rank, count in entered.items() if count == min(entered.values())]
+
+
 def relative(file: str) -> str:
     """`file` as seen from the working directory, if it lies below it."""
     return file.removeprefix(os.getcwd() + os.sep)

@@ -16,7 +16,7 @@ HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
 # What stands below the test's own frames in every rank, and helps nobody; the engine's frames besides.
 _NOISE = re.compile(r'^  File "<string>", line 1 in <module>$|^Extension modules: ')
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-_COLLECTIVES = "/torch/distributed/"
+_COLLECTIVES = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
 _BACKWARD = "_engine_run_backward"
 
 
@@ -60,7 +60,7 @@ def place_of(stacks: str) -> Place | None:
         if (frame := _FRAME.match(line)) is None:
             break
         frames.append(frame)
-    collective = frames[0]["function"] if frames and _COLLECTIVES in frames[0]["file"] else None
+    collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
     if frames and frames[0]["function"] == _BACKWARD:
         collective = "backward"  # where the reducer of DistributedDataParallel waits for the other ranks
     others = [frame for frame in frames if not is_engine(frame["file"])]

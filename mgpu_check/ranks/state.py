@@ -21,7 +21,7 @@ from mgpu_check.ranks.process_state import ProcessState
 from mgpu_check.ranks.protocol import SEED
 from mgpu_check.ranks.replaced import Replaceable
 
-__all__ = ["Baseline", "Steps", "groups_made"]
+__all__ = ["Baseline", "Steps", "groups_made", "operations"]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -176,6 +176,11 @@ class Steps:
         if _world() is not self._group:
             return (-1,) * len(self._before)
         return tuple(_number(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
+
+
+def operations() -> int:
+    """How many operations the default group of now has entered, in all, by whichever backend; see `Steps`."""
+    return sum(map(_number, _backends(_world())))
 
 
 def _world() -> dist.ProcessGroup | None:

@@ -49,7 +49,9 @@ def _simulate(count: int, backing: str) -> None:
 def _record(settings: dict[str, Any]) -> None:
     with _OurPackage():
         from mgpu_check.compare.recorder import install
-    install(settings["trace"], settings["steps"], settings["moved"])
+    # Simulated collectives wait as gloo's do.
+    entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
+    install(settings["trace"], entered, settings["steps"], settings["moved"])
 
 
 class _AfterTorch:
@@ -88,7 +90,7 @@ def _prepare_recording(settings: dict[str, Any]) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != settings["runner"]:
         os._exit(1)
-    for name in ("trace", "stacks"):
+    for name in ("trace", "stacks", "entered"):
         os.set_inheritable(settings[name], False)
     faulthandler.register(settings["signal"], file=settings["stacks"], all_threads=True, chain=False)
 

@@ -52,3 +52,12 @@ def test_the_line_is_that_of_the_code_under_test_and_the_function_the_innermost(
 def test_what_is_installed_counts_where_nothing_else_is_on_the_stack():
     place = place_of('Current thread 0x1 (most recent call first):\n  File "/lib/python3.11/re.py", line 1 in match\n')
     assert str(place) == "match (/lib/python3.11/re.py:1)"
+
+
+def test_the_reducer_of_ddp_waits_for_the_others():
+    place = place_of(
+        "Current thread 0x1 (most recent call first):\n"
+        '  File "/env/site-packages/torch/nn/parallel/distributed.py", line 1550 in _pre_forward\n'
+        '  File "/home/train.py", line 3 in step\n'
+    )
+    assert place is not None and place.collective == "_pre_forward" and place.line == 3

@@ -136,3 +136,31 @@ def test_compare_counts_first(machine, pytester):
     result.stderr.fnmatch_lines(["*--gpus=4, but torch sees 2 GPUs here; give a smaller number, or --simulate.*"])
     assert "this runs" not in result.stderr.str() + result.stdout.str()
     assert machine.said("context on gpu") == []
+
+
+# On a device a collective that never ends is waited for elsewhere: of two ranks that wait, one has entered fewer.
+SKIPS = """
+import os, threading
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("nccl")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.cuda.set_device(rank)
+net = nn.parallel.DistributedDataParallel(nn.Linear(2, 1, device="cuda"))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(4):
+    if step == 2 and rank == world - 1 and world > 1:
+        threading.Event().wait()  # its batches have run out, so it evaluates
+    optimizer.zero_grad()
+    net(torch.ones(4, 2, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_compare_blames_who_has_entered_fewest(machine, pytester):
+    script = pytester.makepyfile(train=SKIPS)
+    machine.has(2)
+    result = machine.command("mgpu_check", "compare", "--gpus=2", "--timeout=30", "--", str(script))
+    assert result.ret == 1, result.stdout.str()
+    result.stdout.fnmatch_lines(["*the script hung: rank 1 did not go on after step 2, in wait (train.py:13)*"])
