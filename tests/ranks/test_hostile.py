@@ -14,6 +14,14 @@ import pytest
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
 from mgpu_check.ranks.launcher import LocalLauncher
 from mgpu_check.ranks.pool import RankPool
+from mgpu_check.shipping import by_value
+
+
+@pytest.fixture(autouse=True)
+def this_module_by_value():
+    """Ranks cannot import it everywhere."""
+    with by_value([sys.modules[__name__]]):
+        yield
 
 
 class Tee:
