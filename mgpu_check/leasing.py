@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +11,7 @@ import pytest
 
 from mgpu_check.node.inventory import Device
 from mgpu_check.ranks.masks import Mask
+from mgpu_check.ranks.scratch import Scratch
 from mgpu_check.ranks.seats import Seat
 from mgpu_check.settings import Settings
 
@@ -28,27 +27,34 @@ _A_WAIT = 0.1
 
 
 class RunDirectory:
-    """Where the workers of one run lease what exists in this run only: simulated devices."""
+    """Where the workers of one run lease what exists in this run only: simulated devices.
+
+    It lasts as long as any process of the run: the one that hands out the tests may be killed, and its workers go on.
+    """
 
     def __init__(self) -> None:
-        self._made: Path | None = None
+        self._scratch: Scratch | None = None
 
     def make(self) -> Path:
-        if self._made is None:
-            self._made = Path(tempfile.mkdtemp(prefix="mgpu-check-leases-"))
-        return self._made
+        """For the process that hands out the tests."""
+        if self._scratch is None:
+            self._scratch = Scratch.new("leases")
+        return self._scratch.path
 
-    @staticmethod
-    def of(run: str) -> Path:
-        """That of a run for which the machine has none, because it was started on another one. It stays."""
-        path = Path(tempfile.gettempdir()) / f"mgpu-check-leases-{os.getuid()}-{run}"
-        path.mkdir(mode=0o700, exist_ok=True)
+    def join(self, path: Path) -> Path:
+        """For a worker on the machine of the process that has made it."""
+        self._scratch = Scratch(path)
         return path
 
-    def remove(self) -> None:
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
-            self._made = None
+    def of(self, run: str) -> Path:
+        """For a worker of a run for which the machine has none, because it was started on another one."""
+        self._scratch = Scratch.named("leases", f"{os.getuid()}-{run}")
+        return self._scratch.path
+
+    def leave(self) -> None:
+        """Remove it, if no other process of the run is left. May be called again, when more have ended."""
+        if self._scratch is not None and self._scratch.leave():
+            self._scratch = None
 
 
 class Leasing:

@@ -253,7 +253,7 @@ class GpuSession:
             self.shared = self._directory.of(run) if self.settings.simulate else None
             self.count_devices()
             return
-        self.shared = Path(told["shared"]) if told["shared"] else None
+        self.shared = self._directory.join(Path(told["shared"])) if told["shared"] else None
         self.devices = [Device(**device) for device in told["devices"]]
         self.settings = self.settings.counted(len(self.devices))
 
@@ -360,7 +360,7 @@ class GpuSession:
             self._pool.close()
         if self._leasing is not None:
             self._leasing.end()
-        self._directory.remove()
+        self._directory.leave()
 
     def header(self) -> str:
         """The line at the top of a run."""

@@ -194,6 +194,7 @@ def _become(environment: dict[str, str], directory: int, streams: Sequence[int],
         os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # which the template has found by its own environment
     _show_environment(environment)
     os.fchdir(directory)
     os.close(directory)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 import mgpu_check.suite
 from mgpu_check.ranks.agents import current
+from mgpu_check.ranks.scratch import Scratch
 from mgpu_check.report.progress import Progress
 from mgpu_check.report.replay import CommandLine
 from mgpu_check.settings import OPTIONS
@@ -56,11 +56,12 @@ def run(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
     chosen = [str(ini.with_name(argument)) if names_a_check(argument) else argument for argument in arguments]
     if chosen == list(arguments):
         ours += ["--pyargs", "mgpu_check.suite"]
-    with tempfile.TemporaryDirectory(prefix="mgpu-check-") as directory:
-        # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
-        kept = os.environ.setdefault(_HYPOTHESIS_HOME, directory)
-        try:
-            return int(pytest.main([*ours, *chosen], plugins=list(plugins)))
-        finally:
-            if kept == directory:
-                del os.environ[_HYPOTHESIS_HOME]
+    scratch = Scratch.new("suite")
+    # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
+    kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
+    try:
+        return int(pytest.main([*ours, *chosen], plugins=list(plugins)))
+    finally:
+        if kept == str(scratch.path):
+            del os.environ[_HYPOTHESIS_HOME]
+        scratch.remove()

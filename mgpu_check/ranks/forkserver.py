@@ -1,7 +1,7 @@
 """The fork server: one process that has imported torch and touches no device, from which every rank is forked.
 
 It is run by the launcher, and talks over a socket: a byte in, with the file descriptors of the new process, is a request
-to fork; lines of JSON come out. It is its own program, and not `multiprocessing`'s fork server, because the ranks need
+to fork, another one the end; lines of JSON come out. It is its own program, and not `multiprocessing`'s fork server, because the ranks need
 more than that offers: a process group each, so that all they start dies with them; output that goes to a file per rank;
 exit states that reach the parent at once; and an end with the parent, however the parent ends.
 """
@@ -24,12 +24,18 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
+
+from mgpu_check.ranks.scratch import sweep
 
 FORK = b"F"
+END = b"E"
 FILES = 4  # stdout, stderr, stacks, record of collectives
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+_END_OF_PARENT = 5.0  # seconds that it may take from the end of its socket
 
 
 def _prctl(option: int, value: int) -> None:
@@ -53,7 +59,8 @@ class ForkServer:
         except (BrokenPipeError, ConnectionResetError):
             pass  # the parent is gone: the end of its socket is what ends the loop
 
-    def serve(self) -> None:
+    def serve(self) -> bool:
+        """Fork until there are no more requests; whether the parent has asked for the end, and has not just gone."""
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         # The terminal's signals are for the parent, which then ends this server.
@@ -67,7 +74,7 @@ class ForkServer:
                 if key.fileobj is self.control:
                     request, files, _, _ = socket.recv_fds(self.control, 1, 1 + FILES)
                     if request != FORK:
-                        return
+                        return request == END
                     self.fork(files)
                 else:
                     os.read(self.wake_read, 4096)
@@ -167,7 +174,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
 
 
 @contextlib.contextmanager
-def _ending_with_parent(control: socket.socket, directory: str) -> Iterator[None]:
+def _ending_with_parent(control: socket.socket, parent: int, directory: str) -> Iterator[None]:
     """End this process if the parent ends meanwhile: it imports for seconds, and looks at its socket only then.
 
     By a thread, which is gone when the first rank is forked; not by PDEATHSIG, which counts the end of the thread of the
@@ -180,7 +187,7 @@ def _ending_with_parent(control: socket.socket, directory: str) -> Iterator[None
         poll.register(control, select.POLLRDHUP)
         poll.register(read, 0)  # which is told of its end in any case
         if any(fd == control.fileno() for fd, _ in poll.poll()):
-            shutil.rmtree(directory, ignore_errors=True)
+            _tidy(parent, directory)
             os._exit(0)
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -193,14 +200,25 @@ def _ending_with_parent(control: socket.socket, directory: str) -> Iterator[None
         os.close(read)
 
 
+def _tidy(parent: int, directory: str) -> None:
+    """Remove what the parent, which had no chance to, and processes that have ended like it, have left behind."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError, AttributeError):  # it is gone already; or this is not Linux
+        ended = os.pidfd_open(parent)
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.poll(_END_OF_PARENT * 1000)  # its socket may be closed before its locks are
+    sweep(Path(directory).parent)
+
+
 def main(argv: list[str]) -> None:
     """Import what the ranks will need, then serve until the parent closes its end of the socket."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    control, directory, *preload = argv
+    control, parent, directory, *preload = argv
     server = ForkServer(socket.socket(fileno=int(control)))
     gc.disable()  # a quarter of the time that importing torch takes, and it would find nearly nothing
     try:
-        with _ending_with_parent(server.control, directory):
+        with _ending_with_parent(server.control, int(parent), directory):
             for name in preload:
                 module, _, function = name.partition(":")
                 imported = importlib.import_module(module)
@@ -212,11 +230,13 @@ def main(argv: list[str]) -> None:
     # Objects of now are never collected again, so that the collector does not copy their pages into every child.
     gc.freeze()
     gc.enable()
+    asked = False
     try:
-        server.serve()
+        asked = server.serve()
     finally:
         server.end()
-        shutil.rmtree(directory, ignore_errors=True)  # the parent may have had no chance to
+        if not asked:
+            _tidy(int(parent), directory)
         os._exit(0)  # pytest waits for the end of this process, and torch takes a while to take itself apart
 
 

@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -21,9 +20,10 @@ from typing import IO, Any, Protocol
 from mgpu_check.errors import StartupFailure
 from mgpu_check.ranks.channel import Channel
 from mgpu_check.ranks.clock import Clock
-from mgpu_check.ranks.forkserver import FILES, FORK
+from mgpu_check.ranks.forkserver import END, FILES, FORK
 from mgpu_check.ranks.process import Process, halted
 from mgpu_check.ranks.protocol import Surroundings
+from mgpu_check.ranks.scratch import Scratch
 from mgpu_check.ranks.seats import Seat
 from mgpu_check.ranks.stacks import HALTED
 
@@ -109,13 +109,13 @@ class LocalLauncher:
         self._lines = b""
         self._ready = False
         self._processes: dict[int, Process] = {}
-        self._directory: str | None = None
+        self._directory: Scratch | None = None
 
     def start(self) -> None:
         if self._server is not None:
             return
         ours, theirs = socket.socketpair()
-        self._directory = tempfile.mkdtemp(prefix="mgpu-check-")  # the server removes it if this process cannot
+        self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
         # The child may run from any directory, and finds this package where this process found it.
         root = str(Path(__file__).parents[2])
@@ -124,7 +124,11 @@ class LocalLauncher:
         )
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-P", "-c", code, str(theirs.fileno()), self._directory, *self._preload],
+                [
+                    *(sys.executable, "-P", "-c", code),
+                    *(str(theirs.fileno()), str(os.getpid()), str(self._directory.path)),
+                    *self._preload,
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -137,7 +141,7 @@ class LocalLauncher:
     def store(self, name: str) -> str:
         self.start()
         assert self._directory is not None
-        return (Path(self._directory) / name).as_uri()
+        return (self._directory.path / name).as_uri()
 
     def host_name(self, host: int) -> str:
         return ""
@@ -210,6 +214,7 @@ class LocalLauncher:
             process.kill()
         # Not closed only: a process that was forked from this one may hold it, too.
         with contextlib.suppress(OSError):
+            self._control.send(END)
             self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         try:
@@ -223,7 +228,7 @@ class LocalLauncher:
     def _forget(self) -> None:
         self._processes.clear()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.remove()
             self._directory = None
         if self._log is not None:
             self._log.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,26 @@ def test_one_property_from_anywhere(command, tmp_path):
     assert "1 passed" in text.splitlines()[-1]
     assert "3 SIMULATED GPUs" in text.splitlines()[-1]
     assert list(tmp_path.iterdir()) == []  # an acceptance run leaves nothing where it was started
+
+
+def test_a_killed_run_leaves_no_directory(command, tmp_path, monkeypatch):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "killer.py").write_text(
+        "import os\n"
+        "def pytest_runtest_logreport(report):\n"
+        "    if report.when == 'call':\n"
+        f"        found = [name for name in os.listdir({str(temporary)!r}) if name.startswith('mgpu-check-')]\n"
+        "        assert len(found) == 2, 'of Hypothesis, and of the ranks'\n"
+        "        os.kill(os.getpid(), 9)\n"
+    )
+    command("--gpus=2", "--simulate", "-k", "tutorial", "-p", "killer", code=-9)
+    deadline = time.monotonic() + 60  # the fork server does it, in a moment
+    while (left := list(temporary.glob("mgpu-check-*"))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == []
 
 
 def test_arguments_go_to_pytest(command, tmp_path):

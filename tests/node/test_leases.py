@@ -312,6 +312,13 @@ def test_links_in_the_directory_are_not_written_through(tmp_path):
     (locks / "device-b").symlink_to(victim)
     with pytest.raises(LeaseError, match="devices cannot be leased in"):
         DeviceLeases("b", locks).take(1)
+    (locks / "ticket-00000001").symlink_to(victim)
+    with pytest.raises(LeaseError, match=r"devices cannot be leased in .*ticket-00000001"):
+        DeviceLeases("c", locks).take(1)
+    (locks / "numbers.lock").unlink()
+    (locks / "numbers.lock").symlink_to(victim)
+    with pytest.raises(LeaseError, match=r"devices cannot be leased in .*numbers.lock"):
+        DeviceLeases("c", locks).check()
     assert victim.read_text() == "precious"
 
 

@@ -16,6 +16,7 @@ import pytest
 from mgpu_check.leasing import keys_of, tokens_of, told
 from mgpu_check.node.inventory import Device
 from mgpu_check.node.leases import DeviceLeases
+from tests.plugin.conftest import processes_with
 
 Run = Callable[..., pytest.RunResult]
 
@@ -258,6 +259,45 @@ def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
     result = run("--gpus=4", "--simulate", "-n2")
     result.assert_outcomes(passed=4, failed=1)
     result.stdout.fnmatch_lines(["*worker 'gw*' crashed while running 'test_a_killed_worker*test_use?0?'*"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_whose_tests_nobody_hands_out_any_more_leaves_no_directory(pytester, run, shared, monkeypatch, number):
+    temporary = pytester.mkdir("temporary")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with open("conftest.py", "a") as file:
+        file.write(
+            """
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        note(os.getpid())
+"""
+        )
+    pytester.makepyfile(
+        f"""
+        import os, pytest
+        from pathlib import Path
+        from conftest import JOURNAL, happened, note, wait_for
+
+        @pytest.mark.gpus(2)
+        @pytest.mark.parametrize("n", range(2))
+        def test_it(ranks, n):
+            assert list(Path({str(temporary)!r}).glob("mgpu-check-leases-*"))
+            ranks.run(lambda: None)
+            note("begun", n)
+            if n == 0:
+                wait_for(lambda: happened("begun 1"))
+                os.kill(int(Path(JOURNAL).read_text().split()[0]), {int(number)})
+        """
+    )
+    result = run("--gpus=4", "--simulate", "-n2", "-k", "test_it")
+    assert result.ret == (-number if number == signal.SIGKILL else pytest.ExitCode.INTERRUPTED)
+    deadline = time.monotonic() + LIMIT
+    while (left := list(temporary.glob("mgpu-check-*"))) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert left == []
+    while processes_with(str(pytester.path)) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def in_background(pytester: pytest.Pytester, mask: str, *arguments: str) -> subprocess.Popen[str]:
