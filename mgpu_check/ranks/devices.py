@@ -1,19 +1,21 @@
 """The real devices of a rank: which it sees, whether they are idle, and whether they can still be used.
 
-Nothing here makes a context: a device that the code under test has not touched is left alone.
+Nothing but `take` makes a context: a device that the code under test has not touched is left alone.
 """
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 import gc
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["DeviceRefused", "MaskIgnored", "RealDevices", "check_visible", "has_nccl", "take"]
+__all__ = ["DeviceRefused", "Devices", "MaskIgnored", "check_visible", "devices_behind", "has_nccl", "take"]
 
 _GRACE = 0.005
 """Seconds that devices get to finish what a call has queued, before the pytest process is asked to see to it."""
@@ -60,7 +62,7 @@ def take(device: int) -> None:
         raise DeviceRefused(f"cuda:{device} ({properties.name} {getattr(properties, 'uuid', '')}): {said}") from error
 
 
-class RealDevices:
+class Devices(abc.ABC):
     """What this process has queued on devices, and whether they can still be used.
 
     By a thread of its own, because CUDA has no way to ask whether a device is idle, and to wait may take for ever.
@@ -77,10 +79,10 @@ class RealDevices:
         Raises:
             RuntimeError: an error of a kernel has come up.
         """
-        if not torch.cuda.is_initialized():
+        if not self.used():
             return True
         if self._pending is None:
-            self._pending = self._thread.submit(_synchronize)
+            self._pending = self._thread.submit(self.synchronize)
         try:
             self._pending.result(patience)
         except concurrent.futures.TimeoutError:
@@ -105,6 +107,33 @@ class RealDevices:
             return self.idle(_LONGER_GRACE)
         except Exception:
             return False
+
+    @abc.abstractmethod
+    def used(self) -> bool:
+        """Whether anything can be queued there."""
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Wait for all that is queued, in a thread that has no device of its own yet."""
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Put back what a call may have changed of CUDA's own settings."""
+
+    @abc.abstractmethod
+    def give_back(self) -> None:
+        """Free the memory that nobody needs any more."""
+
+
+class RealDevices(Devices):
+    """All that this process sees."""
+
+    def used(self) -> bool:
+        return torch.cuda.is_initialized()
+
+    def synchronize(self) -> None:
+        for device in _with_contexts():
+            torch.cuda.synchronize(device)
 
     def restore(self) -> None:
         """Put back what a call may have changed of CUDA's own settings: streams, and what is said of synchronization."""
@@ -133,9 +162,41 @@ def _with_contexts() -> list[int]:
     return [i for i in known if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]  # not in the stubs
 
 
-def _synchronize() -> None:
-    for device in _with_contexts():
-        torch.cuda.synchronize(device)
+class BackingDevice(Devices):
+    """The one that computes for a simulated node. To be made before the node is entered, which replaces CUDA's functions.
+
+    Streams and other settings of the code under test are those of simulated devices, and put back there.
+    """
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self._index = index
+        self._cuda: dict[str, Any] = {
+            name: getattr(torch._C, f"_cuda_{name}", None)  # a CPU build has none, and can have no such node either
+            for name in ("hasPrimaryContext", "setDevice", "synchronize", "emptyCache")
+        }
+
+    def used(self) -> bool:
+        return bool(self._cuda["hasPrimaryContext"](self._index))
+
+    def synchronize(self) -> None:
+        self._cuda["setDevice"](self._index)
+        self._cuda["synchronize"]()
+
+    def restore(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        if self.used():
+            self._cuda["emptyCache"]()
+
+
+def devices_behind(simulate: str | None) -> Devices | None:
+    """The real devices of a process whose node is simulated on the device `simulate`, or is real: None for the CPU."""
+    if simulate is None:
+        return RealDevices()
+    device = torch.device(simulate)
+    return None if device.type == "cpu" else BackingDevice(device.index)
 
 
 def has_nccl() -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mgpu_check.ranks import protocol, stray, transport
 from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
-from mgpu_check.ranks.devices import RealDevices, check_visible, has_nccl, take
+from mgpu_check.ranks.devices import check_visible, devices_behind, has_nccl, take
 from mgpu_check.ranks.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.rendezvous import open_store
@@ -99,7 +99,7 @@ class Worker:
         self.error: BaseException | None = None
         self.entered = 0  # collectives, sends and receives, when the last call returned
         self.outcome: protocol.Outcome | None = None
-        self.devices = RealDevices() if spec.simulate is None else None
+        self.devices = devices_behind(spec.simulate)
         self.nccl = False
         self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
         surroundings = spec.surroundings.over(self.own)
@@ -121,10 +121,10 @@ class Worker:
 
     def join(self, index: int) -> None:
         spec = self.spec
-        if self.devices is None:
-            torch.cuda.set_device(spec.device)
-        else:
+        if spec.simulate is None:
             take(spec.device)
+        else:
+            torch.cuda.set_device(spec.device)
         dist.init_process_group(
             # By name: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
             backend=spec.backend or _BACKENDS,
@@ -133,7 +133,7 @@ class Worker:
             world_size=spec.size,
             timeout=datetime.timedelta(seconds=spec.group_timeout),
         )
-        self.nccl = self.devices is not None and spec.size > 1 and has_nccl()
+        self.nccl = spec.simulate is None and spec.size > 1 and has_nccl()
         if self.nccl:
             # NCCL makes its communicator with the first collective: all ranks have to be in it, and it takes seconds.
             dist.barrier(device_ids=[spec.device])

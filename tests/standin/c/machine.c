@@ -73,9 +73,13 @@ int physical_count(void) {
     return devices < 0 ? 0 : devices > MOST_DEVICES ? MOST_DEVICES : (int)devices;
 }
 
+/* Devices of different machines differ, as who leases devices by UUID does so for all machines that are imitated here. */
 void uuid_bytes(int device, unsigned char bytes[16]) {
     static const unsigned char like[16] = {0x5a, 0x5a, 0, 0, 0, 0, 0x40, 0, 0x80};
     memcpy(bytes, like, 16);
+    unsigned long hash = 14695981039346656037UL; /* FNV-1a */
+    for (const char *c = machine_directory(); *c; c++) hash = (hash ^ (unsigned char)*c) * 1099511628211UL;
+    memcpy(bytes + 10, &hash, 5);
     bytes[3] = bytes[15] = (unsigned char)(device + 1);
 }
 
