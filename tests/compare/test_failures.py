@@ -24,6 +24,15 @@ def test_a_script_that_raises_on_a_rank(compare, by_hand, changed):
     assert (outcome.json["step"], outcome.json["ranks"]) == (3, [1])
 
 
+def test_a_rank_that_fails_before_it_makes_its_group(compare, by_hand):
+    """It is no script of one process, as one of DataParallel is, which would agree with itself."""
+    fails = "import os\nif os.environ.get('RANK') == '1': raise RuntimeError('out of paper')\n"
+    leaves = "if 'RANK' in os.environ: raise SystemExit('no group today')\n"
+    outcome = compare(fails + leaves + by_hand, code=1)
+    assert "differs: on 2 ranks the script failed" in outcome.text
+    assert [run["label"] for run in outcome.json["runs"]] == ["one device", "2 ranks"]
+
+
 def test_all_ranks_on_one_device(compare, tutorial, changed):
     outcome = compare(
         changed(tutorial, ('torch.device("cuda", int(os.environ["LOCAL_RANK"]))', 'torch.device("cuda", 0)')),
