@@ -123,10 +123,10 @@ def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
     ranks = _run(made, tell, f"{world} ranks", world)
     if any(ended.has("group") or ended.has("starts") for ended in ranks.ranks):
         return ranks
-    if not all(ended.has("alone") for ended in ranks.ranks):
-        # One that fails or hangs before it makes its group is no script of one process: what it did as one proves nothing.
-        if ranks.failed is not None or not any(_on_several(trace) for trace in ranks.traces):
-            return ranks
+    # One that fails or hangs before it makes its group is no script of one process: what it did as one proves nothing.
+    several = ranks.failed is None and any(_on_several(trace) for trace in ranks.traces)
+    if not several and not all(ended.has("alone") for ended in ranks.ranks):
+        return ranks
     return _run(made, tell, f"one process with {world} GPUs", 1, environment=made.plan.several)
 
 

@@ -129,7 +129,7 @@ class RealDevices(Devices):
     """All that this process sees."""
 
     def used(self) -> bool:
-        return torch.cuda.is_initialized()
+        return bool(torch.cuda.is_initialized())
 
     def synchronize(self) -> None:
         for device in _with_contexts():

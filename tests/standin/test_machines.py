@@ -106,9 +106,7 @@ def test_idle_worlds_leave_room_on_small_devices(machine: Machine) -> None:
 def test_a_broken_gpu_is_named(machine: Machine) -> None:
     result = machine.has(2, broken=1).run("--gpus=2", code=GREEN)
     result.assert_outcomes(failed=2)
-    result.stdout.fnmatch_lines(
-        ["*rank 1 of 2 could not start: *5a5a0002-0000-4000-8000-*02*uncorrectable ECC*"]
-    )
+    result.stdout.fnmatch_lines(["*rank 1 of 2 could not start: *5a5a0002-0000-4000-8000-*02*uncorrectable ECC*"])
 
 
 ALONE = """
