@@ -11,7 +11,8 @@ import torch.cuda.comm
 import torch.distributed.tensor
 import torch.nn.parallel
 
-from mgpu_check.node.simulated import simulated_device_count, simulated_node, to_real
+from mgpu_check.node.simulated import activation, prepare, simulated_device_count, simulated_node, to_real
+from mgpu_check.node.simulated.patches import _index
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
@@ -107,3 +108,13 @@ def test_the_device_type_stays_itself_for_others():
         assert isinstance(real("cpu"), torch.device)
         assert torch.device == real and hash(torch.device) == hash(real)
         assert torch.device("cuda", 1) == real("cuda", 1)
+
+
+def test_what_was_prepared_need_not_be_searched_for_again():
+    """A search of all modules costs each rank 30 ms, and copies of the pages that it shares with its parent."""
+    prepare()
+    patches = activation._enter(2, torch.device("cpu"))
+    try:
+        assert {old for old, _ in patches.replaced()} <= _index.known.keys()
+    finally:
+        activation._leave(patches)

@@ -196,8 +196,8 @@ def _refusal(name: str, original: object) -> object:
 def install_native(patches: Patches) -> None:
     """Replace all of them, under every name that a module of torch has for them."""
     ours = simulated_names()
-    for name, new in ours.items():
-        _put(patches, name, new)
+    for name in ours.keys() - patches.changed(torch._C):  # what stands there already is new in each process
+        _put(patches, name, ours[name])
     done = patches.changed(torch._C)
     for name in REFUSED.union(filter(concerns_devices, dir(torch._C))):
         if name not in done and name not in HARMLESS:
