@@ -26,9 +26,8 @@ def test_a_script_that_raises_on_a_rank(compare, by_hand, changed):
 
 def test_a_rank_that_fails_before_it_makes_its_group(compare, by_hand):
     """It is no script of one process, as one of DataParallel is, which would agree with itself."""
-    fails = "import os\nif os.environ.get('RANK') == '1': raise RuntimeError('out of paper')\n"
-    leaves = "if 'RANK' in os.environ: raise SystemExit('no group today')\n"
-    outcome = compare(fails + leaves + by_hand, code=1)
+    fails = "import os\nif os.environ['WORLD_SIZE'] != '1': raise RuntimeError('out of paper')\n"
+    outcome = compare(fails + by_hand, code=1)
     assert "differs: on 2 ranks the script failed" in outcome.text
     assert [run["label"] for run in outcome.json["runs"]] == ["one device", "2 ranks"]
 
