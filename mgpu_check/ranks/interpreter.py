@@ -79,7 +79,7 @@ class InterpreterState:
 
     kept: list[Any]
     of_system: list[Any]
-    loggers: dict[str, _LoggerState]
+    loggers: list[tuple[logging.Logger, _LoggerState]]
     disabled: int
 
     @classmethod
@@ -88,7 +88,7 @@ class InterpreterState:
         return cls(
             kept=[get() for _, get, _ in _KEPT],
             of_system=[get() for _, get, _ in _OF_SYSTEM],
-            loggers={name: _LoggerState.of(logger) for name, logger in _loggers().items()},
+            loggers=[(logger, _LoggerState.of(logger)) for logger in _loggers()],
             disabled=logging.root.manager.disable,
         )
 
@@ -103,8 +103,8 @@ class InterpreterState:
         time.tzset()  # the variable is what it was; what has been read from it need not be
         if logging.root.manager.disable != self.disabled:
             logging.disable(self.disabled)
-        for name, logger in _loggers().items():
-            if (state := self.loggers.get(name)) is not None and state != _LoggerState.of(logger):
+        for logger, state in self.loggers:
+            if not state.is_of(logger):
                 state.restore(logger)
 
     def dirt(self) -> list[str]:
@@ -118,12 +118,22 @@ class _LoggerState:
     level: int
     propagate: bool
     disabled: bool
-    handlers: tuple[logging.Handler, ...]
-    filters: tuple[Any, ...]
+    handlers: list[logging.Handler]
+    filters: list[Any]
 
     @classmethod
     def of(cls, logger: logging.Logger) -> _LoggerState:
-        return cls(logger.level, logger.propagate, logger.disabled, tuple(logger.handlers), tuple(logger.filters))
+        return cls(logger.level, logger.propagate, logger.disabled, list(logger.handlers), list(logger.filters))
+
+    def is_of(self, logger: logging.Logger) -> bool:
+        """Whether it is that of now: there are hundreds of them, and they are asked after each test."""
+        return (
+            logger.level == self.level
+            and logger.handlers == self.handlers
+            and logger.filters == self.filters
+            and logger.propagate == self.propagate
+            and logger.disabled == self.disabled
+        )
 
     def restore(self, logger: logging.Logger) -> None:
         for handler in set(logger.handlers) - set(self.handlers):
@@ -135,9 +145,8 @@ class _LoggerState:
         logger.propagate, logger.disabled = self.propagate, self.disabled
 
 
-def _loggers() -> dict[str, logging.Logger]:
-    found = {name: one for name, one in logging.root.manager.loggerDict.items() if isinstance(one, logging.Logger)}
-    return {**found, "": logging.root}
+def _loggers() -> list[logging.Logger]:
+    return [logging.root, *(o for o in logging.root.manager.loggerDict.values() if isinstance(o, logging.Logger))]
 
 
 def open_files() -> dict[int, tuple[int, int]]:
@@ -150,10 +159,10 @@ def open_files() -> dict[int, tuple[int, int]]:
     return found
 
 
-def files_left_open(before: dict[int, tuple[int, int]]) -> list[str]:
+def files_left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]]) -> list[str]:
     """Names of the regular files that are open now, and were not; a lock on one would stop the next test."""
     names = []
-    for number, identity in open_files().items():
+    for number, identity in now.items():
         if before.get(number) != identity:
             with contextlib.suppress(OSError):
                 name = os.readlink(f"/proc/self/fd/{number}")

@@ -89,7 +89,7 @@ class ProcessState:
         now = open_files()
         if other := sorted(number for number, identity in self.files.items() if now.get(number) != identity):
             found.append(f"closed or replaced file descriptors: {', '.join(map(str, other))}")
-        if left := files_left_open(self.files):
+        if left := files_left_open(self.files, now):
             found.append(f"files that are still open: {', '.join(left)}")
         return [*found, *self.interpreter.dirt()]
 

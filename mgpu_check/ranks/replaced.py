@@ -39,18 +39,20 @@ class Replaceable:
     """What stands where in a fresh rank."""
 
     def __init__(self) -> None:
-        self._functions = [
-            (owner, {name: value for name, value in vars(owner).items() if isinstance(value, _FUNCTIONS)})
-            for owner in _OWNERS
-        ]
+        self._functions: list[tuple[Any, list[str], list[Any]]] = []
+        for owner in _OWNERS:
+            functions = {name: value for name, value in vars(owner).items() if isinstance(value, _FUNCTIONS)}
+            self._functions.append((owner, list(functions), list(functions.values())))
         self._hooks = {name: dict(getattr(modules, name)) for name in _HOOKS}
 
     def changed(self) -> list[str]:
         """What stands elsewhere now, in words."""
         found = []
-        for owner, functions in self._functions:
+        for owner, names, functions in self._functions:
             now = vars(owner)
-            for name, value in functions.items():
+            if list(map(now.get, names)) == functions:  # by far the fastest way to look at thousands
+                continue
+            for name, value in zip(names, functions, strict=True):
                 if now.get(name, _MISSING) is not value and _by_a_test(now.get(name, _MISSING)):
                     found.append(f"{owner.__name__}.{name}")
         lines = [f"replaced functions: {', '.join(sorted(found))}"] if found else []

@@ -273,7 +273,7 @@ class Worker:
     def end_test(self) -> protocol.Rested:
         self.error = self.outcome = None
         self.functions.clear()
-        gc.collect()  # what finalizers have to say is of this test
+        gc.collect(1)  # what finalizers have to say is of this test; what is older has seldom anything to say
         for callback in _at_rest:
             callback()
         stray.listen()
