@@ -255,11 +255,7 @@ def install_groups(patches: Patches) -> None:
     patches.replace(dist.is_nccl_available, _is_nccl_available)
     if vars(c10d)["default_pg_nccl_timeout"] is None:
         patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
-    if not hasattr(torch._C, "_nccl_version"):  # what torch logs of an error inside of a collective
-        patches.set(torch._C, "_nccl_version", lambda: (2 << 32) | (28 << 16) | 9)
-        patches.set(torch._C, "_nccl_version_suffix", lambda: b"")
-    if not hasattr(torch._C._distributed_c10d, "_hash_tensors"):
-        patches.set(torch._C._distributed_c10d, "_hash_tensors", _hash_tensors)
+    patches.set(torch._C._distributed_c10d, "_hash_tensors", _hash_tensors)
     real = getattr(torch._C._distributed_c10d, "ProcessGroupNCCL", None)
     if real is not None:
         patches.replace(real, ProcessGroupNCCL)
