@@ -390,6 +390,24 @@ def test_hooks_that_compress(on_ranks):
     assert on_ranks(compressed) == [[True] * 2] * 2
 
 
+def buffers_averaged(rank, size):
+    """A hook for buffers, whose futures C++ waits for at the end of backward."""
+    net = nn.BatchNorm1d(2, momentum=1.0).to(rank)
+    ddp = DistributedDataParallel(net, device_ids=[rank])
+
+    def average(state, buffers):
+        works = [dist.all_reduce(b, async_op=True) for name, b in buffers.items() if name == "running_mean"]
+        return [work.get_future() for work in works]
+
+    ddp._register_buffer_comm_hook(None, average)
+    ddp(torch.full((2, 2), rank + 1.0, device="cuda")).sum().backward()
+    return net.running_mean.tolist()
+
+
+def test_a_hook_for_buffers(on_ranks):
+    assert on_ranks(buffers_averaged) == [[3, 3]] * 2
+
+
 def joined(rank, size):
     from torch.distributed.algorithms.join import Join
 

@@ -96,15 +96,17 @@ def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
     return register
 
 
-def _collect_all(original: Callable[..., object]) -> Callable[..., object]:
+def _finishing(original: Callable[..., object]) -> Callable[..., object]:
+    """A function whose last argument is a list of futures that C++ will wait for."""
+
     @functools.wraps(original)
-    def collect_all(futures: Sequence[object]) -> object:
-        for future in futures:
+    def given(*args: Any) -> object:
+        for future in args[-1]:
             if isinstance(future, LateFuture):
                 future.finish()
-        return original(futures)
+        return original(*args)
 
-    return collect_all
+    return given
 
 
 def _bucket_buffer(original: Callable[..., torch.Tensor]) -> Callable[[object], torch.Tensor]:
@@ -135,10 +137,11 @@ def install_reducer(patches: Patches) -> None:
         ("_register_comm_hook", _comm_hook),
     ):
         patches.replace(getattr(_c10d, name), wrap(getattr(_c10d, name)))
-    patches.replace(torch.futures.collect_all, _collect_all(torch.futures.collect_all))
+    patches.replace(torch.futures.collect_all, _finishing(torch.futures.collect_all))
     reducer = _c10d.Reducer
     patches.set(reducer, "__init__", _made(reducer.__init__))
     patches.set(reducer, "_set_forward_pass_work_handle", _forward_work(reducer._set_forward_pass_work_handle))
+    patches.set(reducer, "_install_post_backward_futures", _finishing(reducer._install_post_backward_futures))
     bucket = _c10d.GradBucket
     patches.set(bucket, "buffer", _bucket_buffer(bucket.buffer))
     patches.set(bucket, "gradients", _bucket_gradients(bucket.gradients))
