@@ -1,0 +1,44 @@
+"""The packaged suite, on real devices whose kernels compute nothing: what fails there fails for numbers only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.standin.conftest import Machine
+
+FEWER = """
+from mgpu_check.suite import budget
+
+budget.limit(0.01)
+"""
+
+LISTED = set(re.findall(r"^\| `(test_\w+)` \|", Path(__file__).with_name("README.md").read_text(), re.M))
+"""The checks that need what kernels compute. Some examples do not, so a few of them may pass."""
+
+
+def test_what_fails_in_the_packaged_suite_is_listed(machine: Machine, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(fewer=FEWER)
+    # Two that are listed take as long as all others together.
+    given = [
+        "-p",
+        "fewer",
+        "--gpus=2",
+        "--hypothesis-seed=0",
+        "--tb=line",
+        "--junitxml=suite.xml",
+        "-k",
+        "not resnet18",
+    ]
+    machine.has(2).command("mgpu_check", *given)
+    cases = list(ElementTree.parse(pytester.path / "suite.xml").iter("testcase"))
+    ran = {case.get("name", "") for case in cases}
+    failed = {
+        case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None
+    }
+    assert failed - LISTED == set()
+    assert len(failed) > len(LISTED) // 2, "the list is of what fails"
+    assert len(ran - LISTED) > 10 and LISTED - ran == {name for name in LISTED if "resnet18" in name}
