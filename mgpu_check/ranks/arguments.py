@@ -60,6 +60,10 @@ def compared(value: Any) -> str:
 
 
 def option(name: str, value: Any) -> str:
+    """ "sum", "src=0". Of an operation with a factor its kind: each rank may well have a factor of its own."""
     if name in ("op", "reduceOp"):
+        if type(value) is dist.ReduceOp:  # an object, of which each rank has its own; `SUM` is none
+            state: Any = value.__getstate__()
+            value = state[0]
         return str(getattr(value, "name", value)).rpartition(".")[2].lower()
     return f"{name.removeprefix('group_')}={value}"

@@ -50,6 +50,10 @@ def test_different_collectives_are_named_with_number_and_place(pool):
             lambda dist, x, i: dist.group.WORLD.allreduce([x], dist.ReduceOp.MAX if i == 1 else dist.ReduceOp.SUM),
             "max,",
         ),
+        (
+            lambda dist, x, i: dist.all_reduce(x, dist.ReduceOp(dist.ReduceOp.MAX if i == 1 else dist.ReduceOp.MIN)),
+            "max, w",
+        ),
         (lambda dist, x, i: dist.all_reduce_coalesced([x.int() if i == 1 else x] * 2), "2x int32[4], sum"),
     ],
 )
@@ -218,6 +222,13 @@ def test_what_ranks_may_do_differently_is_no_disagreement(pool):
         if rank.index < 2:
             dist.barrier(group=half)
         dist.all_reduce(torch.ones(6) if rank.index else torch.ones(2, 3))  # as many elements
+        dist.all_reduce(torch.ones(1), dist.ReduceOp(dist.ReduceOp.MAX) if rank.index else dist.ReduceOp.MAX)
+        with dist.distributed_c10d._coalescing_manager():
+            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(2))
+        own = dist._make_nccl_premul_sum(rank.index + 1.0)  # a factor for each rank
+        with pytest.raises((RuntimeError, ValueError)):  # gloo has none
+            dist.all_reduce(torch.ones(1), own)
         parts = [torch.zeros(rank.index + 1) for _ in range(rank.size)] if rank.index == 0 else None
         dist.gather(torch.zeros(1), parts, dst=0)
         objects = [None] * rank.size
