@@ -104,6 +104,15 @@ def asynchrony(rank, n):
     if rank == 0:
         dist.all_reduce(x)
     assert x.item() == n * n
+    first, second = torch.ones(1).to(f"cuda:{rank}"), torch.zeros(1).to(f"cuda:{rank}")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        dist.all_reduce(first)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        dist.all_reduce(second)  # of the same communicator: after the first, though its stream is free
+    torch.cuda.synchronize()
+    assert (first.item(), second.item()) == (n, 0)
 
 def one_device(rank, n):
     torch.cuda.set_device(0)

@@ -229,11 +229,25 @@ static bool can_go_on(struct operation *op) {
     return true;
 }
 
+/* The collectives of a communicator follow each other in the order of the program, whatever their streams. */
+static bool has_its_turn(const struct group_work *group, int at) {
+    const struct operation *op = &group->operations[at];
+    if (op->kind == SEND || op->kind == RECEIVE || op->comm->aborted) return true;
+    for (int i = 0; i < at; i++) {
+        const struct operation *other = &group->operations[i];
+        if (other->comm == op->comm && other->kind != SEND && other->kind != RECEIVE) return other->posted;
+    }
+    return op->comm->shared->finished[op->comm->rank] >= op->number - 1;
+}
+
 static bool group_ready(struct work *work) {
     struct group_work *group = (struct group_work *)work;
     bool ready = true;
-    for (int i = 0; i < group->count; i++)
-        if (!group->operations[i].posted) post(&group->operations[i]);
+    for (int i = 0; i < group->count; i++) {
+        struct operation *op = &group->operations[i];
+        if (!op->posted && has_its_turn(group, i)) post(op);
+        ready &= op->posted;
+    }
     for (int i = 0; i < group->count; i++) ready &= can_go_on(&group->operations[i]);
     return ready;
 }
