@@ -91,17 +91,22 @@ def _from_any(
     """Take out of the account all that a rank has been sent where it receives from whoever sends: order says nothing."""
     received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
     sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
+    whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
+
+    def kind(run: Run) -> str:
+        return MANY if whole else run.what  # where one side has lost them, numbers only can be compared
+
     left: Counter[str] = Counter()
     for run in (run for runs in received for run in runs):
-        left[run.what] += run.count
+        left[kind(run)] += run.count
     found = []
     for sender, run in sent:
-        left[run.what] -= run.count
-        if left[run.what] < 0:
+        left[kind(run)] -= run.count
+        if left[kind(run)] < 0:
             found.append(Unmatched(sender, receiver, tag, run, None))
-            left[run.what] = 0
+            left[kind(run)] = 0
     for runs in received:
-        found += [Unmatched(ANY, receiver, tag, None, run) for run in runs if left.pop(run.what, 0) > 0]
+        found += [Unmatched(ANY, receiver, tag, None, run) for run in runs if left.pop(kind(run), 0) > 0]
     return found
 
 

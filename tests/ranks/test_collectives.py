@@ -187,8 +187,13 @@ def test_what_is_balanced_is_no_failure(pool):
                 dist.recv(torch.ones(number), group=pair, group_src=0, tag=1)
         if rank.index == 0:
             assert dist.recv(x, tag=9) == 1
+            for _ in range(50):  # from whoever sends, at two places in turn: more than are kept apart, too
+                dist.recv(x, tag=5)
+                dist.recv(x, tag=5)
             dist.send_object_list(["a"], 2)
         if rank.index == 2:
+            for _ in range(100):
+                dist.send(x, 0, tag=5)
             got = [None]
             dist.recv_object_list(got, 0)
             with pytest.raises(ValueError):
