@@ -14,6 +14,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import selectors
 import shutil
@@ -26,6 +27,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from mgpu_check.ranks.output import LOOK, thin_out
 from mgpu_check.ranks.scratch import sweep
 
 FORK = b"F"
@@ -49,6 +51,7 @@ class ForkServer:
     def __init__(self, control: socket.socket) -> None:
         self.control = control
         self.children: set[int] = set()
+        self.outputs: dict[int, list[int]] = {}
         self.wake_read, self.wake_write = os.pipe()
         os.set_blocking(self.wake_read, False)
         os.set_blocking(self.wake_write, False)
@@ -70,7 +73,7 @@ class ForkServer:
         selector.register(self.wake_read, selectors.EVENT_READ)
         self.tell(event="ready")
         while True:
-            for key, _ in selector.select():
+            for key, _ in selector.select(LOOK if self.outputs else None):
                 if key.fileobj is self.control:
                     request, files, _, _ = socket.recv_fds(self.control, 1, 1 + FILES)
                     if request != FORK:
@@ -79,15 +82,26 @@ class ForkServer:
                 else:
                     os.read(self.wake_read, 4096)
             self.reap()
+            for outputs in self.outputs.values():
+                for output in outputs:
+                    thin_out(output)
 
     def fork(self, files: list[int]) -> None:
         server = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for file in files:
+                os.close(file)
+            self.tell(event="forked", pid=None, refused=f"{error}; {_limits()}")
+            return
         if pid == 0:
             _become_child(self, files, server)
-        for file in files:
+        connection, stdout, stderr, *others = files
+        for file in (connection, *others):
             os.close(file)
         self.children.add(pid)
+        self.outputs[pid] = [stdout, stderr]
         self.tell(event="forked", pid=pid)
 
     def reap(self) -> None:
@@ -101,6 +115,8 @@ class ForkServer:
                 break
             if pid in self.children:
                 self.children.discard(pid)
+                for output in self.outputs.pop(pid):
+                    os.close(output)
                 _kill_group(pid)
                 self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
         # A rank adopts what its children leave, and this process what the rank leaves: nothing here is of a living one.
@@ -134,6 +150,20 @@ def _children_of_this_process() -> list[int]:
         return []
 
 
+def _limits() -> str:
+    """How many processes and threads there may be, as far as it is known."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = ["of this user (ulimit -u) " + ("unlimited" if most == resource.RLIM_INFINITY else str(most))]
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[-1].rpartition(":")[2]
+        root = Path("/sys/fs/cgroup")
+        for place in (root / group.strip("/"), root, root / "pids"):
+            if (file := place / "pids.max").is_file():
+                limits.append(f"of the control group ({file}) {file.read_text(encoding='ascii').strip()}")
+                break
+    return "limits of processes and threads: " + ", ".join(limits)
+
+
 def _kill_group(pid: int) -> None:
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -154,7 +184,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for file in (server.wake_read, server.wake_write, server.control.detach()):
+        outputs = [output for outputs in server.outputs.values() for output in outputs]
+        for file in (server.wake_read, server.wake_write, server.control.detach(), *outputs):
             os.close(file)
         connection, stdout, stderr, stacks, record = files
         os.dup2(stdout, 1)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -23,6 +23,7 @@ from mgpu_check.ranks.clock import Clock
 from mgpu_check.ranks.forkserver import END, FILES, FORK
 from mgpu_check.ranks.process import Process, halted
 from mgpu_check.ranks.protocol import Surroundings
+from mgpu_check.ranks.record import SIZE
 from mgpu_check.ranks.scratch import Scratch
 from mgpu_check.ranks.seats import Seat
 from mgpu_check.ranks.stacks import HALTED
@@ -45,6 +46,18 @@ _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
 
 
 _started: weakref.WeakSet[LocalLauncher] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def _making_files() -> Iterator[None]:
+    """Say what to do where temporary files cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        raise StartupFailure(
+            f"the temporary files of ranks cannot be made in {tempfile.gettempdir()}: {os.strerror(error.errno or 0)}. "
+            "Make room there, or name another directory by the environment variable TMPDIR."
+        ) from error
 
 
 def _release_all() -> None:
@@ -114,9 +127,12 @@ class LocalLauncher:
     def start(self) -> None:
         if self._server is not None:
             return
+        with contextlib.ExitStack() as undo, _making_files():
+            undo.callback(self._forget)
+            self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
+            self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
+            undo.pop_all()
         ours, theirs = socket.socketpair()
-        self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # it lives as long as the server
         # The child may run from any directory, and finds this package where this process found it.
         root = str(Path(__file__).parents[2])
         code = (
@@ -174,7 +190,9 @@ class LocalLauncher:
             self.start()
             self._await_ready()
             assert self._control is not None
-            files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(FILES)]
+            with _making_files():
+                files = [undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(FILES)]
+                os.posix_fallocate(files[-1].fileno(), 0, SIZE)  # ranks map it: a full disk would be SIGBUS there
             for file in files:
                 # Several processes may write, and `Process.mark_output` truncates.
                 fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
@@ -188,6 +206,11 @@ class LocalLauncher:
                 if self._server is not None:
                     self._lost()  # its answer may still come, and would be taken for that to the next request
                 raise
+            if message["pid"] is None:
+                raise StartupFailure(
+                    f"a process for a rank was refused by the operating system: {message['refused']}. Raise the limit "
+                    "that is reached, end other processes, or use fewer ranks."
+                )
             undo.pop_all()
         process = Process(message["pid"], Channel(ours), *files)
         self._processes[process.pid] = process

@@ -8,14 +8,12 @@ from typing import IO
 
 from mgpu_check.ranks.channel import Channel
 from mgpu_check.ranks.clock import Clock
+from mgpu_check.ranks.output import kept
 from mgpu_check.ranks.record import SIZE, Record, parse
 from mgpu_check.ranks.stacks import HALTED, clean
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST
 
-__all__ = ["MOST_OUTPUT", "Process", "describe_exit", "halted"]
-
-MOST_OUTPUT = 64 * 1024
-"""Bytes of each stream of a rank that a report shows at most: the last ones."""
+__all__ = ["Process", "describe_exit", "halted"]
 
 STACKS_TIMEOUT = 1.0
 
@@ -51,12 +49,8 @@ class Process:
             os.ftruncate(stream.fileno(), 0)  # the process writes at the end, wherever that is
 
     def output(self, name: str) -> str:
-        """What the process wrote to "stdout" or "stderr" since `mark_output`."""
-        stream = self._streams[name]
-        end = os.fstat(stream.fileno()).st_size
-        start = max(0, end - MOST_OUTPUT)
-        text = os.pread(stream.fileno(), end - start, start).decode(errors="replace")
-        return f"[{start} bytes before this are left out]\n{text}" if start else text
+        """What the process wrote to "stdout" or "stderr" since `mark_output`: of much, the beginning and the end."""
+        return kept(self._streams[name].fileno())
 
     def ask_for_stacks(self, signal_number: int) -> None:
         """Have the process write the stacks of its threads; `stacks` gives them."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 
@@ -50,7 +53,7 @@ class CannotBeLoaded(Exception):
 
 
 def raises(error):
-    def body():
+    def body(*_, **__):
         raise error
 
     return body
@@ -251,3 +254,48 @@ def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_ser
         with pytest.raises(StartupFailure, match=r"the fork server does not run: it was stopped by a signal"):
             pool.run(os.getpid, size=2)
         assert server not in pool.run(os.getppid, size=2)
+
+
+NO_ROOM = "cannot be made in .*: No space left on device. Make room there, or name another .* TMPDIR"
+
+REFUSING = """
+import errno, os
+
+def once():
+    fork = os.fork
+    def refuse():
+        os.fork = fork
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    os.fork = refuse
+"""
+
+
+def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "refusing.py").write_text(REFUSING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = RankPool(LocalLauncher(["refusing:once"]), seats=1, simulate="cpu", timeout=30.0)
+    pool.begin_test()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(tempfile, "mkdtemp", raises(full))
+            with pytest.raises(StartupFailure, match=NO_ROOM):
+                pool.run(os.getppid)
+        with pytest.raises(StartupFailure) as refused:
+            pool.run(os.getppid)
+        assert re.search(
+            r"refused by the operating system: .*Resource temporarily unavailable; limits of processes and threads: "
+            r"of this user \(ulimit -u\) \w+.* Raise the limit that is reached",
+            str(refused.value),
+        )
+        (server,) = pool.run(os.getppid)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", raises(full))
+            pool.end_test(failed=True)
+            pool.begin_test()
+            pool._worlds.close()
+            with pytest.raises(StartupFailure, match=NO_ROOM):
+                pool.run(os.getppid)
+        assert pool.run(os.getppid) == [server]
+    finally:
+        pool.close()

@@ -450,11 +450,25 @@ def test_output_of_each_rank_since_the_test_began(pool):
     ]
 
 
-def test_much_output_is_cut_and_blocks_nobody(pool):
-    pool.run(lambda: print("x" * 50_000_000), size=1)
+def test_of_much_output_the_beginning_and_the_end_are_kept_and_the_rest_leaves_the_disk(pool):
+    def body():
+        import os
+        import time
+
+        print("first")
+        print("x" * 50_000_000)
+        print("last")
+        while os.fstat(1).st_blocks * 512 > 20_000_000:
+            time.sleep(0.01)
+
+    pool.run(body, size=1)
     ((_, _, text),) = pool.output()
     assert len(text) < 70_000
-    assert "bytes before this are left out" in text
+    assert text.startswith("first\nxxx")
+    assert text.endswith("xxx\nlast\n")
+    left_out = len("first\n" + "\n" + "last\n") + 50_000_000 - 64 * 1024
+    assert f"\n[{left_out} bytes are left out here]\n" in text
+    assert "\0" not in text
 
 
 def test_idle_worlds_beyond_the_limit_are_let_go():
