@@ -32,6 +32,7 @@ other parameters, the script is not repeatable, makes no optimizer step, or give
 What a script must do to be comparable: docs/compare.md.
 """
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED}
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -111,8 +112,8 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
     return {**several, names[0]: visible.split(",")[0]}, several
 
 
-def _check_count(gpus: int, parser: argparse.ArgumentParser) -> None:
-    """Refuse to run on fewer devices than ranks: there the ranks fail, for no fault of the script.
+def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
+    """How many devices there are; refuses fewer than ranks, on which the ranks fail for no fault of the script.
 
     Without any device the script may be one for CPUs.
 
@@ -127,6 +128,7 @@ def _check_count(gpus: int, parser: argparse.ArgumentParser) -> None:
             f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or --simulate. For a "
             "script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= mgpu-check compare …"
         )
+    return count
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -141,20 +143,21 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         given = parser.parse_args(own)
+        if program and Path(program[0]).name in _LAUNCHERS:
+            parser.error(f"{program[0]} starts ranks, and so does compare: give the script and its own arguments only")
         command = simulate.program_command(program, parser)
         for world in (1, given.gpus):
             try:
                 fitted(command, world)
             except ValueError as error:
                 parser.error(str(error))
-        if given.simulate is None:
-            _check_count(given.gpus, parser)
+        count = given.gpus if given.simulate else _count(given.gpus, parser)
     except SystemExit as stop:
         return int(stop.code or 0)
-    return _compare(given, program, command)
+    return _compare(given, program, command, count)
 
 
-def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str]) -> int:
+def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> int:
     from mgpu_check.compare.comparison import Plan, compare
     from mgpu_check.compare.page import write_page
     from mgpu_check.compare.result import write_json
@@ -171,6 +174,7 @@ def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequenc
         given.timeout,
         given.steps,
         given.fresh_directory,
+        without_gpus=not count,
     )
     note = f"; {simulated} x{given.gpus}: proves code, never hardware" if simulated else ""
     print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from mgpu_check.pythonpath import with_startup
 __all__ = ["add_simulate", "environment", "main", "program_command", "split_program"]
 
 _USAGE = (
-    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py [args...]\n"
+    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|torchrun [args...]\n"
     "       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"
 )
 
@@ -92,8 +93,12 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
     return list(argv[:position]), list(argv[position:])
 
 
-def program_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def program_command(program: Sequence[str], parser: argparse.ArgumentParser, others: str | None = None) -> list[str]:
     """What starts `program`, a script or ``-m`` and a module, with its arguments, in a Python of its own.
+
+    Args:
+        others: what to say where there is neither such a script nor a program of that name which a package has installed,
+            as ``torchrun``. None: such programs are not taken.
 
     Raises:
         SystemExit: by `parser`, with what is wrong: there is none, or no such script.
@@ -106,8 +111,21 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser) -> 
     elif program[0].startswith("-"):
         parser.error(f"unknown option {program[0]!r}; options of the program come after its name")
     elif not Path(program[0]).exists():
-        parser.error(f"no such script: {program[0]}")
+        if others is not None and (found := _installed_program(program[0])):
+            return [sys.executable, found, *program[1:]]
+        parser.error(f"no such script: {program[0]}{others or ''}")
     return [sys.executable, *program]
+
+
+def _installed_program(name: str) -> str | None:
+    """The program of that name that an installed package has brought, as ``torchrun``; None where there is none in Python."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=path)
+    if found is None:
+        return None
+    with open(found, "rb") as file:
+        first = file.readline(256)
+    return found if first.startswith(b"#!") and b"python" in first else None
 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
@@ -127,7 +145,7 @@ def main(argv: list[str]) -> int:
     try:
         own, program = split_program(argv, ("--gpus",))
         given = parser.parse_args(own)
-        command = program_command(program, parser)
+        command = program_command(program, parser, "; name a script, -m and a module, or a program such as torchrun")
     except SystemExit as stop:
         return int(stop.code or 0)
     notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.simulate}; this says nothing about hardware"

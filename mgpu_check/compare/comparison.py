@@ -39,6 +39,7 @@ class Plan:
         timeout: seconds without progress after which a run is ended.
         steps: how many optimizer steps are compared; None: all.
         fresh: each run begins in a directory of its own.
+        without_gpus: torch sees none here, and none are simulated.
     """
 
     command: Sequence[str]
@@ -50,6 +51,7 @@ class Plan:
     timeout: float
     steps: int | None
     fresh: bool = False
+    without_gpus: bool = False
 
 
 @dataclass
@@ -72,6 +74,8 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
     made = Comparison(plan)
     verdict = _verdict(made, tell)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_crashes_at_exit(made.runs)]
+    if plan.without_gpus and any(run.failed for run in made.runs):
+        remarks.append("torch sees no GPU here; do: have some in software, with --simulate, if the script needs them")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return made
 

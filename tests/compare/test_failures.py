@@ -65,6 +65,7 @@ def test_a_script_that_raises_on_one_device(compare):
     outcome = compare("import torch\nraise SystemExit('not today')\n", code=2)
     assert "not comparable: on one device the script failed: rank 0 ended with exit code 1" in outcome.text
     assert "not today" in outcome.text
+    assert "torch sees no GPU here; do: have some in software, with --simulate" in outcome.text
     assert len(outcome.json["runs"]) == 1
 
 
@@ -108,6 +109,7 @@ def test_an_interrupted_command_leaves_nothing(number, surroundings, tmp_path, b
         (["--html=/no/such/folder/o.html", "a.py"], "there is no directory /no/such/folder"),
         (["--", "-m"], "-m needs the name of a module"),
         (["nowhere.py"], "no such script: nowhere.py"),
+        (["--", "torchrun", "a.py"], "torchrun starts ranks, and so does compare: give the script"),
         (["--verbose", "nowhere.py"], "--verbose"),
     ],
 )

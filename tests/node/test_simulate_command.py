@@ -37,7 +37,7 @@ def script(folder, name, text):
         (["--simulate=tpu", "a.py"], "'tpu' is no backing device"),
         (["--backing=cpu", "a.py"], "unrecognized arguments: --backing=cpu"),
         (["--", "-m"], "-m needs the name of a module"),
-        (["nowhere.py"], "no such script: nowhere.py"),
+        (["nowhere.py"], "no such script: nowhere.py; name a script, -m and a module, or a program such as torchrun"),
         (["--", "--verbose"], "unknown option '--verbose'"),
     ],
 )
@@ -131,8 +131,8 @@ def test_torchrun(tmp_path):
         dist.destroy_process_group()
         """,
     )
-    run = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    done = simulate(tmp_path, "--gpus=2", "--", "-m", *run, "train.py")
+    run = ["torchrun", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    done = simulate(tmp_path, "--gpus=2", "--", *run, "train.py")
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{i}").read_text() for i in range(2)] == ["3.0", "3.0"]
 
