@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SESSION: pytest.StashKey[GpuSession] = pytest.StashKey()
 MISUSE: pytest.StashKey[str] = pytest.StashKey()
 FAILED: pytest.StashKey[bool] = pytest.StashKey()
+TOLD: pytest.StashKey[RankFailure | None] = pytest.StashKey()
 INVOCATION: pytest.StashKey[Invocation] = pytest.StashKey()
 WORKER_REPORT = "mgpu_check"
 WORKER_DEVICES = "mgpu_check_devices"
@@ -272,6 +273,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         mark = pyfuncitem.get_closest_marker("xfail")
         if mark is None or not mark.kwargs.get("raises") or error.__cause__ is None:
             raise
+        pyfuncitem.stash[TOLD] = error
         raise error.__cause__ from None  # what was expected is the error of the rank
     pytest.fail(misuse, pytrace=False)
 
@@ -300,6 +302,8 @@ def pytest_runtest_makereport(
 
     session = item.config.stash[SESSION]
     error = call.excinfo.value if call.excinfo is not None else None
+    if call.when == "call" and item.stash.get(TOLD, None) is not None:
+        error, item.stash[TOLD] = item.stash[TOLD], None
     replay.take_blobs(error)
     if call.when == "setup":
         needs = item.stash[NEEDS]
@@ -312,6 +316,8 @@ def pytest_runtest_makereport(
         item.stash[FAILED] = error is not None
     report = yield
     if report.outcome == "failed":
+        if call.excinfo is not None and error is not None and error is not call.excinfo.value:
+            call.excinfo = pytest.ExceptionInfo.from_exception(error)
         failures.replace_traceback(item, report, call, session, in_parent=item.stash[NEEDS].where == "parent")
         lines = replay.lines_for(item, _invocation(item.config), error, item.config.getoption("gpu_replay"))
         if item.config.option.tbstyle != "line":

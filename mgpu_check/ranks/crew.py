@@ -157,7 +157,10 @@ class Crew:
             self.launcher.collect()
         cause = process.cause()
         if process.exit_code is None:
+            program = process.replaced_by()
             cause = "it has closed its connection to the pytest process, and still ran"
+            if program:
+                cause = f"another program ran in its place, by exec: {program}; start it by subprocess instead"
         if index in self._garbled:
             cause = f"it has written to its connection to the pytest process what is no answer: {self._garbled[index]}"
         if process.exit_code is None:

@@ -188,6 +188,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         for file in (server.wake_read, server.wake_write, server.control.detach(), *outputs):
             os.close(file)
         connection, stdout, stderr, stacks, record = files
+        for file in files:  # as they came, other programs would have them
+            os.set_inheritable(file, False)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from typing import IO
 
@@ -42,6 +43,7 @@ class Process:
         self._streams = {"stdout": stdout, "stderr": stderr}
         self._stacks = stacks
         self._record = record
+        self._command = _command(pid)
 
     def mark_output(self) -> None:
         """Let `output` start from here. What was written before is gone: a run may be long."""
@@ -90,6 +92,11 @@ class Process:
     def cause(self) -> str:
         """How the process ended, in words."""
         return self.server_end or describe_exit(self.exit_code)
+
+    def replaced_by(self) -> str:
+        """The command of the program that runs in the place of this process, by `exec`; empty where there is none."""
+        command = _command(self.pid)
+        return "" if command == self._command else command
 
     def runnable(self) -> bool:
         """Whether the main thread computes, or waits for a processor, rather than for something to happen."""
@@ -141,6 +148,15 @@ def describe_exit(code: int | None) -> str:
 def halted(pid: int) -> bool:
     """Whether a signal, or a debugger, has stopped a process."""
     return _state(pid) in ("T", "t")
+
+
+def _command(pid: int) -> str:
+    """As it was typed; nothing where the process is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            return shlex.join(file.read().rstrip("\0").split("\0"))
+    except OSError:
+        return ""
 
 
 def _state(pid: int) -> str:

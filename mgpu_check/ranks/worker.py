@@ -25,6 +25,7 @@ from mgpu_check.ranks.devices import check_visible, devices_behind, has_nccl, ta
 from mgpu_check.ranks.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.rendezvous import open_store
+from mgpu_check.ranks.spawned import give_by_value
 from mgpu_check.ranks.state import Baseline, Steps, groups_made
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST, STACKS_SIGNAL
 
@@ -53,6 +54,7 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int) -> int:
     _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
     stray.listen()
+    give_by_value()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
     try:

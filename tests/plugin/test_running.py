@@ -279,7 +279,12 @@ def test_what_pytest_sets_for_a_test_holds_in_the_ranks(run, pytester):
         @pytest.mark.ranks(2)
         @pytest.mark.xfail(raises=AssertionError)
         def test_another_error_than_expected(rank):
-            raise TypeError("a new bug")
+            raise TypeError("a new bug" if rank.index else "another new bug")
+
+        @pytest.mark.ranks(2)
+        @pytest.mark.xfail(False, reason="elsewhere only", raises=TypeError)
+        def test_a_mark_whose_condition_does_not_hold(rank):
+            raise TypeError("here too")
 
         @pytest.fixture
         def mode(monkeypatch, request):
@@ -310,8 +315,16 @@ def test_what_pytest_sets_for_a_test_holds_in_the_ranks(run, pytester):
             assert torch.cuda.device_count() == 4
         """
     )
-    run(*GPUS).assert_outcomes(passed=6, failed=1, xfailed=1)
-    run().assert_outcomes(skipped=8)
+    result = run(*GPUS)
+    result.assert_outcomes(passed=6, failed=2, xfailed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank 0 of 2 raised TypeError: another new bug",
+            "rank 1 of 2 raised TypeError: a new bug",
+            "ranks 0-1 of 2 raised TypeError: here too",
+        ]
+    )
+    run().assert_outcomes(skipped=9)
 
 
 def test_no_test_poisons_the_next(run, pytester):

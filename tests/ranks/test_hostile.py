@@ -210,6 +210,41 @@ def test_nothing_is_left_in_a_temporary_directory_of_any_name(tmp_path, monkeypa
     assert list(directory.iterdir()) == []
 
 
+def test_another_program_in_the_place_of_a_rank(pool):
+    def body(rank):
+        if rank.index == 1:
+            os.execvp("sleep", ["sleep", "3600"])
+
+    with pytest.raises(
+        RankDied, match="rank 1 of 2 died: another program ran in its place, by exec: sleep 3600; start"
+    ):
+        pool.run(body, size=2)
+
+
+class Sent:
+    """What a program would give to processes that it spawns."""
+
+    def __init__(self, number):
+        self.number = number
+
+
+def spawned(index, sent, doubled):
+    assert type(sent) is Sent
+    doubled[index] = 2 * sent.number
+
+
+def test_ranks_can_spawn_functions_of_a_test_module(pool):
+    def body():
+        import torch
+        import torch.multiprocessing as mp
+
+        doubled = torch.zeros(2).share_memory_()
+        mp.spawn(spawned, args=(Sent(4), doubled), nprocs=2)
+        return doubled.tolist()
+
+    assert pool.run(body, size=1) == [[8.0, 8.0]]
+
+
 def use_multiprocessing():
     """As it is done by managers, and by queues of processes that are spawned."""
     import multiprocessing.util

@@ -39,7 +39,8 @@ _SEND_TIMEOUT = 10.0
 _END_TIMEOUT = 15.0
 _PR_SET_PDEATHSIG = 1
 _METHODS = frozenset(
-    {"mark_output", "output", "ask_for_stacks", "stacks", "last_words", "record_bytes", "runnable", "kill", "close"}
+    {"mark_output", "output", "ask_for_stacks", "stacks", "last_words", "record_bytes"}
+    | {"replaced_by", "runnable", "kill", "close"}
 )
 
 

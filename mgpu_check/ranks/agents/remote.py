@@ -72,6 +72,9 @@ class RemoteProcess(Process):
     def record(self) -> Record:
         return parse(base64.b64decode(self._ask("record_bytes")))
 
+    def replaced_by(self) -> str:
+        return str(self._ask("replaced_by"))
+
     def runnable(self) -> bool:
         return bool(self._ask("runnable", default=False))
 

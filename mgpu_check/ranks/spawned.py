@@ -1,0 +1,35 @@
+"""What ranks give to processes that they spawn: `multiprocessing` names functions and classes by their module.
+
+Those of tests came to the rank by value, so the module may be another one there, or none, and they go on by value.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import types
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import cloudpickle
+
+__all__ = ["give_by_value"]
+
+
+def give_by_value() -> None:
+    """From now on, in this process."""
+    ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign,assignment]
+
+
+def _reduce(pickler: ForkingPickler, value: object) -> Any:
+    if isinstance(value, (types.FunctionType, type)) and _found(value) is not value:
+        return pickle.loads, (cloudpickle.dumps(value),)
+    return NotImplemented
+
+
+def _found(value: types.FunctionType | type) -> object:
+    """What other processes find by the name of a function or class."""
+    found: object = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found
