@@ -58,6 +58,7 @@ class Replacements:
         self._patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
         self._mocks: list[Any] = []
         self._undo = contextlib.ExitStack()
+        self._places = _Places()
 
     def start(self) -> None:
         """Watch from now on."""
@@ -109,8 +110,36 @@ class Replacements:
                 found[id(one.target), one.attribute] = one.target, False, one.attribute
         if not found:
             return b""
-        made = [made for target, item, name in found.values() if (made := _replacement(target, item, name)) is not None]
-        return transport.dumps(tuple(made)) if made else b""
+        made = [self._replacement(*one) for one in found.values()]
+        self._places.forget_all_but([target for target, _, _ in found.values()])
+        known = tuple(one for one in made if one is not None)
+        return transport.dumps(known) if known else b""
+
+    def _replacement(self, target: Any, item: bool, name: Any) -> _Replacement | None:
+        if target is os.environ or (target is sys and name in _STREAMS):
+            return None  # ranks have the variables anyway, and their own output
+        place = self._places.of(target)
+        return None if place is None else _replacement(place, target, item, name)
+
+
+class _Places:
+    """By which names other processes find an object. Remembered, because every call asks, and looks into all modules."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}
+
+    def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
+        """Module, and names from there on; None where there are none, or it travels by value."""
+        known, modules, place = self._known.get(id(target), (None, 0, None))
+        if known is not target or modules != len(sys.modules):
+            place = _place(target)
+            self._known[id(target)] = target, len(sys.modules), place
+        return place
+
+    def forget_all_but(self, targets: list[Any]) -> None:
+        """Keep no object alive that is no longer asked for."""
+        ids = {id(target) for target in targets}
+        self._known = {one: known for one, known in self._known.items() if one in ids}
 
 
 def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Callable[..., Any]:
@@ -122,12 +151,7 @@ def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Call
     return noting
 
 
-def _replacement(target: Any, item: bool, name: Any) -> _Replacement | None:
-    if target is os.environ or (target is sys and name in _STREAMS):
-        return None  # ranks have the variables anyway, and their own output
-    place = _place(target)
-    if place is None:
-        return None
+def _replacement(place: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any) -> _Replacement | None:
     module, path = place
     value = _value(target, item, name)
     if value is _MISSING:
@@ -164,6 +188,8 @@ def _place(target: Any) -> tuple[str, tuple[str, ...]] | None:
             (target.__name__, ()) if _importable(target.__name__) and sys.modules[target.__name__] is target else None
         )
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if isinstance(module, str) and module.partition(".")[0] in _OWN:
+        return None  # what pytest replaces in itself
     if isinstance(module, str) and isinstance(name, str) and _importable(module):
         path = tuple(name.split("."))
         with contextlib.suppress(AttributeError):
