@@ -214,6 +214,12 @@ def _widest(
     return _lower(op, args, kwargs, wide, kind)
 
 
+def _as_it_is(
+    op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
+) -> object:
+    return op(*args, **kwargs)
+
+
 def _unsafe(
     op: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype, kind: type
 ) -> object:
@@ -292,16 +298,24 @@ class _Autocast:
         base, _, overload = name.partition(".")
         packet = getattr(torch.ops.aten, base, None)
         op = None if packet is None else getattr(packet, overload or "default", None)
-        if op is None or not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA"):
+        if op is None:
             return
-        listed = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU")
-        cpu_policy = policy if listed else None
+        on_cuda, on_cpu = (
+            torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{kind}")
+            for kind in ("CUDA", "CPU")
+        )
+        if not on_cuda and not on_cpu:
+            return
+        cpu_policy = policy if on_cpu else None
+        # What is registered for the CPU only must not be left to the CPU's kernel. It promotes natively on CUDA, as `cat`
+        # does, or is made of operators that are cast, as convolutions with a padding by name are.
+        cuda_policy = policy if on_cuda or policy is _lower else _as_it_is
         key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
         def kernel(*args: object, **kwargs: object) -> object:
             with torch._C._ExcludeDispatchKeyGuard(key):
                 if self.is_enabled("cuda") and _holds_simulated([*args, *kwargs.values()]):
-                    return policy(op, args, kwargs, torch.get_autocast_dtype("cuda"), SimulatedTensor)
+                    return cuda_policy(op, args, kwargs, torch.get_autocast_dtype("cuda"), SimulatedTensor)
                 if cpu_policy is not None and self.wanted.cpu:
                     return cpu_policy(op, args, kwargs, torch.get_autocast_dtype("cpu"), torch.Tensor)
                 return op(*args, **kwargs)
