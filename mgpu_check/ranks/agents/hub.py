@@ -162,7 +162,8 @@ class Hub:
                 agent.connection.sendall(line({"do": "end", "code": code}))
             shut(agent.connection)
         self._stopped = True
-        self._wake_write.send(b"\0")
+        with contextlib.suppress(OSError):  # the thread has seen it already, and closed both ends
+            self._wake_write.send(b"\0")
         self._thread.join()
 
     # What follows runs in the thread.
