@@ -80,6 +80,8 @@ def test_gates(run, pytester, monkeypatch):
     package.mkdir()
     package.joinpath("__init__.py").write_text("raise ModuleNotFoundError('No module named numpy', name='numpy')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(elsewhere), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # a new interpreter, because the template of forked runs has imported NumPy
+    monkeypatch.setenv(
+        "PYTHONHASHSEED", "0"
+    )  # a new interpreter, because the template of forked runs has imported NumPy
     pytester.makepyfile(test_it=CODE)
     run("--gpus=2", "--simulate", "--rank-timeout=60").assert_outcomes(passed=5)
