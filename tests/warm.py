@@ -45,7 +45,26 @@ _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a 
 _NUMBER = struct.Struct("q")  # a process id, and then an exit code
 
 
-class Forked:
+class _Process:
+    """What is used of `subprocess.Popen`, whoever is the parent."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        raise AssertionError("each kind of process is waited for in its own way")
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Forked(_Process):
     """A process that was forked from the template: what is used of `subprocess.Popen`."""
 
     stdin = stdout = stderr = None
@@ -67,16 +86,6 @@ class Forked:
             self.returncode = self._next()
             self._status.close()
         return self.returncode
-
-    def poll(self) -> int | None:
-        try:
-            return self.wait(0)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 class Template:
@@ -308,7 +317,7 @@ def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *
     sys.exit()
 
 
-class _Adopted:
+class _Adopted(_Process):
     """A process that a standby has become: what is used of `subprocess.Popen`."""
 
     stderr = None
@@ -327,16 +336,6 @@ class _Adopted:
                 os.close(descriptor)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
-
-    def poll(self) -> int | None:
-        try:
-            return self.wait(0)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]

@@ -71,7 +71,9 @@ def whole(model, batch, world_size):
 
 @pytest.mark.parametrize("divided", [True, False], ids=["divided", "not-divided"])
 def test_gpt(ranks, divided):
-    batch = lambda n: (torch.randint(0, VOCABULARY, (n, LENGTH + 1)),)  # noqa: E731
+    def batch(n):
+        return (torch.randint(0, VOCABULARY, (n, LENGTH + 1)),)
+
     sizes = FEW | {
         "sizes": [8],
         "max_examples": 3,
@@ -89,7 +91,9 @@ def classify(model, batch, rank):
 
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_images(ranks, norm):
-    batch = lambda n: (torch.randn(n, 3, 8, 8), torch.randint(0, 5, (n,)))  # noqa: E731
+    def batch(n):
+        return (torch.randn(n, 3, 8, 8), torch.randint(0, 5, (n,)))
+
     sizes = FEW | {"sizes": [4, 8]}
     assert_step_scales(ranks, classify, build=lambda: residual_network(norm), batch=batch, **sizes)
 
@@ -105,6 +109,9 @@ def accuracy(model, batch, rank):
 
 def test_metrics(ranks):
     pytest.importorskip("torchmetrics")
-    batch = lambda n: (torch.randn(n, 6), torch.randint(0, 3, (n,)))  # noqa: E731
+
+    def batch(n):
+        return (torch.randn(n, 6), torch.randint(0, 3, (n,)))
+
     sizes = FEW | {"sizes": [2, 3, 5, 8]}
     assert_metric_scales(ranks, accuracy, build=lambda: nn.Linear(6, 3), batch=batch, **sizes)

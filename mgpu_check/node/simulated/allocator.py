@@ -85,8 +85,8 @@ def _requested(memory: DeviceMemory) -> tuple[int, int]:
 def _memory_stats(index: int) -> dict[str, object]:
     memory = device_memory(index)
 
-    def by_pool(of: object, peak: int | None = None) -> dict[str, Counts]:
-        small, large = of(memory.small), of(memory.large)  # type: ignore[operator]
+    def by_pool(of: Callable[[Pool], Counts], peak: int | None = None) -> dict[str, Counts]:
+        small, large = of(memory.small), of(memory.large)
         both = {key: small[key] + large[key] for key in small}
         if peak is not None:
             both["peak"] = peak
