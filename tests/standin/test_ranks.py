@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import re
-
+from tests.standin.cases import ERRORS_OF_KERNELS, HEAD, assert_as_named
 from tests.standin.conftest import Machine
 
-CASES = """
-import pytest
-import torch
-import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
+CASES = (
+    HEAD
+    + """
 from torch.nn.parallel import DistributedDataParallel
-
-
-def on(rank, *values):
-    return torch.tensor(values, dtype=torch.float32).to(rank.device)
 
 
 @pytest.mark.ranks(2, 4)
@@ -44,25 +37,9 @@ def test_green_after_backward_on_rank_0_only(rank):
     assert x.item() == 2
 
 
-@pytest.mark.ranks(2)
-@settings(max_examples=20)
-@given(n=st.integers(1, 1000))
-def test_red_assert_in_a_kernel_from_500_on(rank, n):
-    torch._assert_async(torch.tensor(n < 500).to(rank.device))
-
-
-@pytest.mark.ranks(2)
-def test_green_after_an_error_that_sticks(rank):
-    assert on(rank, 1.0).item() == 1
-
-
-def test_red_assert_in_a_kernel_of_the_node_process(gpus):
-    torch._assert_async(torch.tensor(0.0).to(gpus[1]))
-
-
-def test_green_in_the_node_process_after_it(gpus):
-    assert torch.ones(2).to(gpus[1]).cpu().tolist() == [1, 1]
-
+"""
+    + ERRORS_OF_KERNELS
+    + """
 
 @pytest.mark.ranks(2)
 def test_green_long_kernel(rank):
@@ -137,6 +114,7 @@ def test_green_nccl_only(rank):
     dist.all_reduce(x)
     assert x.item() == 2
 """
+)
 
 
 TOLD = {
@@ -152,9 +130,4 @@ TOLD = {
 
 def test_each_case_on_real_devices_is_green_or_red_as_its_name_says(machine: Machine) -> None:
     result = machine.run("--gpus=4", "-rA", "--rank-timeout=20", code=CASES)
-    text = result.stdout.str()
-    found = re.findall(r"^(PASSED|FAILED|ERROR) test_it\.py::(\w+)", text, re.M)
-    assert {name for _, name in found} == set(re.findall(r"def (test_\w+)", CASES))
-    assert [each for each in found if (each[0] == "PASSED") != each[1].startswith("test_green")] == []
-    reports = dict(re.findall(r"^_+ (test_red_\w+) _+$((?:.|\n)*?)(?=^_+ test_|^=+ )", text, re.M))
-    assert [name for name, pattern in TOLD.items() if not re.search(pattern, reports[name])] == []
+    assert_as_named(result, CASES, TOLD)

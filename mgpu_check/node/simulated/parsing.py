@@ -43,6 +43,13 @@ def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
     return opts, op
 
 
+def _root(opts: Any, root: int) -> int:
+    """The rank that stands out, of a method that takes options, or the rank itself in their place."""
+    if isinstance(opts, int):
+        return opts
+    return root if opts is None else int(opts.rootRank)
+
+
 def _parse_allreduce(
     tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None, tensor: Any = None
 ) -> list[Call]:
@@ -60,7 +67,7 @@ def _parse_allreduce_coalesced(tensors: Sequence[torch.Tensor], opts: Any = None
 def _parse_broadcast(
     tensors: Any = None, opts: Any = None, timeout: timedelta | None = None, *, tensor: Any = None, root: int = 0
 ) -> list[Call]:
-    source = opts if isinstance(opts, int) else root if opts is None else opts.rootRank
+    source = _root(opts, root)
     given = _list(tensors if tensor is None else tensor)
     return [Call("broadcast", calls.broadcast, _late(opts), both=given, root=source, timeout=_limit(opts, timeout))]
 
@@ -68,7 +75,7 @@ def _parse_broadcast(
 def _parse_reduce(
     tensors: Any = None, opts: Any = None, op: Any = None, timeout: Any = None, *, tensor: Any = None, root: int = 0
 ) -> list[Call]:
-    target = opts if isinstance(opts, int) else root if opts is None else opts.rootRank
+    target = _root(opts, root)
     opts, op = _reduction(None if isinstance(opts, int) else opts, op)
     given = _list(tensors if tensor is None else tensor)
     return [Call("reduce", calls.reduce, _late(opts), both=given, op=op, root=target, timeout=_limit(opts, timeout))]
@@ -107,7 +114,7 @@ def _parse_gather(
     output_tensors: Any, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     input_tensor: Any = None, root: int = 0,
 ) -> list[Call]:  # fmt: skip
-    target = opts if isinstance(opts, int) else root if opts is None else opts.rootRank
+    target = _root(opts, root)
     outs, ins = _nested(output_tensors), _list(input_tensors if input_tensor is None else input_tensor)
     limit = _limit(opts, timeout)
     return [Call("gather", calls.gather, _late(opts), outs, ins, root=target, lists=(True, False), timeout=limit)]
@@ -117,7 +124,7 @@ def _parse_scatter(
     output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     output_tensor: Any = None, root: int = 0,
 ) -> list[Call]:  # fmt: skip
-    source = opts if isinstance(opts, int) else root if opts is None else opts.rootRank
+    source = _root(opts, root)
     outs, ins = _list(output_tensors if output_tensor is None else output_tensor), _nested(input_tensors)
     limit = _limit(opts, timeout)
     return [Call("scatter", calls.scatter, _late(opts), outs, ins, root=source, lists=(False, True), timeout=limit)]
