@@ -11,8 +11,10 @@ process; each process is a process group of its own that is killed at the end, a
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -170,9 +172,20 @@ class _Process:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def ended(self, hung: bool) -> Ended:
+    @functools.cached_property
+    def recorded(self) -> Trace | None:
+        """Its trace, once it has ended."""
         data = _content(self.trace, 0)
-        trace = read(data) if data else None
+        return read(data) if data else None
+
+    def clear(self) -> None:
+        """Remove what it could not, being killed."""
+        trace = self.recorded if self.killed else None
+        for event in trace.of("temporary") if trace else ():
+            shutil.rmtree(event["directory"], ignore_errors=True)
+
+    def ended(self, hung: bool) -> Ended:
+        trace = self.recorded
         stopped = trace is not None and any(trace.of(event) for event in _WAITING)
         code = None if self.killed else self.process.returncode
         if code is not None:
@@ -235,6 +248,8 @@ def run(
             for process in processes:
                 process.kill()
             end_orphans(before)
+            for process in processes:
+                process.clear()
             ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
             for process in processes:
                 process.files.close()

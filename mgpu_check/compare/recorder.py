@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import witnesses
+from mgpu_check.compare import started, witnesses
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, summaries
@@ -54,6 +54,7 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
     torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
     witnesses.install(recorder, world)
+    started.install(fd)
     if entered is not None:
         from mgpu_check.compare.entered import install as install_count
 

@@ -1,12 +1,13 @@
 """In the script's process: calls that explain a difference, each noted as it happens, and otherwise left alone.
 
-Gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups and processes that the script starts. The functions
-are replaced as soon as torch is imported, before the script can take them by name.
+Gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that the script starts, and
+the directory that those leave behind. The functions are replaced as soon as torch is imported, before the script can take them by name.
 """
 
 from __future__ import annotations
 
 import functools
+import multiprocessing.util
 import os
 import sys
 from collections.abc import Callable
@@ -18,25 +19,29 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
 
-__all__ = ["generators", "in_a_group", "install", "place"]
+__all__ = ["generators", "in_a_group", "install", "place", "watch_groups"]
 
 
 class Note(Protocol):
     def __call__(self, event: str, **what: object) -> None: ...
 
 
-class Witness(Protocol):
-    """Who is told."""
+class GroupWitness(Protocol):
+    """Who is told of process groups."""
 
     @property
     def note(self) -> Note:
         """Note an event."""
 
     def forked(self) -> bool:
-        """Whether this process was forked from the recorded one."""
+        """Whether this process is another than the recorded one, which has started it."""
 
     def wait(self, event: str) -> None:
         """Note it, and wait until this process is ended."""
+
+
+class Witness(GroupWitness, Protocol):
+    """Who is told."""
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:
         """Do a step of a `GradScaler`, which may skip the optimizer's."""
@@ -68,8 +73,9 @@ def install(witness: Witness, world: int) -> None:
     _samplers(note, world)
     _seeds(note)
     _random(note)
-    _groups(witness)
+    watch_groups(witness)
     _starts(witness)
+    _temporary(note)
     step = torch.amp.GradScaler.step
 
     @functools.wraps(step)
@@ -175,10 +181,10 @@ def _seeds(note: Note) -> None:
     torch.manual_seed = torch.random.manual_seed = _after(torch.manual_seed, seeded)
 
 
-def _groups(witness: Witness) -> None:
+def watch_groups(witness: GroupWitness) -> None:
     """The default process group: a script that never makes one has one process, whatever it was launched with.
 
-    A process that was forked by the script and makes one is a rank that the script has started itself.
+    A process that the script has started and that makes one is a rank that the script has started itself.
     """
     if not torch.distributed.is_available():
         return
@@ -205,6 +211,18 @@ def _starts(witness: Witness) -> None:
 
     for module in (mp, sys.modules["torch.multiprocessing.spawn"]):
         module.spawn = module.start_processes = starting  # type: ignore[attr-defined]
+
+
+def _temporary(note: Note) -> None:
+    """The directory of `multiprocessing`, which it removes at the end of a process, but not of one that was killed."""
+    made: list[str] = []
+
+    def told(directory: str) -> None:
+        if not made:
+            made.append(directory)
+            note("temporary", directory=directory)
+
+    multiprocessing.util.get_temp_dir = _after(multiprocessing.util.get_temp_dir, told)
 
 
 def _random(note: Note) -> None:

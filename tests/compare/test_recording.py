@@ -174,13 +174,16 @@ os.remove("last.pt")
     [
         "from torch.multiprocessing.spawn import start_processes; start_processes(rank, nprocs=1)",
         "process = torch.multiprocessing.get_context('fork').Process(target=rank, args=(0,)); process.start(); process.join()",
+        "torch.multiprocessing.set_start_method('spawn'); process = torch.multiprocessing.Process(target=rank, args=(0,))\n"
+        "    process.start(); process.join()",
+        "process = multiprocessing.get_context('forkserver').Process(target=rank, args=(0,)); process.start(); process.join()",
     ],
 )
 def test_ranks_that_the_script_starts_itself(record, start):
     """They would wait for a store that nobody has."""
     run = record(
         f"""
-import torch, torch.distributed as dist, torch.multiprocessing
+import multiprocessing, torch, torch.distributed as dist, torch.multiprocessing
 def rank(i):
     dist.init_process_group("gloo", rank=i, world_size=1)
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Processes that the script starts with an interpreter of their own, by "spawn" or "forkserver": which of them are ranks.
+
+One that makes a process group is a rank that the script starts itself. It would wait for others, and its parent for it, for
+as long as a run may. Such an interpreter is not recorded; so what it is to run brings the watch along.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from multiprocessing import popen_forkserver, popen_spawn_posix, reduction
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.compare.trace import Writer
+
+__all__ = ["install"]
+
+_HOME = str(Path(__file__).parents[2])
+
+
+def install(fd: int) -> None:
+    """Have "starts" noted in the trace `fd` by each process that is started from now on and makes a process group."""
+    for kind in (popen_spawn_posix.Popen, popen_forkserver.Popen):
+        kind._launch = _with_watch(kind._launch, fd)  # type: ignore[union-attr]
+
+
+def _with_watch(launch: Any, fd: int) -> Any:
+    @functools.wraps(launch)
+    def watched(self: Any, process: Any) -> Any:
+        added = _HOME not in sys.path  # the path goes with the process, which must be able to import this module
+        if added:
+            sys.path.append(_HOME)
+        try:
+            return launch(self, _Watched(process, fd))
+        finally:
+            if added:
+                sys.path.remove(_HOME)
+
+    return watched
+
+
+class _Watched:
+    """Stands for a process object while that is sent."""
+
+    def __init__(self, process: Any, fd: int) -> None:
+        self._process, self._fd = process, fd
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._process, name)
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self._process, reduction.DupFd(self._fd))
+
+
+def _arrived(process: Any, trace: Any) -> Any:
+    """In the new process, which has imported what the script imports: watch it, and give it what it is to run."""
+    fd = trace.detach()
+    os.set_inheritable(fd, False)
+    if "torch" in sys.modules:
+        from mgpu_check.compare.witnesses import watch_groups
+
+        watch_groups(_Rank(Writer(fd)))
+    return process
+
+
+class _Rank:
+    """Is told of a process group that a started process makes."""
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+
+    def note(self, event: str, **what: object) -> None:
+        self.writer.write(event, after=0, **what)
+
+    def forked(self) -> bool:
+        return True
+
+    def wait(self, event: str) -> None:
+        self.note(event)
+        threading.Event().wait()
