@@ -116,6 +116,7 @@ class Worker:
 
             self.node = simulated_node(spec.devices, spec.simulate)  # kept, because its end would end the simulation
             self.node.__enter__()
+            torch.cuda.init()  # as where a real node is checked: from here on `CUDA_VISIBLE_DEVICES` changes nothing
         check_visible(spec.uuids)
         if spec.index is not None:
             self.join(spec.index)

@@ -65,10 +65,19 @@ def test_a_script_runs_as_python_runs_it(tmp_path):
     assert "SIMULATED" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_module_and_an_error(tmp_path):
-    script(tmp_path, "job.py", "import torch\ntorch.ones(1, device='cuda:9')")
+def test_a_module_that_masks_devices_and_an_error(tmp_path):
+    script(
+        tmp_path,
+        "job.py",
+        """
+        import os, torch
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        print(torch.cuda.device_count())
+        torch.ones(1, device="cuda:1")
+        """,
+    )
     done = simulate(tmp_path, "--gpus=2", "-m", "job")
-    assert done.returncode == 1 and "invalid device ordinal" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "1\n") and "invalid device ordinal" in done.stderr, done.stderr
 
 
 def test_a_program_may_import_this_package_before_torch(tmp_path):

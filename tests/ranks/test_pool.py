@@ -67,6 +67,19 @@ def test_every_size_has_a_default_group_of_that_size(pool):
         assert pool.run(body, size=size) == [(size, size, 4)] * size
 
 
+def test_ranks_and_the_node_process_have_looked_at_their_devices(pool):
+    """As on real devices: the mask that a test sets is for the processes that it starts."""
+
+    def looked():
+        import torch
+
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+        return torch.cuda.is_initialized(), torch.cuda.device_count()
+
+    assert pool.run(looked, size=2) == [(True, 4)] * 2
+    assert pool.call(pool.function(looked), (), {}, size=0) == [(True, 4)]
+
+
 @pytest.mark.parametrize("size", [0, 5, -1, True, 2.0, "2"])
 def test_a_wrong_size_is_a_value_error(pool, size):
     with pytest.raises(ValueError, match=r"ranks.run: size=.* is not a world size of this run; choose 1 to 4"):

@@ -74,11 +74,15 @@ class Machine:
 
     def command(self, module: str, *arguments: str) -> pytest.RunResult:
         """Run a Python module as a program."""
+        return self.python("-m", module, *arguments)
+
+    def python(self, *arguments: str) -> pytest.RunResult:
+        """Run Python with these arguments."""
         with self._monkeypatch.context() as preloaded:
             for name, value in environment(0, self.directory, self._library).items():
                 if name.startswith("LD_"):
                     preloaded.setenv(name, value)
-            return self._pytester.run(sys.executable, "-m", module, *arguments, timeout=LIMIT)
+            return self._pytester.run(sys.executable, *arguments, timeout=LIMIT)
 
 
 @pytest.fixture

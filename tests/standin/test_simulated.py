@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+from tests import masking
 from tests.standin.cases import ERRORS_OF_KERNELS, HEAD, assert_as_named
 from tests.standin.conftest import Machine
 
@@ -29,3 +32,9 @@ TOLD = {
 def test_an_error_of_a_kernel_belongs_to_the_call_that_it_is_of(machine: Machine) -> None:
     result = machine.has(1).run("--gpus=2", "--simulate=cuda:0", "-rA", "--rank-timeout=20", code=CASES)
     assert_as_named(result, CASES, TOLD)
+
+
+def test_a_mask_counts_as_on_the_simulated_node(machine: Machine) -> None:
+    """What the simulated node is held to, by the same cases, is what torch does."""
+    result = machine.has(4).python(masking.__file__)
+    assert json.loads(result.stdout.str()) == masking.CASES

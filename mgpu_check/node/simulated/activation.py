@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +19,6 @@ from mgpu_check.node.simulated.devices import install_device_type
 from mgpu_check.node.simulated.factories import install_factories
 from mgpu_check.node.simulated.functions import install_functions
 from mgpu_check.node.simulated.host_copies import late_host_copy
-from mgpu_check.node.simulated.memory import DeviceMemory
 from mgpu_check.node.simulated.methods import install_methods
 from mgpu_check.node.simulated.modules import install_modules
 from mgpu_check.node.simulated.native import install_native
@@ -75,49 +72,18 @@ def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
         _leave(patches)
 
 
-def _visible(n: int) -> tuple[int, ...]:
-    """The devices, of n, that `CUDA_VISIBLE_DEVICES` lets this process see, by the driver's rules.
-
-    It stops at the first entry that is no device; a device listed twice leaves none.
-    """
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        return tuple(range(n))
-    seen: list[int] = []
-    for entry in listed.split(","):
-        index = re.match(r"\s*\+?\d+", entry)
-        if index is None or int(index[0]) >= n:
-            break
-        if int(index[0]) in seen:
-            return ()
-        seen.append(int(index[0]))
-    return tuple(seen)
-
-
 def _enter(n: int, backing: torch.device) -> Patches:
     if backing.type == "cuda":
         torch.cuda.init()
     torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
     torch.overrides.get_default_nowrap_functions()
     torch.jit._builtins._get_builtin_table()
-    # A real backing device sees the variable itself.
-    physical = _visible(n) if backing.type == "cpu" else tuple(range(n))
-    n = len(physical)
-    devices = tuple(torch.device("cuda", i) for i in range(n))
-    node = Node(
-        n=n,
-        physical=physical,
-        backing=backing,
-        devices=devices,
-        memory=tuple(DeviceMemory(i) for i in range(n)),
-        generators=device_generators(devices, backing),
-        ambient=ambient_generator(backing),
-    )
+    devices = [torch.device("cuda", i) for i in range(n)]
+    node = Node(n, backing, seeded=device_generators(devices, backing), ambient=ambient_generator(backing))
+    mismatch.calibrate(lambda t: tag(t, devices[0]))  # before there is a node whose devices that would use
     patches = Patches()
     enter_node(node)
     try:
-        if devices:
-            mismatch.calibrate(lambda t: tag(t, devices[0]))
         on_host_copy(late_host_copy)
         dispatch.on_sync(streams.host_waits)
         for install in (
@@ -171,4 +137,4 @@ def prepare() -> None:
 def simulated_device_count() -> int | None:
     """How many devices the simulated node of this process has; None where no simulation is active."""
     node = active_node()
-    return None if node is None else node.n
+    return None if node is None else node.count()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from mgpu_check.node.simulated.patches import Patches
-from mgpu_check.node.simulated.state import active_node, device_index, simulated_device, untraced_device
+from mgpu_check.node.simulated.state import active_node, current_index, device_index, simulated_device, untraced_device
 
 __all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "lent"]
 
@@ -104,33 +104,42 @@ def _generator(device: object = None) -> torch.Generator:
     if node is None:
         raise RuntimeError("the simulated node is not active")
     made = untraced_device(device)
-    if made is not None:
+    if made is None:
+        node.initialize()
+    else:
         simulated_device(made)  # an ordinal that does not exist is refused
     return node.generators[device_index(device)]
 
 
 def _generators() -> tuple[torch.Generator, ...]:
     node = active_node()
-    return () if node is None else node.generators
+    if node is None:
+        return ()
+    node.initialize()
+    return node.generators
+
+
+def _seeded() -> tuple[torch.Generator, ...]:
+    """One for each device that there may be: to seed is no use of a device, and counts for what is used later."""
+    node = active_node()
+    return () if node is None else node.seeded
 
 
 def _manual_seed(seed: int) -> None:
-    _generator().manual_seed(int(seed))
+    _seeded()[current_index()].manual_seed(int(seed))
 
 
 def _manual_seed_all(seed: int) -> None:
-    for generator in _generators():
+    for generator in _seeded():
         generator.manual_seed(int(seed))
 
 
 def _seed() -> None:
-    _generator().seed()
+    _seeded()[current_index()].seed()
 
 
 def _seed_all() -> None:
-    drawn = _generator().seed()
-    for generator in _generators():
-        generator.manual_seed(drawn)
+    _manual_seed_all(_seeded()[current_index()].seed())
 
 
 def _initial_seed() -> int:
@@ -171,4 +180,7 @@ def install_random(patches: Patches) -> None:
     ):
         for owner in (torch.cuda, torch.cuda.random):
             patches.set(owner, name, function)
-    patches.set(torch.cuda, "default_generators", _generators())
+    patches.set(torch.cuda, "default_generators", ())
+    node = active_node()
+    assert node is not None
+    node.at_first_use.append(lambda: setattr(torch.cuda, "default_generators", node.generators))

@@ -10,6 +10,7 @@ import torch
 
 from mgpu_check.node.simulated import streams
 from mgpu_check.node.simulated.allocator import device_memory
+from mgpu_check.node.simulated.masks import uuid_of
 from mgpu_check.node.simulated.native import refused, refused_class
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import (
@@ -34,11 +35,23 @@ def _node() -> Node:
     return node
 
 
+def _used() -> Node:
+    """The node, of which a device is used from now on."""
+    node = _node()
+    node.initialize()
+    return node
+
+
 def _checked_index(device: object) -> int:
     index = device_index(device)
-    if not 0 <= index < _node().n:
+    if not 0 <= index < _used().n:
         raise invalid_ordinal()
     return index
+
+
+def _current() -> int:
+    _used()
+    return current_index()
 
 
 class _Device:
@@ -78,7 +91,7 @@ class _AcceleratorIndex:
 
 
 def _exchange(index: int) -> int:
-    previous = current_index()
+    previous = _current()
     if index >= 0:
         set_current_index(index)
     return previous
@@ -88,7 +101,6 @@ def _set_device(device: object) -> None:
     index = -1 if isinstance(device, int) and device < 0 else device_index(device)
     if index >= 0:
         set_current_index(index)
-        _initialize()
 
 
 class DeviceProperties(SimpleNamespace):
@@ -105,7 +117,7 @@ class DeviceProperties(SimpleNamespace):
 
 def _properties(device: object = None) -> DeviceProperties:
     index = device_index(device)
-    if not 0 <= index < _node().n:
+    if not 0 <= index < _used().n:
         raise AssertionError("Invalid device id")
     major, minor = _CAPABILITY
     return DeviceProperties(
@@ -128,7 +140,7 @@ def _properties(device: object = None) -> DeviceProperties:
         clock_rate=1_000_000,
         memory_clock_rate=1_000_000,
         memory_bus_width=5120,
-        uuid=f"5107a7ed-0000-0000-0000-{_node().physical[index]:012d}",
+        uuid=uuid_of(_node().physical[index]),
         pci_bus_id=index,
         pci_device_id=0,
         pci_domain_id=0,
@@ -138,7 +150,7 @@ def _properties(device: object = None) -> DeviceProperties:
 def _can_access(device: object, peer_device: object) -> bool:
     one, other = device_index(device), device_index(peer_device)
     for index in (one, other):
-        if not 0 <= index < _node().n:
+        if not 0 <= index < _used().n:
             raise AssertionError(f"Invalid {'' if index == one else 'peer '}device id")
     return one != other
 
@@ -151,11 +163,23 @@ def _initialize() -> None:
     _node().initialize()
 
 
-def _is_in_bad_fork() -> bool:
-    import os
-
+def _is_initialized() -> bool:
     node = _node()
-    return node.initialized and node.pid != os.getpid()
+    return node.initialized and not node.in_bad_fork
+
+
+def _is_in_bad_fork() -> bool:
+    return _node().in_bad_fork
+
+
+def _device_count() -> int:
+    """Before CUDA is initialized it is NVML that counts, and the driver is not asked."""
+    return _node().count()
+
+
+def _is_available() -> bool:
+    """It asks the driver, for which `CUDA_VISIBLE_DEVICES` is settled then, unless NVML is to be asked."""
+    return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
 
 
 def _device_module(device: object = None) -> object:
@@ -173,14 +197,14 @@ def _device_module(device: object = None) -> object:
 def _cuda_functions() -> dict[str, object]:
     """Name in ``torch.cuda`` -> what stands there while simulated."""
     functions: dict[str, object] = {
-        "is_available": lambda: True,
-        "device_count": lambda: _node().n,
+        "is_available": _is_available,
+        "device_count": _device_count,
         "_lazy_init": _initialize,
         "init": _initialize,
-        "_initialized": True,  # checkpoint() looks here before it keeps the random states of the devices
-        "is_initialized": lambda: _node().initialized,
+        "_initialized": False,  # checkpoint() looks here before it keeps the random states of the devices
+        "is_initialized": _is_initialized,
         "_is_in_bad_fork": _is_in_bad_fork,
-        "current_device": current_index,
+        "current_device": _current,
         "set_device": _set_device,
         "device": _Device,
         "device_of": _DeviceOf,
@@ -232,10 +256,9 @@ def _monitoring() -> dict[str, object]:
         "clock_rate": of(1000),
         "device_memory_used": memory_used,
         "list_gpu_processes": processes,
-        "_device_count_nvml": lambda: _node().n,
-        "_raw_device_count_nvml": lambda: _node().n,
-        "_raw_device_uuid_nvml": lambda: [f"GPU-{_properties(i).uuid}" for i in range(_node().n)],
-        "_nvml_based_avail": lambda: False,
+        "_device_count_nvml": lambda: len(_node().visible()),
+        "_raw_device_count_nvml": lambda: _node().total,
+        "_raw_device_uuid_nvml": lambda: [f"GPU-{uuid_of(i)}" for i in range(_node().total)],
     }
 
 
@@ -259,12 +282,12 @@ def _accelerator_functions() -> dict[str, object]:
     return {
         "_get_accelerator": lambda *_: torch.device("cuda"),
         "_accelerator_getAccelerator": lambda: torch.device("cuda"),
-        "_accelerator_getDeviceIndex": current_index,
+        "_accelerator_getDeviceIndex": lambda: _current(),
         "_accelerator_setDeviceIndex": _set_device,
         "_accelerator_exchangeDevice": _exchange,
         "_accelerator_maybeExchangeDevice": _exchange,
         "_accelerator_hooks_device_count": lambda: _node().n,
-        "_accelerator_hooks_get_current_device": lambda: current_index(),
+        "_accelerator_hooks_get_current_device": lambda: _current(),
         "_accelerator_hooks_set_current_device": lambda index: _set_device(index),
         "_accelerator_hooks_exchange_device": lambda index: _exchange(index),
         "_accelerator_hooks_maybe_exchange_device": lambda index: _exchange(index),
@@ -282,7 +305,7 @@ def _native_functions() -> dict[str, object]:
         "_cuda_init": _initialize,
         "_cuda_isInBadFork": _is_in_bad_fork,
         "_cuda_getDeviceCount": lambda: _node().n,
-        "_cuda_getDevice": lambda: current_index(),
+        "_cuda_getDevice": lambda: _current(),
         "_cuda_setDevice": lambda index: _set_device(index),
         "_cuda_exchangeDevice": lambda index: _exchange(index),
         "_cuda_maybeExchangeDevice": lambda index: _exchange(index),
@@ -314,3 +337,4 @@ def install_runtime(patches: Patches) -> None:
     patches.set(torch.accelerator, "device_index", _AcceleratorIndex)
     patches.set(torch, "get_device_module", _device_module)
     patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
+    _node().at_first_use.append(lambda: setattr(cuda, "_initialized", True))

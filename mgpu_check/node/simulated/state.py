@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
+from mgpu_check.node.simulated.masks import visible
 from mgpu_check.node.simulated.memory import DeviceMemory
 
 __all__ = [
@@ -43,30 +46,75 @@ _BAD_FORK = (
 
 @dataclass(eq=False)
 class Node:
-    """``n`` simulated devices on one backing device.
+    """Simulated devices on one backing device.
+
+    The driver reads `CUDA_VISIBLE_DEVICES` when it is first asked: from then on it is settled which devices there are.
 
     Attributes:
-        generators: one for each device.
+        total: devices of the machine, before `CUDA_VISIBLE_DEVICES`.
+        seeded: a generator for each of them; the first is that of the first visible device.
         ambient: the backing device's own, from which operators draw that take no generator.
+        pid: the process that first asked the driver; None before.
+        initialized: the process, or one that it was forked from, has used a device.
+        at_first_use: called when it does.
     """
 
-    n: int
+    total: int
     backing: torch.device
-    devices: tuple[torch.device, ...]
-    memory: tuple[DeviceMemory, ...]
-    physical: tuple[int, ...]  # device i of the n that there are, before CUDA_VISIBLE_DEVICES
-    pid: int = field(default_factory=os.getpid)
-    initialized: bool = False
-    generators: tuple[torch.Generator, ...] = ()
+    seeded: tuple[torch.Generator, ...] = ()
     ambient: torch.Generator = torch.default_generator
+    pid: int | None = None
+    initialized: bool = False
+    at_first_use: list[Callable[[], object]] = field(default_factory=list)
+
+    @cached_property
+    def physical(self) -> tuple[int, ...]:
+        """Device i as a device of the machine. This, and what is made of it, asks the driver."""
+        self.pid = os.getpid()
+        return self.visible()
+
+    @cached_property
+    def n(self) -> int:
+        return len(self.physical)
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        return tuple(_DEVICE_TYPE("cuda", i) for i in range(self.n))
+
+    @cached_property
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        return tuple(DeviceMemory(i) for i in range(self.n))
+
+    @cached_property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        return self.seeded[: self.n]
+
+    def visible(self) -> tuple[int, ...]:
+        """The devices of the machine that a process would see which asks now."""
+        # A real backing device sees the variable itself.
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES") if self.backing.type == "cpu" else None
+        return visible(listed, self.total)
+
+    def count(self) -> int:
+        """How many devices there are, without asking the driver: before the first use what the variable says now."""
+        return self.n if self.initialized else len(self.visible())
+
+    @property
+    def in_bad_fork(self) -> bool:
+        """Whether this process was forked from one that had asked the driver, which does not survive that."""
+        return self.pid is not None and self.pid != os.getpid()
 
     def initialize(self) -> None:
-        """What torch does before it first touches a device; refuses in a child forked after the parent did."""
-        if self.initialized and self.pid != os.getpid():
+        """What torch does before it first touches a device; refuses in a child forked after the parent had asked for any."""
+        if self.in_bad_fork:
             raise RuntimeError(_BAD_FORK)
-        if not self.initialized:
-            self.initialized = True
-            self.pid = os.getpid()
+        if self.initialized:
+            return
+        if not self.n:
+            raise RuntimeError("No CUDA GPUs are available")
+        self.initialized = True
+        for call in self.at_first_use:
+            call()
 
 
 class _Current(threading.local):
@@ -114,8 +162,10 @@ def invalid_ordinal() -> RuntimeError:
 
 def set_current_index(index: int) -> None:
     node = _node
-    if node is not None and not 0 <= index < node.n:
-        raise invalid_ordinal()
+    if node is not None:
+        node.initialize()
+        if not 0 <= index < node.n:
+            raise invalid_ordinal()
     _current.index = index
 
 
@@ -144,11 +194,11 @@ def simulated_device(device: object) -> torch.device | None:
     made = untraced_device(device)
     if made is None or made.type != "cuda":
         return None
+    if not node.initialized or node.pid != os.getpid():
+        node.initialize()
     index = _current.index if made.index is None else made.index
     if index >= node.n:
         raise invalid_ordinal()
-    if not node.initialized or node.pid != os.getpid():
-        node.initialize()
     return node.devices[index]
 
 

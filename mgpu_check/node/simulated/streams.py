@@ -73,6 +73,7 @@ class Stream(Waiting):
         node = active_node()
         if node is None:
             raise RuntimeError("the simulated node is not active")
+        node.initialize()
         index = device_index(made)
         if not 0 <= index < node.n:
             raise invalid_ordinal()
