@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
 import types
 
 import pytest
 import torch
 import torch.cuda.nccl
 import torch.cuda.tunable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mgpu_check.node.simulated import autocast, native, runtime, simulated_node
 
@@ -122,6 +125,104 @@ def test_each_public_function_answers_or_is_refused_by_name(capsys):
     assert len(called) > 120
 
 
+def params(*shape: int, dtype: torch.dtype = torch.float16, mask: bool = False, gqa: bool = False) -> object:
+    query = torch.ones(shape, dtype=dtype, device="cuda:1")
+    key = query[:, :1] if gqa else query
+    return torch.backends.cuda.SDPAParams(
+        query, key, key, query.new_zeros(shape[2], shape[2]) if mask else None, 0.0, False, gqa
+    )
+
+
+# Those of torch.backends.cuda that take something -> what each is called with.
+GIVEN: dict[str, list[object]] = {
+    "SDPAParams": [],  # made by `params`
+    "allow_fp16_bf16_reduction_math_sdp": [False],
+    **{f"can_use_{kernel}_attention": [] for kernel in ("cudnn", "efficient", "flash")},  # below
+    "cuFFTPlanCache": [0],
+    "cuFFTPlanCacheAttrContextProp": [],  # a descriptor
+    **{f"enable_{kernel}_sdp": [True] for kernel in ("cudnn", "flash", "math", "mem_efficient")},
+    "preferred_blas_library": [None, "cublas", "cublaslt", "default"],
+    "preferred_linalg_library": [None, "cusolver", "magma", "default"],
+}
+# The objects that have the switches of libraries as attributes -> names that are none.
+SWITCHES = {"matmul": torch.backends.cuda.matmul, "cudnn": torch.backends.cudnn, "rnn": torch.backends.cudnn.rnn}
+PLAIN = {"init_dropout_state"}  # a function that asks for the kernel of a real cuDNN, and fails in every torch
+
+
+def attributes(owner: object) -> set[str]:
+    """Of a class that says in its ``__getattr__`` what it has, or by properties."""
+    source = inspect.getsource(type(owner).__getattr__) if "__getattr__" in vars(type(owner)) else ""
+    return {n for n in vars(type(owner)) if not n.startswith("_")} - PLAIN | set(re.findall(r'name == "(\w+)"', source))
+
+
+@pytest.mark.filterwarnings("ignore")  # experimental ones say so
+def test_each_name_of_the_backends_answers():
+    cuda, found = torch.backends.cuda, []
+    with simulated_node(2):
+        for name in cuda.__all__:
+            value = getattr(cuda, name)
+            if callable(value):
+                assert name in GIVEN or needs_nothing(value), (
+                    f"decide on torch.backends.cuda.{name}: what is it called with?"
+                )
+                found += [value(*() if given is None else (given,)) for given in GIVEN.get(name, [None])]
+        for owner in SWITCHES.values():
+            for name in attributes(owner):
+                value = getattr(owner, name)
+                if isinstance(value, (bool, int, str)) and not name.endswith("_split_k"):  # which are set with another
+                    setattr(owner, name, value)
+                    assert getattr(owner, name) == value, name
+                    found.append(value)
+        assert torch.backends.cudnn.rnn.get_cudnn_mode("LSTM") == 2
+        torch.backends.cudnn.benchmark_limit = 3
+        with torch.backends.cudnn.flags(benchmark_limit=4):
+            assert torch.backends.cudnn.benchmark_limit == 4
+        assert torch.backends.cudnn.benchmark_limit == 3
+        assert cuda.preferred_linalg_library("cusolver") == cuda.preferred_linalg_library()
+    assert len(found) > 35
+    assert {"allow_tf32", "fp32_precision"} <= attributes(torch.backends.cuda.matmul)
+    assert {"allow_tf32", "benchmark", "benchmark_limit", "enabled"} <= attributes(torch.backends.cudnn)
+
+
+@pytest.mark.parametrize(
+    ("told", "usable"),
+    [
+        ({}, "flash efficient cudnn"),
+        ({"dtype": torch.bfloat16, "gqa": True}, "flash cudnn"),
+        ({"dtype": torch.float32}, "efficient"),
+        ({"dtype": torch.float64}, ""),
+        ({"mask": True}, "efficient cudnn"),
+        ({"shape": (2, 4, 8, 12)}, "flash"),
+        ({"shape": (2, 4, 8, 512)}, "efficient"),
+        ({"shape": (4, 8, 16)}, ""),
+    ],
+    ids=str,
+)
+def test_which_kernels_of_attention_cuda_would_have(told, usable):
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+    }
+    with simulated_node(2):
+        given = params(*told.get("shape", (2, 4, 8, 16)), **{k: v for k, v in told.items() if k != "shape"})
+        operands = given.query, given.key, given.value, given.attn_mask
+        attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=given.enable_gqa)
+        computed = attend(*operands)
+        for name, backend in backends.items():
+            can = getattr(torch.backends.cuda, f"can_use_{name}_attention")
+            assert can(given) == (name in usable.split()), name
+            with sdpa_kernel(backend):
+                if can(given):
+                    found = attend(*operands)
+                    torch.testing.assert_close(found, computed)
+                else:
+                    with pytest.raises(RuntimeError, match=r"No available kernel\. Aborting execution\."):
+                        attend(*operands)
+        with sdpa_kernel(SDPBackend.MATH):
+            assert not any(getattr(torch.backends.cuda, f"can_use_{name}_attention")(given) for name in backends)
+
+
 def test_refused_parts_of_cuda_are_named():
     with simulated_node(1):
         assert isinstance(torch.cuda.CUDAGraph, type) and isinstance(torch.cuda.graph, type)
@@ -173,7 +274,9 @@ def test_each_operator_that_autocast_has_for_cuda_is_known():
 def test_autocast_normalizes_in_float32_and_leaves_alone_what_it_does_not_register():
     with simulated_node(1), torch.autocast("cuda", dtype=torch.bfloat16):
         x = torch.ones(2, 4, dtype=torch.bfloat16, device="cuda")
-        assert torch.nn.functional.rms_norm(x, (4,)).dtype is torch.float32
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+        wide = torch.float32 if "aten::rms_norm" in registered else torch.bfloat16  # not yet in torch 2.11
+        assert torch.nn.functional.rms_norm(x, (4,)).dtype is wide
         assert (
             torch.nn.functional.conv1d(x[None], torch.ones(2, 2, 3, device="cuda"), padding="same").dtype
             is torch.bfloat16

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from tests import masking
 from tests.standin.cases import ERRORS_OF_KERNELS, HEAD, assert_as_named
@@ -38,3 +39,11 @@ def test_a_mask_counts_as_on_the_simulated_node(machine: Machine) -> None:
     """What the simulated node is held to, by the same cases, is what torch does."""
     result = machine.has(4).python(masking.__file__)
     assert json.loads(result.stdout.str()) == masking.CASES
+
+
+def test_no_name_reaches_the_driver(machine: Machine) -> None:
+    """The tests that call all of them, where a driver would note it, and answer."""
+    names = Path(__file__).parent.parent / "node" / "test_names.py"
+    result = machine.has(2).command("pytest", "-p", "no:cacheprovider", "-q", str(names))
+    assert result.ret == 0, result.stdout.str()
+    assert machine.log == []

@@ -11,6 +11,7 @@ import torch.jit._builtins
 import torch.utils._device
 
 from mgpu_check.node.simulated import dispatch, mismatch, streams
+from mgpu_check.node.simulated.attention import install_attention
 from mgpu_check.node.simulated.autocast import install_autocast
 from mgpu_check.node.simulated.collectives import install_collectives
 from mgpu_check.node.simulated.compiler import install_compiler
@@ -97,6 +98,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
             install_typed,
             install_profiling,
             install_modules,
+            install_attention,
             install_parallel,
             install_autocast,
             install_collectives,

@@ -259,4 +259,6 @@ def allocator_functions() -> dict[str, object]:
         "_cuda_annotateMemory": _nothing(),
         "_cuda_clearCublasWorkspaces": _nothing(),
         "_cuda_ipc_collect": _nothing(),
+        "_cuda_lock_mutex": _nothing(),
+        "_cuda_unlock_mutex": _nothing(),
     }

@@ -136,6 +136,12 @@ _FLOAT32_RESULT = [
     "linalg_matrix_norm.str_ord",
     "sum",
     "sum.dim_IntList",
+    "cumprod.dimname",  # dimensions by name, up to torch 2.12
+    "cumsum.dimname",
+    "log_softmax.Dimname",
+    "prod.dim_Dimname",
+    "softmax.Dimname",
+    "sum.dim_DimnameList",
 ]
 _WIDEST = [
     "addcdiv",

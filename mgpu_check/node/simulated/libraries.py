@@ -170,6 +170,8 @@ def _reduce_scatter(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
 def library_functions() -> dict[str, object]:
     """Name in ``torch._C`` -> what stands there while simulated."""
     limit, cache = _Setting(10), _Setting(True)
+    linalg, products = _Setting(torch._C._LinalgBackend.Default), _Setting(torch._C._BlasBackend.Cublas)
+    default = torch._C._BlasBackend.Default
     blas, blas_lt = _Setting(_WORKSPACE), _Setting(_WORKSPACE)
     major, minor, patch = _NCCL
     return {
@@ -187,6 +189,12 @@ def library_functions() -> dict[str, object]:
         "_cuda_getCublasLtWorkspaceSize": blas_lt.get,
         "_cuda_setCublasLtWorkspaceSize": blas_lt.put,
         "_cuda_resetCublasLtWorkspaceSize": lambda: blas_lt.put(_WORKSPACE),
+        "_get_linalg_preferred_backend": linalg.get,
+        "_set_linalg_preferred_backend": linalg.put,
+        "_get_blas_preferred_backend": products.get,
+        "_set_blas_preferred_backend": lambda chosen: products.put(
+            torch._C._BlasBackend.Cublas if chosen == default else chosen
+        ),
         **{name: lambda: False for name in _TUNING},
         "_nccl_version": lambda: (major << 32) | (minor << 16) | patch,
         "_nccl_version_suffix": lambda: b"",
@@ -205,6 +213,13 @@ def install_libraries(patches: Patches) -> None:
     patches.set(cudnn, "version", lambda: _CUDNN)
     patches.set(cudnn, "is_available", lambda: True)
     patches.set(cudnn, "is_acceptable", _is_acceptable)
+    for switches in (cudnn, cudnn.rnn):
+        patches.set(vars(switches)["m"], "_cudnn", torch._C._cudnn)  # the module behind the object that stands for it
+    limit = torch.backends.ContextProp(
+        lambda: torch._C._cuda_get_cudnn_benchmark_limit(),
+        lambda count: torch._C._cuda_set_cudnn_benchmark_limit(count),
+    )
+    patches.set(type(cudnn), "benchmark_limit", limit)
     patches.set(torch.cuda.nvtx, "_nvtx", torch._C._nvtx)
     # Weights stay where they are: there is no library that wants them in one piece.
     patches.replace(torch._use_cudnn_rnn_flatten_weight, lambda: False)

@@ -87,23 +87,6 @@ def _conversion(*, swap: bool, overwrite: bool) -> Iterator[None]:
         future.set_overwrite_module_params_on_conversion(was[1])
 
 
-def _attention(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The check that ``scaled_dot_product_attention`` makes of its operands before anything else."""
-
-    @functools.wraps(original)
-    def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
-    ) -> torch.Tensor:
-        if not query.device == key.device == value.device:
-            raise RuntimeError(
-                "Expected query, key, and value to have the same device type, but got query.device: "
-                f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
-            )
-        return original(query, key, value, *args, **kwargs)
-
-    return attention
-
-
 def install_modules(patches: Patches) -> None:
     """Let ``Module.to`` keep simulated tensors, and ``foreach``/``fused`` optimizers take them."""
     patches.set(
@@ -112,10 +95,6 @@ def install_modules(patches: Patches) -> None:
         _group(torch._C._group_tensors_by_device_and_dtype),  # type: ignore[arg-type]
     )
     patches.set(torch.nn.Module, "_apply", _apply(torch.nn.Module._apply))
-    patches.replace(
-        torch.nn.functional.scaled_dot_product_attention,
-        _attention(torch.nn.functional.scaled_dot_product_attention),
-    )
     patches.set(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         module = importlib.import_module(name)  # torch.optim hides the name of its submodule

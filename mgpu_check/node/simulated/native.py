@@ -17,12 +17,14 @@ import torch
 
 from mgpu_check.node.simulated import streams
 from mgpu_check.node.simulated.allocator import allocator_functions, memory_info
+from mgpu_check.node.simulated.attention import attention_functions
 from mgpu_check.node.simulated.libraries import install_libraries, library_functions
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, current_index, invalid_ordinal
 
 __all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "refused", "refused_class", "simulated_names"]
 
+_SWITCHES = re.compile(r"cudnn|cublas|_sdp_|SDP|flash|_attention$|[bB]las.*ackend|inalg.*ackend|rocm|ROCm|fp32_precision|float32_matmul|onednn_allow")  # fmt: skip
 _OURS = re.compile(r"_(cuda|cudart|cudnn|cusparselt|nccl|nvtx|gds|has_cu|has_gds|accelerator|FastCuda|StaticCuda|Cuda|CUDA|MemPool|graph_pool|construct_CUDA|ensureCUDA)")  # fmt: skip
 _CLOCK = 1e9  # cycles per second of a device that is told to sleep
 
@@ -30,6 +32,7 @@ _CLOCK = 1e9  # cycles per second of a device that is told to sleep
 REFUSED = frozenset(
     [
         "_CUDAGraph",
+        "_CUDAGreenContext",
         "_acceleratorGraph",
         "_CUDAPluggableAllocator",
         "_MemPool",
@@ -59,6 +62,7 @@ REFUSED = frozenset(
         "_gds_register_buffer",
         "_gds_register_handle",
         "_gds_save_storage",
+        "_get_cudnn_batch_norm_reserve_space_size",
         "_nccl_init_rank",
         "_nccl_unique_id",
         "_cuda_record_untuned_enable",
@@ -81,9 +85,36 @@ REFUSED = frozenset(
     ]
 )
 
+
+def _switches(*names: str) -> list[str]:
+    return [f"_{verb}_{name}" for name in names for verb in ("get", "set")]
+
+
 # What asks no driver: flags of torch itself, and its own bookkeeping.
 HARMLESS = frozenset(
     [
+        "_BlasBackend",
+        "_LinalgBackend",
+        "_ROCmFABackend",
+        "_SDPAParams",
+        "_SDPBackend",
+        "_get_blas_default_backend",
+        "_get_cudnn_sdp_enabled",
+        "_get_fa3_sdp_enabled",
+        "_get_flash_sdp_enabled",
+        "_get_math_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled",
+        "_get_overrideable_sdp_enabled",
+        "_is_ck_sdpa_available",
+        "_rocm_is_backward_pass",
+        *(f"_set_sdp_use_{name}" for name in ("cudnn", "fa3", "flash", "math", "mem_efficient", "overrideable")),
+        *_switches("cublas_allow_bf16_reduced_precision_reduction", "cublas_allow_fp16_reduced_precision_reduction"),
+        *_switches("cublas_allow_fp16_accumulation", "cublas_allow_tf32", "cublaslt_prefer_grouped_gemm"),
+        *_switches("cudnn_allow_tf32", "cudnn_benchmark", "cudnn_depthwise_kernel", "cudnn_deterministic"),
+        *_switches("cudnn_enabled", "float32_matmul_precision", "math_sdp_allow_fp16_bf16_reduction"),
+        *_switches("onednn_allow_tf32", "rocm_fa_preferred_backend", "sdp_priority_order"),
+        "_get_fp32_precision_getter",
+        "_set_fp32_precision_setter",
         "_accelerator_getAllocatorSettings",
         "_accelerator_setAllocatorSettings",
         "_accelerator_getDefaultGenerator",
@@ -115,8 +146,8 @@ def refused_class(name: str) -> type:
 
 
 def concerns_devices(name: str) -> bool:
-    """Whether ``torch._C`` has this name for CUDA, or for the accelerator that there is."""
-    return _OURS.match(name) is not None
+    """Whether ``torch._C`` has this name for CUDA, or for the accelerator that there is, or for a library beside it."""
+    return _OURS.match(name) is not None or _SWITCHES.search(name) is not None
 
 
 class _CudaError(IntEnum):
@@ -185,7 +216,7 @@ def _stream_functions() -> dict[str, object]:
 
 def simulated_names() -> dict[str, object]:
     """Name in ``torch._C`` -> what stands there while simulated, but for what :mod:`runtime` puts there."""
-    return {**allocator_functions(), **library_functions(), **_stream_functions()}
+    return {**allocator_functions(), **attention_functions(), **library_functions(), **_stream_functions()}
 
 
 def _refusal(name: str, original: object) -> object:
