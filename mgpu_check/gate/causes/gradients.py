@@ -194,27 +194,34 @@ def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     # What is the same factor at another world size does not come from the world size.
     fixed = not of and elsewhere is not None and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
     powers = () if fixed else ((1, f"{size} times"), (-1, f"1/{size} of"), (2, f"{size}² times"), (-2, f"1/{size}² of"))
-    for power, told in powers:
-        if abs(ratio - float(size) ** power) <= _NEAR * float(size) ** power:
-            twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
-            yield (
-                79,
-                Finding("world-size-factor", f"{what} {verb} {told} what one device gives, on {size} ranks{twice}"),
-            )
-            return
-    for power in (1, -1):
-        if windows > 1 and abs(ratio - windows**power) <= _NEAR * windows**power:
-            yield (
-                77,
-                Finding(
-                    "accumulation-factor",
-                    f"{what} {verb} {ratio:.4g} times what one device gives, with {windows:g} backward passes in each step",
-                ),
-            )
-            return
+    of_size = [(power, told) for power, told in powers if _is_power(ratio, size, power)]
+    of_windows = windows > 1 and any(_is_power(ratio, windows, power) for power in (1, -1))
+    if of_size and not (
+        of_windows and abs(of_size[0][0]) == 2
+    ):  # twice the same mistake is rarer than four micro-batches
+        ((power, told),) = of_size
+        twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
+        yield (
+            79,
+            Finding("world-size-factor", f"{what} {verb} {told} what one device gives, on {size} ranks{twice}"),
+        )
+        return
+    if of_windows:
+        yield (
+            77,
+            Finding(
+                "accumulation-factor",
+                f"{what} {verb} {ratio:.4g} times what one device gives, with {windows:g} backward passes in each step",
+            ),
+        )
+        return
     if not of and not _grows_with_size(evidence, ratio):
         return
     yield 45, Finding("world-size-factor", f"{what} {verb} {ratio:.6g} times what one device gives, on {size} ranks")
+
+
+def _is_power(ratio: float, base: float, power: int) -> bool:
+    return abs(ratio - base**power) <= _NEAR * base**power
 
 
 def _grows_with_size(evidence: Evidence, ratio: float) -> bool:
