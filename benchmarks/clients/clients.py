@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["CLIENTS", "GATES", "Client", "Expected"]
+__all__ = ["CLIENTS", "GATES", "Client", "Expected", "Gate"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,33 @@ class Client:
     options: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Gate:
+    """A test in `programs/gates.py`, and what the gate says of it.
+
+    Attributes:
+        of: the name of the client that trains so; empty where there is none.
+        mistake: the first that is named; empty where the test passes, or fails for what NCCL refuses.
+        words: that must stand in its failure.
+        package: what must be installed for it.
+    """
+
+    test: str
+    of: str = ""
+    mistake: str = ""
+    words: str = ""
+    package: str = ""
+
+
+def refused(words: str) -> Expected:
+    """By torch, with a traceback of its own."""
+    return Expected(1, (words,), ("internal error",))
+
+
+ONE_GPU = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0"
+NOT_ON_GPUS = "No backend type associated with device type cpu"
+
+
 def equal(steps: int, *words: str) -> Expected:
     return Expected(0, (f"equal: {steps} steps on 2 ranks", *words))
 
@@ -50,6 +77,25 @@ CLIENTS = (
         "ddp example",
         "toy_ddp.py",
         Expected(2, ("no optimizer step was seen on one device", "This example wants two GPUs")),
+    ),
+    Client("first DDP", "first_ddp.py", equal(4)),
+    Client(
+        "first DDP, all on one GPU",
+        "first_ddp.py",
+        refused(ONE_GPU),
+        ("--mistake=device",),
+        simulate=refused(ONE_GPU),
+    ),
+    Client(
+        "first DDP, module on the CPU",
+        "first_ddp.py",
+        refused(NOT_ON_GPUS),
+        ("--mistake=module",),
+        simulate=refused(NOT_ON_GPUS),
+    ),
+    Client("first DDP, one order", "first_ddp.py", Expected(1, ("epochs-not-reshuffled",)), ("--mistake=order",)),
+    Client(
+        "first DDP, not wrapped", "first_ddp.py", Expected(1, ("gradients-not-synchronized",)), ("--mistake=wrapper",)
     ),
     Client("series, torchrun", "series.py", equal(4), ("--batch={16/W}",), simulated=()),
     Client(
@@ -72,6 +118,13 @@ CLIENTS = (
         "series.py",
         Expected(2, ("the script starts its ranks itself",)),
         ("--spawn",),
+        launched=False,
+    ),
+    Client(
+        "series, processes",
+        "series.py",
+        Expected(2, ("the script starts its ranks itself",)),
+        ("--processes",),
         launched=False,
     ),
     Client("FSDP2", "parallelized.py", equal(3), ("--how=fsdp",)),
@@ -131,6 +184,22 @@ CLIENTS = (
         Expected(2, ("the forward pass of GPT", "set the probability of dropout to 0")),
         ("--data=split", "--dropout=0.1"),
     ),
+    Client(
+        "mini GPT",
+        "mini_gpt.py",
+        Expected(
+            2, ("rounding may hide what is looked for", "drops other elements", "each rank takes a batch as large")
+        ),
+        options=("--fresh-directory",),
+    ),
+    Client(
+        "mini GPT, comparable",
+        "mini_gpt.py",
+        equal(4),
+        ("--no-amp", "--dropout=0", "--batch-size={16/W}"),
+        simulated=("--no-amp", "--dropout=0", "--snapshot=other.pt"),
+        options=("--fresh-directory",),
+    ),
     Client("textbook", "textbook.py", Expected(0, ("equal: 4 steps on 2 GPUs of one process",)), launched=False),
     Client("accelerate", "with_accelerate.py", equal(4), package="accelerate"),
     Client("Lightning", "with_lightning.py", equal(6), package="lightning"),
@@ -146,13 +215,18 @@ CLIENTS = (
     Client("torchmetrics", "with_metrics.py", equal(2), package="torchmetrics"),
 )
 
-GATES = {
-    "test_toy": "",
-    "test_toy_without_ddp": "gradients-not-synchronized",
-    "test_gpt[divided]": "",
-    "test_gpt[not-divided]": "accumulation-factor",
-    "test_images[batch]": "batch-statistics-per-rank",
-    "test_images[group]": "",
-    "test_metrics": "",
-}
-"""What the gate has to say of each test in `programs/gates.py`: the mistake, or nothing."""
+GATES = (
+    Gate("test_toy", "ddp example"),
+    Gate("test_toy_on_one_gpu", "first DDP, all on one GPU", words=ONE_GPU),
+    Gate("test_toy_on_the_cpu", "first DDP, module on the CPU", words=NOT_ON_GPUS),
+    Gate("test_toy_without_ddp", "first DDP, not wrapped", mistake="gradients-not-synchronized"),
+    Gate("test_loader[True]", "first DDP"),
+    Gate("test_loader[False]", "first DDP, one order", mistake="epochs-not-reshuffled"),
+    Gate("test_gpt[divided]", "GPT, split"),
+    Gate("test_gpt[not-divided]", mistake="accumulation-factor"),
+    Gate("test_images[batch]", "images, torchrun", mistake="batch-statistics-per-rank"),
+    Gate("test_images[group]", "images, group norm"),
+    Gate("test_textbook", "textbook"),
+    Gate("test_fsdp", "FSDP2"),
+    Gate("test_metrics", "torchmetrics", package="torchmetrics"),
+)

@@ -1,7 +1,7 @@
-"""Run the clients: ``python benchmarks/clients/run.py [--only=WORD] [--list]``; exit code 0 if every verdict is right.
+"""Run the clients: ``python benchmarks/clients/run.py [--only=WORD]... [--list]``; exit code 0 if every verdict is right.
 
 Each script runs on two simulated GPUs under `mgpu-check simulate` and `mgpu-check compare`, and what they train goes through the
-gate. A table tells which verdicts are right, and in how many seconds. Clients of packages that are not installed are
+gate. A table tells which verdicts are right, and in how many seconds. Clients and gates of packages that are not installed are
 left out, and counted.
 """
 
@@ -16,34 +16,42 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clients import CLIENTS, GATES, Client, Expected
+from clients import CLIENTS, GATES, Client, Expected, Gate
 
 HERE = Path(__file__).parent
 OURS = [sys.executable, "-m", "mgpu_check"]
 TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
 PYTEST_INI = "[pytest]\npythonpath = .\naddopts = -p no:cacheprovider --import-mode=importlib\n"
 LONGEST = 900.0  # seconds, for a client that hangs
+SIMULATED = {0: "runs", 1: "fails"}
+COMPARED = {0: "equal", 1: "differs", 2: "not comparable"}
 
 
 @dataclass(frozen=True)
 class Done:
     """A verdict, what is wrong with it (nothing: it is right), and the seconds that it took."""
 
+    said: str
     wrong: str
     seconds: float
 
     def __str__(self) -> str:
         return f"{'WRONG' if self.wrong else 'right'} {self.seconds:5.0f} s"
 
+    @property
+    def cell(self) -> str:
+        """In a table."""
+        return f"{f'WRONG: {self.wrong}' if self.wrong else self.said}, {self.seconds:.0f} s"
+
 
 def environment() -> dict[str, str]:
     """Without what this run was given: no GPU, no launcher, no hub, one thread for each rank."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MGPU_CHECK_", "PYTEST_", "CUDA_VISIBLE"))}
-    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def call(command: Sequence[str], directory: Path) -> tuple[int, str, float]:
@@ -57,7 +65,15 @@ def call(command: Sequence[str], directory: Path) -> tuple[int, str, float]:
     return ran.returncode, ran.stdout + ran.stderr, time.monotonic() - began
 
 
-def verdict(expected: Expected, command: Sequence[str], directory: Path, quiet: bool) -> Done:
+def verdict(
+    expected: Expected, command: Sequence[str], directory: Path, quiet: bool, names: Mapping[int, str] = SIMULATED
+) -> Done:
+    """Run `command`, and judge what it says.
+
+    Args:
+        quiet: do not print the output of what is wrong.
+        names: what an exit code is called in the table.
+    """
     code, text, seconds = call(command, directory)
     wrong = []
     if code != expected.code:
@@ -66,7 +82,9 @@ def verdict(expected: Expected, command: Sequence[str], directory: Path, quiet: 
     wrong += [f"{words!r} is said" for words in expected.never if words in text]
     if wrong and not quiet:
         print(f"--- {' '.join(command[2:])}\n{text}\n---", flush=True)
-    return Done("; ".join(wrong), seconds)
+    name = names.get(expected.code, f"exit code {expected.code}")
+    said = f"{name}: {expected.words[0]}" if expected.words and expected.code else name
+    return Done(said, "; ".join(wrong), seconds)
 
 
 def simulated(client: Client, directory: Path, quiet: bool) -> Done:
@@ -78,76 +96,106 @@ def simulated(client: Client, directory: Path, quiet: bool) -> Done:
 
 def compared(client: Client, directory: Path, quiet: bool) -> Done:
     options = ["--gpus=2", "--simulate", "--timeout=120", *client.options]
-    return verdict(
-        client.compare, [*OURS, "compare", *options, "--", client.script, *client.arguments], directory, quiet
-    )
+    command = [*OURS, "compare", *options, "--", client.script, *client.arguments]
+    return verdict(client.compare, command, directory, quiet, COMPARED)
 
 
-def gates(directory: Path, only: str, quiet: bool) -> dict[str, str]:
-    """What is wrong with the verdict of the gate on each test; nothing where it is right."""
+def gated(chosen: Sequence[Gate], directory: Path, quiet: bool) -> dict[str, Done]:
+    """What the gate says of each test, by its name, in one run of pytest."""
     report = directory / "gates.xml"
-    names = [name for name in GATES if only in name]
-    tests = [f"test_gates.py::{name}" for name in names]
+    tests = [f"test_gates.py::{gate.test}" for gate in chosen]
     command = [*OURS, "pytest", "-q", "--gpus=2", "--simulate", f"--junitxml={report}", *tests]
     _, text, _ = call(command, directory)
     if not report.exists():
-        return dict.fromkeys(names, f"pytest has left no report: {text[-2000:]}")
-    found = {}
-    for case in ET.parse(report).iter("testcase"):
-        said = [p.get("value") or "" for p in case.iter("property") if p.get("name") == "mgpu_check.mistakes"]
-        failed = case.find("failure") is not None or case.find("error") is not None
-        mistake = said[0].split()[0] if said else ("failed otherwise" if failed else "")
-        if case.find("skipped") is None:
-            found[case.get("name") or ""] = (mistake, float(case.get("time") or 0))
-    wrong = {}
-    for name in names:
-        if name not in found:
-            continue
-        mistake, seconds = found[name]
-        right = mistake == GATES[name]
-        print(f"  {name:<28} {Done('' if right else 'x', seconds)}   {mistake or 'passes'}", flush=True)
-        if not right:
-            wrong[name] = f"the gate says {mistake or 'nothing'!r} instead of {GATES[name] or 'nothing'!r}"
-    if wrong and not quiet:
+        return {gate.test: Done("", f"pytest has left no report: {text[-2000:]}", 0.0) for gate in chosen}
+    cases = {case.get("name"): case for case in ET.parse(report).iter("testcase")}
+    done = {gate.test: judged(gate, cases.get(gate.test)) for gate in chosen}
+    if any(one.wrong for one in done.values()) and not quiet:
         print(text, flush=True)
-    return wrong
+    return done
+
+
+def judged(gate: Gate, case: ET.Element | None) -> Done:
+    """Whether the gate says of one test what it has to, as pytest's report has it."""
+    if case is None:
+        return Done("", "it was not run", 0.0)
+    named = [p.get("value") or "" for p in case.iter("property") if p.get("name") == "mgpu_check.mistakes"]
+    mistake = named[0].split()[0] if named else ""
+    text = "".join(part.text or "" for tag in ("failure", "error", "skipped") for part in case.iter(tag))
+    right = mistake == gate.mistake and gate.words in text and bool(text) == bool(gate.mistake or gate.words)
+    said = f"fails: {gate.mistake or gate.words}" if gate.mistake or gate.words else "passes"
+    wrong = (
+        ""
+        if right
+        else f"the gate {f'says {mistake!r}' if mistake else 'fails' if text else 'passes'}, and not: {said}"
+    )
+    return Done(said, wrong, float(case.get("time") or 0))
+
+
+def table(scripts: Mapping[str, tuple[Done, Done]], gates: Mapping[str, Done]) -> Iterator[str]:
+    """In Markdown: a row for each client, with the gate on what it trains, and one for each gate of none."""
+    yield "| client | `simulate` | `compare` | the gate |"
+    yield "|---|---|---|---|"
+    of = {gate.of: gates[gate.test] for gate in GATES if gate.test in gates}
+    for name, (one, two) in scripts.items():
+        yield f"| {name} | {one.cell} | {two.cell} | {of[name].cell if name in of else ''} |"
+    for gate in GATES:
+        if gate.test in gates and gate.of not in scripts:
+            yield f"| {gate.of or gate.test} | | | {gates[gate.test].cell} |"
+
+
+def installed(package: str) -> bool:
+    return not package or importlib.util.find_spec(package) is not None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="WORD", help="clients and gates with WORD in their names")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="WORD",
+        help="clients and gates with WORD in their names; repeatable; default: all of them",
+    )
     parser.add_argument("--list", action="store_true", help="print the names, and run nothing")
     parser.add_argument("--quiet", action="store_true", help="do not print the output of what is wrong")
     given = parser.parse_args()
-    chosen = [client for client in CLIENTS if given.only in client.name]
+    words = given.only or [""]
+    clients = [client for client in CLIENTS if any(word in client.name for word in words)]
+    gates = [gate for gate in GATES if any(word in gate.test for word in words)]
     if given.list:
-        print("\n".join([client.name for client in CLIENTS] + list(GATES)))
+        print("\n".join([client.name for client in CLIENTS] + [gate.test for gate in GATES]))
         return 0
-    wrong: dict[str, str] = {}
-    missing = [client for client in chosen if client.package and importlib.util.find_spec(client.package) is None]
+    if not clients and not gates:
+        parser.error(f"--only: no client and no gate has {' or '.join(words)} in its name; --list prints all of them")
+    missing = {one.name: one.package for one in clients if not installed(one.package)}
+    missing |= {one.test: one.package for one in gates if not installed(one.package)}
+    scripts: dict[str, tuple[Done, Done]] = {}
+    tests: dict[str, Done] = {}
     with tempfile.TemporaryDirectory(prefix="mgpu-check-clients-") as made:
         directory = Path(made)
         for program in (HERE / "programs").glob("*.py"):
             shutil.copy(program, directory / ("test_gates.py" if program.name == "gates.py" else program.name))
         (directory / "pytest.ini").write_text(PYTEST_INI)
-        print(f"  {'client':<24} {'simulate':<15} compare", flush=True)
-        for client in chosen:
-            if client in missing:
-                continue
-            one, two = simulated(client, directory, given.quiet), compared(client, directory, given.quiet)
-            print(f"  {client.name:<24} {one}   {two}", flush=True)
-            wrong |= {
-                f"{client.name}, {what}": done.wrong
-                for what, done in (("simulate", one), ("compare", two))
-                if done.wrong
-            }
-        print("\n  gate", flush=True)
-        wrong |= gates(directory, given.only, given.quiet) if any(given.only in name for name in GATES) else {}
+        print(f"  {'client':<28} {'simulate':<15} compare", flush=True)
+        for client in clients:
+            if client.name not in missing:
+                one, two = simulated(client, directory, given.quiet), compared(client, directory, given.quiet)
+                scripts[client.name] = one, two
+                print(f"  {client.name:<28} {one}   {two}", flush=True)
+        if there := [gate for gate in gates if gate.test not in missing]:
+            print("\n  gate", flush=True)
+            tests = gated(there, directory, given.quiet)
+        for name, done in tests.items():
+            print(f"  {name:<28} {done}   {done.said}", flush=True)
+    print("", *table(scripts, tests), "", sep="\n")
+    wrong = {f"{name}, simulate": one.wrong for name, (one, _) in scripts.items() if one.wrong}
+    wrong |= {f"{name}, compare": two.wrong for name, (_, two) in scripts.items() if two.wrong}
+    wrong |= {name: done.wrong for name, done in tests.items() if done.wrong}
     for name, why in wrong.items():
         print(f"WRONG: {name}: {why}")
-    for client in missing:
-        print(f"left out: {client.name}: {client.package} is not installed")
-    print(f"{len(chosen) - len(missing)} clients, {len(missing)} left out, {len(wrong)} verdicts wrong")
+    for name, package in missing.items():
+        print(f"left out: {name}: {package} is not installed")
+    print(f"{len(scripts)} clients, {len(tests)} gates, {len(missing)} left out, {len(wrong)} verdicts wrong")
     return 1 if wrong else 0
 
 

@@ -4,13 +4,17 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpt import GPT, LENGTH, VOCABULARY
 from images import residual_network
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from toy_ddp import Toy
 
-from mgpu_check import assert_metric_scales, assert_step_scales
+from mgpu_check import assert_loader_covers, assert_metric_scales, assert_step_scales
 
 FEW = {"sizes": "divisible", "max_examples": 6, "world_sizes": [2]}
 
@@ -41,6 +45,42 @@ def on_its_own(model, batch, rank):
 
 def test_toy_without_ddp(ranks):
     assert_step_scales(ranks, on_its_own, build=Toy, batch=lambda n: (torch.randn(n, 10), torch.randn(n, 5)), **FEW)
+
+
+def on_one_gpu(model, batch, rank):
+    torch.cuda.set_device(0)  # ranks of the gate have each its own: as of a script that chooses none
+    x, y = (whole.cuda() for whole in part(batch, rank))
+    model = DistributedDataParallel(model.cuda())
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def test_toy_on_one_gpu(ranks):
+    assert_step_scales(ranks, on_one_gpu, build=Toy, batch=lambda n: (torch.randn(n, 10), torch.randn(n, 5)), **FEW)
+
+
+def on_the_cpu(model, batch, rank):
+    x, y = (whole.chunk(rank.size)[rank.index] for whole in batch)
+    if rank.size > 1:  # ranks of the gate have gloo, too: as of a script that asks for nccl
+        model = DistributedDataParallel(model, process_group=dist.new_group(backend="nccl"))
+    nn.functional.mse_loss(model(x), y).backward()
+
+
+def test_toy_on_the_cpu(ranks):
+    assert_step_scales(ranks, on_the_cpu, build=Toy, batch=lambda n: (torch.randn(n, 10), torch.randn(n, 5)), **FEW)
+
+
+@pytest.mark.parametrize("advances", [True, False])
+def test_loader(ranks, advances):
+    def loader(rank):
+        data = TensorDataset(torch.arange(32))
+        sampler = DistributedSampler(data, rank.size, rank.index)
+        batches = DataLoader(data, 16 // rank.size, sampler=sampler)
+        for epoch in range(2):
+            if advances:
+                sampler.set_epoch(epoch)
+            yield batches
+
+    assert_loader_covers(ranks, loader, world_sizes=[2])
 
 
 def language_step(divided):
@@ -98,6 +138,39 @@ def test_images(ranks, norm):
     assert_step_scales(ranks, classify, build=lambda: residual_network(norm), batch=batch, **sizes)
 
 
+def replicated(model, batch, rank):
+    images, labels = (whole.to("cuda:0") for whole in batch)
+    model = nn.DataParallel(model.to("cuda:0"), device_ids=list(range(rank.size)))
+    nn.functional.cross_entropy(model(images), labels).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_textbook(ranks):
+    def build():
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 4))
+
+    def batch(n):
+        return (torch.randn(n, 1, 8, 8), torch.randint(0, 4, (n,)))
+
+    assert_step_scales(ranks, replicated, build=build, batch=batch, single_process=True, **FEW)
+
+
+def in_shards(model, batch, rank):
+    x, y = part(batch, rank)
+    model.to(rank.device)
+    mesh = init_device_mesh(rank.device.type, (rank.size,))
+    for layer in (model.first, model.second, model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    nn.functional.mse_loss(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def test_fsdp(ranks):
+    assert_step_scales(ranks, in_shards, build=Toy, batch=lambda n: (torch.randn(n, 10), torch.randn(n, 5)), **FEW)
+
+
 def accuracy(model, batch, rank):
     import torchmetrics
 
@@ -108,8 +181,6 @@ def accuracy(model, batch, rank):
 
 
 def test_metrics(ranks):
-    pytest.importorskip("torchmetrics")
-
     def batch(n):
         return (torch.randn(n, 6), torch.randint(0, 3, (n,)))
 

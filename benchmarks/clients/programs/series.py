@@ -66,9 +66,18 @@ if __name__ == "__main__":
     parser.add_argument("--loss", default="mse")
     parser.add_argument("--snapshot")
     parser.add_argument("--spawn", action="store_true")
+    parser.add_argument("--processes", action="store_true")
     options = parser.parse_args()
+    count = torch.cuda.device_count()
     if options.spawn:
-        count = torch.cuda.device_count()
         mp.spawn(spawned, args=(count, options), nprocs=count, join=True)
+    elif options.processes:
+        mp.set_start_method("spawn")
+        processes = [mp.Process(target=spawned, args=(rank, count, options)) for rank in range(count)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        raise SystemExit(max(process.exitcode for process in processes))
     else:
         main(options)
