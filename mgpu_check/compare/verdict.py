@@ -86,19 +86,19 @@ def last_words(ended: Ended) -> list[str]:
 def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
     """A run in which `silent` have come to their ends without a step of an optimizer."""
     where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
-    report = Report(
-        f"not comparable: no optimizer step was seen {where}",
-        remarks=[
-            *last_words(silent[0]),
-            *_todo(
-                [
-                    "where it has left with a message of its own, do what that says: it has to train on one device, too",
-                    "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
-                ]
-            ),
-        ],
+    todo = [
+        "where it has left with a message of its own, do what that says: it has to train on one device, too",
+        "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
+    ]
+    loads = silent[0].trace.of("load") if silent[0].trace else []
+    if files := list(dict.fromkeys(event["file"] for event in loads if event["file"])):
+        todo.insert(
+            0, f"it has loaded {few(files, 3)}: where training goes on from there, and has come to its end, remove that"
+        )
+    return Verdict(
+        "not comparable",
+        Report(f"not comparable: no optimizer step was seen {where}", remarks=[*last_words(silent[0]), *_todo(todo)]),
     )
-    return Verdict("not comparable", report)
 
 
 def starts_its_own(one_device: bool) -> Verdict:

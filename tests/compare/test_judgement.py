@@ -12,10 +12,11 @@ from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.diagnosis import common_factor
 from mgpu_check.compare.obstacles import FLOAT32, standing
+from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
-from mgpu_check.compare.verdict import Verdict, judge
+from mgpu_check.compare.verdict import Verdict, judge, without_steps
 
 NAMES = ("net.weight", "net.bias")
 RATE = 0.1
@@ -699,3 +700,14 @@ def test_a_common_factor():
     assert common_factor([(2.0, 1.0), (4.0, -2.0)]) is None
     assert common_factor([(1.0, 1.0)]) is None
     assert common_factor([]) is None
+
+
+def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_remove():
+    def todo(*files: str | None) -> str:
+        trace = Trace(0, 1, events=[{"event": "load", "after": 0, "file": file} for file in files])
+        ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
+        return "\n".join(without_steps(Run("one device", [ended], 1.0, None), [ended]).report.remarks)
+
+    assert "  going on after epoch 2\ndo: it has loaded /runs/last.pt: where training goes on" in todo("/runs/last.pt")
+    assert "do: it has loaded a, b:" in todo("a", "b", "a", None)
+    assert "it has loaded" not in todo() and "it has loaded" not in todo(None)
