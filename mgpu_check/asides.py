@@ -13,9 +13,10 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 from mgpu_check.grouping import grouped
+from mgpu_check.ranks.frames import calling_line, is_engine
 
 __all__ = ["Collector", "deliver"]
 
@@ -43,19 +44,26 @@ class Collector:
     @contextlib.contextmanager
     def filtered(self, filters: Iterable[tuple[Any, ...]]) -> Iterator[None]:
         """Have these warning filters, the one that counts most last, and tell of each new warning."""
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings():
             warnings.resetwarnings()
             for one in filters:
                 warnings.filterwarnings(*one)
-            try:
-                yield
-            finally:
-                for message in caught:
-                    self._note(message)
+            warnings.showwarning = self._note
+            yield
 
-    def _note(self, message: warnings.WarningMessage) -> None:
-        kinds = tuple((kind.__module__, kind.__qualname__) for kind in message.category.__mro__[:-1])
-        warning = kinds, str(message.message), message.filename, message.lineno
+    def _note(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if is_engine(filename):  # torch points at its caller, which may be a wrapper of ours
+            filename, lineno = calling_line()
+        kinds = tuple((kind.__module__, kind.__qualname__) for kind in category.__mro__[:-1])
+        warning = kinds, str(message), filename, lineno
         if warning not in self._seen and len(self._seen) < _MOST_WARNINGS:
             self._seen.add(warning)
             self._tell(("warning", warning))

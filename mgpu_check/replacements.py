@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import os
 import sys
 import types
@@ -88,10 +89,11 @@ class Replacements:
         """Watch no longer."""
         self._undo.close()
 
-    def pickled(self) -> bytes:
+    def pickled(self, function: Callable[..., Any]) -> bytes:
         """What is replaced now, for `replaced` in another process; empty where nothing is.
 
-        Warns of what cannot go there: mocks, of which ranks would only have copies, and what cannot be pickled.
+        Warns of what cannot go there, in the line where `function` begins, which the ranks are to run: mocks, of which
+        ranks would only have copies, and what cannot be pickled.
         """
         found: dict[tuple[int, Any], tuple[Any, bool, Any]] = {}
         for patch in list(self._patches):
@@ -110,16 +112,16 @@ class Replacements:
                 found[id(one.target), one.attribute] = one.target, False, one.attribute
         if not found:
             return b""
-        made = [self._replacement(*one) for one in found.values()]
+        made = [self._replacement(*one, function) for one in found.values()]
         self._places.forget_all_but([target for target, _, _ in found.values()])
         known = tuple(one for one in made if one is not None)
         return transport.dumps(known) if known else b""
 
-    def _replacement(self, target: Any, item: bool, name: Any) -> _Replacement | None:
+    def _replacement(self, target: Any, item: bool, name: Any, function: Callable[..., Any]) -> _Replacement | None:
         if target is os.environ or (target is sys and name in _STREAMS):
             return None  # ranks have the variables anyway, and their own output
         place = self._places.of(target)
-        return None if place is None else _replacement(place, target, item, name)
+        return None if place is None else _replacement(place, target, item, name, function)
 
 
 class _Places:
@@ -151,7 +153,9 @@ def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Call
     return noting
 
 
-def _replacement(place: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any) -> _Replacement | None:
+def _replacement(
+    place: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any, function: Callable[..., Any]
+) -> _Replacement | None:
     module, path = place
     value = _value(target, item, name)
     if value is _MISSING:
@@ -163,12 +167,13 @@ def _replacement(place: tuple[str, tuple[str, ...]], target: Any, item: bool, na
             return _Replacement(module, path, item, name, transport.dumps(value))
         except Exception as error:
             why = f"cannot be pickled: {error}"
-    warnings.warn(
-        pytest.PytestWarning(
-            f"{shown} is replaced in the pytest process only, and ranks have the original, because what stands in its "
-            f"place {why}; replace it in the function that runs on the ranks"
-        ),
-        stacklevel=2,
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
+    warnings.warn_explicit(
+        f"{shown} is replaced in the pytest process only, and ranks have the original, because what stands in its "
+        f"place {why}; replace it in the function that runs on the ranks",
+        pytest.PytestWarning,
+        code.co_filename,
+        code.co_firstlineno,
     )
     return None
 

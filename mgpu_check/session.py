@@ -139,7 +139,7 @@ class GpuSession:
         waits: how long tests had to wait for devices that others had, in seconds.
         on_wait: told whom a test waits for, if it is long.
         on_ranks: called before ranks are used through the fixture `ranks`: the test may not be known as one that does.
-        replacements: gives what fixtures have replaced, for ranks to have it too.
+        replacements: gives what fixtures have replaced, for a function to have it on ranks too.
         until_end: contexts that end with the current test.
     """
 
@@ -157,7 +157,7 @@ class GpuSession:
         self.waits: list[float] = []
         self.on_wait: Callable[[str], None] = lambda line: None
         self.on_ranks: Callable[[], None] = lambda: None
-        self.replacements: Callable[[], bytes] = bytes
+        self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
         self.until_end = contextlib.ExitStack()
         self._leasing: Leasing | None = None
         self._directory = RunDirectory()
@@ -187,7 +187,7 @@ class GpuSession:
             self.settings.simulate,
             self.settings.rank_timeout,
             wrap=lambda function: Shipped(
-                function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements()
+                function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements(function)
             ),
             hear=deliver,
             masks=lambda seats: self.leasing.mask(seats),

@@ -17,7 +17,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 # only as said below.
 LEVELS = [
     {"grouping"},
-    {"errors", "settings", "version", "asides", "breakpoints", "coverage_of_ranks", "pythonpath"},
+    {"errors", "settings", "version", "breakpoints", "coverage_of_ranks", "pythonpath"},
     {"node", "ranks"},
     {"numerics"},
     {"recipes"},
@@ -29,7 +29,7 @@ LEVELS = [
     {"startup"},
     {"faults"},
     {"beyond", "leasing", "shortage"},
-    {"replacements"},
+    {"asides", "replacements"},
     {"in_rank", "shipping", "session", "report"},
     {"suite"},
     {"needs"},

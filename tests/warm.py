@@ -40,6 +40,7 @@ from typing import IO, Any, ClassVar, NoReturn
 IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
 ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
+_WRITTEN_AT_IMPORT = "TORCHINDUCTOR_CACHE_DIR"  # by torch._dynamo, into the environment of who imports it
 _PR_SET_PDEATHSIG = 1
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a process
 _NUMBER = struct.Struct("q")  # a process id, and then an exit code
@@ -103,7 +104,7 @@ class Template:
         return list(command[:2]) == [sys.executable, "-mpytest"] and all(
             environment.get(name) == self._environment.get(name)
             for name in {*environment, *self._environment}
-            if name.startswith(_READ_AT_IMPORT) and name != "PYTHONPATH"
+            if name.startswith(_READ_AT_IMPORT) and name not in ("PYTHONPATH", _WRITTEN_AT_IMPORT)
         )
 
     def popen(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:

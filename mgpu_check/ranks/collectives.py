@@ -12,7 +12,6 @@ import mmap
 import os
 import sys
 import threading
-import types
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -26,7 +25,7 @@ from torch.distributed import utils
 from mgpu_check.ranks import record
 from mgpu_check.ranks.arguments import compared, group_of, option, shown
 from mgpu_check.ranks.flows import FLOWS, Flows
-from mgpu_check.ranks.frames import is_engine, is_installed
+from mgpu_check.ranks.frames import calling_line
 from mgpu_check.ranks.group_methods import METHODS, MethodForm
 from mgpu_check.ranks.protocol import ANY, COLLECTIVE, Flow, Group
 
@@ -190,7 +189,7 @@ class Recorder:
         values = ((name, form.argument(name, args, kwargs)) for name in form.options)
         options = ", ".join(option(name, value) for name, value in values if value is not None)
         alike = compared(given) if form.symmetric else ""
-        file, line = _call_site()
+        file, line = calling_line()
         take_back = None
         if form.flows is not None and group is not None:
             take_back = self._add_flows(form, lambda name: form.argument(name, args, kwargs), group, (file, line))
@@ -348,17 +347,3 @@ def _around(function: Callable[..., Any], form: Form) -> Callable[..., Any]:
         return recorder.call(function, form, args, kwargs)
 
     return recorded
-
-
-def _call_site() -> tuple[str, int]:
-    """The innermost line of the code under test; of anything but the engine where that is not on the stack."""
-    frame: types.FrameType | None = sys._getframe(3)
-    other: tuple[str, int] | None = None
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_engine(file):
-            if not is_installed(file):
-                return file, frame.f_lineno
-            other = other or (file, frame.f_lineno)
-        frame = frame.f_back
-    return other or ("", 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
+import types
 
-__all__ = ["is_engine", "is_installed"]
+__all__ = ["calling_line", "is_engine", "is_installed"]
 
 # By the end of the path, because the stacks of another host come with the paths of that host.
 _ENGINE = re.compile(r"/mgpu_check/(ranks/(\w+/)?\w+|in_rank|shipping|asides|tools|gate/\w+|node/simulated/\w+)\.py$")
@@ -23,3 +25,17 @@ def is_engine(filename: str) -> bool:
 def is_installed(filename: str) -> bool:
     """Whether a file is of the standard library, of torch or another package, rather than of the code under test."""
     return _INSTALLED.search(filename) is not None and _OURS not in filename
+
+
+def calling_line() -> tuple[str, int]:
+    """Return file and line of the code under test, innermost first; of anything but the engine where none is running."""
+    frame: types.FrameType | None = sys._getframe(1)
+    other: tuple[str, int] | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_engine(file):
+            if not is_installed(file):
+                return file, frame.f_lineno
+            other = other or (file, frame.f_lineno)
+        frame = frame.f_back
+    return other or ("", 0)

@@ -46,6 +46,11 @@ def test_warnings_of_ranks_reach_the_summary_once(run, pytester, parallel):
             warnings.warn("said before the failure")
             assert False
 
+        @pytest.mark.ranks(2)
+        def test_of_torch_in_a_collective(rank):
+            import torch, torch.distributed as dist, torch.distributed._functional_collectives as functional
+            functional.all_gather_tensor(torch.ones(1, 1), 1, dist.group.WORLD).sum()
+
         @pytest.mark.ranks(1)
         def test_many(rank):
             for n in range(3000):
@@ -53,7 +58,7 @@ def test_warnings_of_ranks_reach_the_summary_once(run, pytester, parallel):
         """
     )
     result = run(*GPUS, *parallel)
-    result.assert_outcomes(passed=5, failed=1, warnings=5 + 1000)
+    result.assert_outcomes(passed=6, failed=1, warnings=6 + 1000)
     result.stdout.fnmatch_lines(
         [
             "test_it.py::test_same_on_all",
@@ -66,6 +71,7 @@ def test_warnings_of_ranks_reach_the_summary_once(run, pytester, parallel):
         "  */test_it.py:16: OwnWarning: said by 1",
         "  */test_it.py:19: DeprecationWarning: Local: of a class that only the rank has",
         "  */test_it.py:31: UserWarning: said before the failure",
+        "  */test_it.py:37: FutureWarning: *all_gather_tensor*",
     ):
         result.stdout.fnmatch_lines([line])
     result.stdout.no_fnmatch_line("*not wanted*")

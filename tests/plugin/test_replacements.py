@@ -103,3 +103,4 @@ def test_replacements_travel_or_are_told(run, pytester):
         "*PytestWarning: library.read is replaced in the pytest process only, * cannot be pickled: *",
     ):
         result.stdout.fnmatch_lines([line])
+    result.stdout.no_fnmatch_line("*/mgpu_check/*Warning*")  # they point at what the ranks run

@@ -68,6 +68,7 @@ def test_what_a_forked_run_finds(pytester, warm, template, monkeypatch):
 def test_a_run_that_imports_in_another_way_gets_an_interpreter_of_its_own(pytester, template, monkeypatch):
     command = pytester._getpytestargs()
     assert template.fits(command, os.environ)
+    assert template.fits(command, {**os.environ, "TORCHINDUCTOR_CACHE_DIR": "what a test has left that compiles"})
     assert not template.fits(("pytest",), os.environ)
     for name in ("PYTHONWARNINGS", "TORCH_LOGS", "OMP_NUM_THREADS"):
         assert not template.fits(command, {**os.environ, name: "3"})
