@@ -270,7 +270,14 @@ class _Standby:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _start(*files)
 
-    def start(self, args: Sequence[str], streams: Sequence[int], kept: Sequence[int], session: bool) -> int:
+    def start(
+        self,
+        args: Sequence[str],
+        streams: Sequence[int],
+        kept: Sequence[int],
+        session: bool,
+        environment: Mapping[str, str] | None = None,
+    ) -> int:
         """Be ``python -c`` with `args` now; the process id.
 
         Args:
@@ -284,7 +291,7 @@ class _Standby:
             "safe": "-P" in args[:code],
             "kept": list(kept),
             "session": session,
-            "environment": dict(os.environ),
+            "environment": dict(os.environ if environment is None else environment),
         }
         directory = os.open(".", os.O_RDONLY)
         with self.socket, tempfile.TemporaryFile() as request:
@@ -348,7 +355,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         if list(args[1:3]) == ["-P", "-c"] and "import forkserver" in args[3]:
             with open(os.devnull) as nothing:
                 streams = nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()
-                pid = _Standby.waiting.pop().start(args, streams, options["pass_fds"], session=True)
+                pid = _Standby.waiting.pop().start(args, streams, options["pass_fds"], True, options["env"])
             return _Adopted(pid, None, None)
         if args[-1] == _WORKER:
             (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from mgpu_check.ranks.scratch import Scratch
 
 __all__ = ["fresh_directory"]
 
@@ -22,9 +23,9 @@ def fresh_directory() -> Iterator[Path]:
     Directories are directories of their own, so that new files stay here. Small files are copies. Large files, directories
     of many entries, hidden ones and virtual environments are links to what is there.
     """
-    with tempfile.TemporaryDirectory(prefix="mgpu-check-compare-", ignore_cleanup_errors=True) as made:
-        directory = Path(made, Path.cwd().name or "root")
-        _imitate(Path.cwd(), directory, Path(made))
+    with Scratch.new("compare") as made:
+        directory = made / (Path.cwd().name or "root")
+        _imitate(Path.cwd(), directory, made)
         yield directory
 
 

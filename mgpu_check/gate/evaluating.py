@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gate.report import Finding, Observable, Report
 from mgpu_check.gate.worlds import World, check_count, noting, sizes_of, world_sizes_of
 from mgpu_check.grouping import few, named
+from mgpu_check.ranks.scratch import Scratch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,8 +89,7 @@ def _run(ranks: World, program: Any, size: int, *, measure: bool) -> list[Compar
     __tracebackhide__ = True
     from mgpu_check.gate.evaluation import compare_ranks, train_and_evaluate
 
-    with tempfile.TemporaryDirectory(prefix="mgpu-check-evaluate-") as directory:
-        root = Path(directory)
+    with Scratch.new("evaluate") as root:
         with noting(f"the evaluation of {program.samples} samples after {program.steps} steps at world size {size}"):
             problems = ranks.run(train_and_evaluate, program, root, measure, size=size)
         for problem in filter(None, problems):

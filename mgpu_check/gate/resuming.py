@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from mgpu_check.gate.report import Report
 from mgpu_check.gate.restored import Entries, explained
 from mgpu_check.gate.worlds import World, check_count, check_tolerance, noting, world_sizes_of
 from mgpu_check.grouping import named
+from mgpu_check.ranks.scratch import Scratch
 
 if TYPE_CHECKING:
     from mgpu_check.ranks.rank import Rank
@@ -79,8 +79,8 @@ def assert_resume_continues(
     check_count("assert_resume_continues", "steps", steps)
     check_tolerance("assert_resume_continues", tolerance, by_name=False)
     for size in world_sizes_of(ranks, world_sizes):
-        with tempfile.TemporaryDirectory(prefix="mgpu-check-resume-") as root:
-            _check(ranks, train, steps, size, tolerance, Path(root))
+        with Scratch.new("resume") as root:
+            _check(ranks, train, steps, size, tolerance, root)
 
 
 def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path) -> None:

@@ -27,6 +27,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from mgpu_check.ranks.leftovers import is_manager, remove_all_names, remove_names
 from mgpu_check.ranks.output import LOOK, thin_out
 from mgpu_check.ranks.scratch import sweep
 
@@ -37,6 +38,7 @@ FILES = 4  # stdout, stderr, stacks, record of collectives
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+_TO_END = 5.0  # seconds that descendants are waited for
 _END_OF_PARENT = 5.0  # seconds that it may take from the end of its socket
 
 
@@ -48,8 +50,9 @@ def _prctl(option: int, value: int) -> None:
 class ForkServer:
     """The loop of the server."""
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, directory: str) -> None:
         self.control = control
+        self.directory = directory
         self.children: set[int] = set()
         self.outputs: dict[int, list[int]] = {}
         self.wake_read, self.wake_write = os.pipe()
@@ -106,46 +109,51 @@ class ForkServer:
 
     def reap(self) -> None:
         """Tell of the ranks that have ended, and end what they leave behind."""
+        ended = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if pid == 0:
                 break
             if pid in self.children:
+                ended.append(pid)
                 self.children.discard(pid)
                 for output in self.outputs.pop(pid):
                     os.close(output)
                 _kill_group(pid)
                 self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
         # A rank adopts what its children leave, and this process what the rank leaves: nothing here is of a living one.
-        for pid in _children_of_this_process():
+        for pid in _children_to_end():
             if pid not in self.children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        for pid in ended:
+            remove_names(self.directory, pid)
 
     def end(self) -> None:
         """Kill every descendant: the ranks, and what they started (this process inherits it when a rank ends)."""
         for pid in self.children:
             _kill_group(pid)
-        deadline = time.monotonic() + 5.0
-        while time.monotonic() < deadline:
-            for pid in _children_of_this_process():
-                try:
+        deadline = time.monotonic() + _TO_END
+        # Managers are left to themselves: they remove what they manage 2 s after the last who used it, and end.
+        while (left := _children_to_end()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            try:
-                os.waitpid(-1, 0)
-            except ChildProcessError:
-                return
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                select.select([self.wake_read], [], [], 0.1)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_read, 4096)
+        remove_all_names(self.directory)
 
 
-def _children_of_this_process() -> list[int]:
+def _children_to_end() -> list[int]:
+    """Those of this process, but for managers of torch's shared memory."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
+            return [pid for pid in map(int, file.read().split()) if not is_manager(pid)]
     except OSError:
         return []
 
@@ -196,7 +204,7 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
         os.close(stderr)
         from mgpu_check.ranks import worker
 
-        code = worker.main(connection, stacks, record)
+        code = worker.main(connection, stacks, record, server.directory)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -248,7 +256,7 @@ def main(argv: list[str]) -> None:
     """Import what the ranks will need, then serve until the parent closes its end of the socket."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     control, parent, directory, *preload = argv
-    server = ForkServer(socket.socket(fileno=int(control)))
+    server = ForkServer(socket.socket(fileno=int(control)), directory)
     gc.disable()  # a quarter of the time that importing torch takes, and it would find nearly nothing
     try:
         with _ending_with_parent(server.control, int(parent), directory):

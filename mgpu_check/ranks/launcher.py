@@ -21,6 +21,7 @@ from mgpu_check.errors import StartupFailure
 from mgpu_check.ranks.channel import Channel
 from mgpu_check.ranks.clock import Clock
 from mgpu_check.ranks.forkserver import END, FILES, FORK
+from mgpu_check.ranks.leftovers import MARK, clear
 from mgpu_check.ranks.process import Process, halted
 from mgpu_check.ranks.protocol import Surroundings
 from mgpu_check.ranks.record import SIZE
@@ -149,6 +150,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                env={**os.environ, MARK: str(self._directory.path)},
                 start_new_session=True,  # the terminal's Ctrl-C is for pytest, which then ends the server
             )
         self._control = ours
@@ -246,7 +248,14 @@ class LocalLauncher:
             # It still imports, and has no children yet; or it is stuck, and its children die with it.
             self._server.kill()
             self._server.wait()
+        if self._server.returncode != 0:
+            self._clear()
         self._forget()
+
+    def _clear(self) -> None:
+        """In place of the server."""
+        if self._directory is not None:
+            clear(str(self._directory.path))
 
     def _forget(self) -> None:
         self._processes.clear()
@@ -271,6 +280,7 @@ class LocalLauncher:
         if self._server is not None and self._server.poll() is None:
             self._server.kill()
             self._server.wait()
+        self._clear()
         self._forget()
         return failure
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_check.ranks.interpreter import InterpreterState, files_left_open, open_files
+from mgpu_check.ranks.leftovers import is_manager
 
 __all__ = ["ProcessState"]
 
@@ -109,7 +110,7 @@ def _children() -> list[int]:
     """Processes started by this one, and those that they left when they ended; see `forkserver`."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [int(pid) for pid in file.read().split()]
+            return [pid for pid in map(int, file.read().split()) if not is_manager(pid)]
     except OSError:
         return []
 

@@ -14,11 +14,14 @@ import shutil
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Literal, get_args
+
+from mgpu_check.ranks.leftovers import clear
 
 __all__ = ["Scratch", "sweep"]
 
 _NAME = "mgpu-check-{kind}-{machine}-"
-_KINDS = ("leases", "ranks", "suite")
+Kind = Literal["compare", "evaluate", "leases", "ranks", "resume", "suite"]
 _LOCKED = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _live: weakref.WeakSet[Scratch] = weakref.WeakSet()
@@ -56,16 +59,22 @@ class Scratch:
         _live.add(self)
 
     @classmethod
-    def new(cls, kind: str) -> Scratch:
-        """A new one, of a kind that `sweep` knows. What was left behind by others goes."""
+    def new(cls, kind: Kind) -> Scratch:
+        """A new one. What was left behind by others goes."""
         place = Path(tempfile.gettempdir())
         sweep(place)
         return cls(Path(tempfile.mkdtemp(prefix=_prefix(kind), dir=place)))
 
     @classmethod
-    def named(cls, kind: str, name: str) -> Scratch:
+    def named(cls, kind: Kind, name: str) -> Scratch:
         """The one that all who give the same name use."""
         return cls(Path(tempfile.gettempdir()) / f"{_prefix(kind)}{name}")
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def leave(self) -> bool:
         """Use it no more, and remove it if nobody else uses it; whether it is gone. To be called again if it is not."""
@@ -92,7 +101,7 @@ class Scratch:
 
 def sweep(place: Path) -> None:
     """Remove the directories of this user in `place` that no process of this machine uses any more."""
-    pattern = re.compile("|".join(re.escape(_prefix(kind)) for kind in _KINDS))
+    pattern = re.compile("|".join(re.escape(_prefix(kind)) for kind in get_args(Kind)))
     with contextlib.suppress(OSError):
         for name in os.listdir(place):
             if pattern.match(name):
@@ -121,6 +130,7 @@ def _remove_unused(path: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.geteuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            clear(os.fspath(path))  # where the fork server of ranks was killed, too
             shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import sys
 import traceback
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -22,9 +21,11 @@ from mgpu_check.ranks import protocol, stray, transport
 from mgpu_check.ranks.channel import RankEnd
 from mgpu_check.ranks.collectives import recorder
 from mgpu_check.ranks.devices import check_visible, devices_behind, has_nccl, take
+from mgpu_check.ranks.leftovers import MARK
 from mgpu_check.ranks.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.ranks.rank import Rank, become, current_rank
 from mgpu_check.ranks.rendezvous import open_store
+from mgpu_check.ranks.shared_names import note_names
 from mgpu_check.ranks.spawned import give_by_value
 from mgpu_check.ranks.state import Baseline, Steps, groups_made
 from mgpu_check.ranks.worker_signal import CONNECTION_LOST, STACKS_SIGNAL
@@ -48,19 +49,26 @@ def at_rest(callback: Callable[[], None]) -> None:
     _at_rest.append(callback)
 
 
-def main(connection_fd: int, stacks_fd: int, record_fd: int) -> int:
-    """Be the rank that the first message describes, until told to stop. Returns the exit code."""
+def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
+    """Be the rank that the first message describes, until told to stop. Returns the exit code.
+
+    Args:
+        directory: that of the run, for temporary files.
+    """
     connection = RankEnd(connection_fd)
     _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
     stray.listen()
     give_by_value()
+    # It goes with the run: a rank that is killed removes no temporary files of its own.
+    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    note_names(directory)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
     try:
         spec = connection.recv()
         assert isinstance(spec, protocol.RankSpec)
-        worker = Worker(connection, spec, stacks_fd)
+        worker = Worker(connection, spec, stacks_fd, directory)
         connection.send(protocol.Ready())
     except EOFError:
         return 0
@@ -91,7 +99,7 @@ def _write_stacks_to(fd: int) -> None:
 class Worker:
     """One process of the pool."""
 
-    def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int) -> None:
+    def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
         self.connection = connection
         self.stacks_fd = stacks_fd
         self.pid = os.getpid()
@@ -104,12 +112,12 @@ class Worker:
         self.devices = devices_behind(spec.simulate)
         self.nccl = False
         self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
+        self.own_environment = {**spec.own_environment, MARK: directory}
         surroundings = spec.surroundings.over(self.own)
         os.environ.clear()
-        os.environ.update({**surroundings.environment, **spec.own_environment})
+        os.environ.update({**surroundings.environment, **self.own_environment})
         os.chdir(surroundings.directory)
         sys.path[:] = surroundings.path
-        _keep_temporary_files_of_multiprocessing_by(spec.store)
         torch.set_num_threads(spec.threads)
         if spec.simulate is not None:
             from mgpu_check.node.simulated import simulated_node
@@ -243,7 +251,7 @@ class Worker:
         surroundings = surroundings.over(self.own)
         sys.path[:] = surroundings.path
         self.baseline.process.path = surroundings.path
-        self.baseline.environment = {**surroundings.environment, **self.spec.own_environment}
+        self.baseline.environment = {**surroundings.environment, **self.own_environment}
         self.baseline.directory = surroundings.directory
         self.baseline.restore_surroundings()
 
@@ -292,11 +300,3 @@ class Worker:
         dirt = self.baseline.dirt()
         told = tuple(("stray", one.plain) for one in stray.take())
         return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt), told)
-
-
-def _keep_temporary_files_of_multiprocessing_by(address: str) -> None:
-    """Beside the rendezvous, in a directory that goes with the run: a rank that is killed removes none of its own."""
-    parts = urllib.parse.urlsplit(address)
-    if parts.scheme == "file":
-        directory = os.path.dirname(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)))
-        multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]

@@ -8,8 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ INNER = Path(__file__).parent / "inner"
 TIMEOUT = 2
 MARK = "MGPU_MATRIX_RUN"
 LONGEST = 600
+MANAGER_WITHIN = 20.0
 
 ARGUMENTS = {
     "body": ("in_body.py", "--gpus=3"),
@@ -62,6 +64,7 @@ class Run:
         deaths, remarks: the lines of the plugin at the end of a run.
         code: exit code.
         survivors: processes of it that were there when it had ended.
+        names: of shared memory and semaphores of it that were there then.
     """
 
     rows: dict[str, Row]
@@ -70,9 +73,10 @@ class Run:
     remarks: list[str]
     code: int
     survivors: list[str]
+    names: list[str]
 
 
-def _read(record: Path, code: int, survivors: list[str]) -> Run:
+def _read(record: Path, code: int, survivors: list[str], names: list[str]) -> Run:
     rows: dict[str, Row] = {}
     end: dict[str, Any] = {"kinds": {}, "deaths": [], "remarks": []}
     for line in record.read_text().splitlines():
@@ -81,7 +85,13 @@ def _read(record: Path, code: int, survivors: list[str]) -> Run:
             end = entry
         else:
             rows.setdefault(entry["name"], Row()).phases[entry["function"], entry["when"]] = entry
-    return Run(rows, end["kinds"], end["deaths"], end["remarks"], code, survivors)
+    return Run(rows, end["kinds"], end["deaths"], end["remarks"], code, survivors, names)
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + MANAGER_WITHIN
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _run(situation: str, directory: Path) -> Run:
@@ -91,7 +101,14 @@ def _run(situation: str, directory: Path) -> Run:
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith(("MGPU_", "PYTEST_")) and name != "CI"
     }
-    environment |= {"PYTHONPATH": str(INNER), "PYTHONDONTWRITEBYTECODE": "1", MARK: mark}
+    shared = directory / f"{situation}.names"
+    shared.touch()
+    environment |= {
+        "PYTHONPATH": str(INNER),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        MARK: mark,
+        "MGPU_MATRIX_NAMES": str(shared),
+    }
     common = ("--simulate", f"--rank-timeout={TIMEOUT}", "--hypothesis-seed=0", f"--record={record}")
     common += (f"--basetemp={directory / situation}",)
     with (directory / f"{situation}.txt").open("w+") as output:
@@ -110,10 +127,13 @@ def _run(situation: str, directory: Path) -> Run:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
+        # Torch's manager of shared memory stays for 2 s after those that it has it for.
+        _await(lambda: "torch_shm_manag" not in processes_with(MARK, mark).values())
         survivors = [f"{name} ({pid})" for pid, name in processes_with(MARK, mark).items()]
         output.seek(0)
         assert record.exists(), output.read()
-    return _read(record, code, survivors)
+    names = [name for name in shared.read_text().split() if Path("/dev/shm", name).exists()]
+    return _read(record, code, survivors, names)
 
 
 class Situations:
@@ -145,7 +165,7 @@ class Situations:
             if done.exists():
                 return _read(self._directory / f"{situation}.jsonl", *json.loads(done.read_text()))
             run = self._fresh(situation)
-            done.write_text(json.dumps([run.code, run.survivors]))
+            done.write_text(json.dumps([run.code, run.survivors, run.names]))
             return run
 
     def close(self) -> None:

@@ -114,6 +114,7 @@ IN_A_CALL = {
     "sigsegv": died("signal SIGSEGV", "rank 1: stacks at the end", "faults.py:{sigsegv} in sigsegv"),
     "sigterm": died("signal SIGTERM"),
     "abort": died("signal SIGABRT", "rank 1: stacks at the end", "faults.py:{abort} in abort"),
+    "sigkill-with-shared-memory": died("signal SIGKILL"),
     "cpu-limit": died("signal SIGXCPU"),
     # Gloo ends whichever rank notices; the shapes say which is the odd one.
     "gathers-another-shape": Told(
@@ -197,6 +198,7 @@ WHILE_IDLE = {
     "unpicklable-error": uncaught("Difficult", "unpicklable-error"),
     "exit-0": Told(f"{AFTERWARDS}: exit code 0"),
     "sigkill": Told(f"{AFTERWARDS}: signal SIGKILL"),
+    "sigkill-with-shared-memory": Told(f"{AFTERWARDS}: signal SIGKILL"),
     "sigsegv": Told(f"{AFTERWARDS}: signal SIGSEGV", ("faults.py:{sigsegv} in sigsegv",)),
     "sigterm": Told(f"{AFTERWARDS}: signal SIGTERM"),
     "abort": Told(f"{AFTERWARDS}: signal SIGABRT", ("faults.py:{abort} in abort",)),
@@ -285,6 +287,7 @@ STATE = {
     "timer-of-faulthandler": "",
     "thread-of-c": "threads that still run: 1 that threading does not know",
     "forks-and-returns-twice": "",
+    "shared-memory-with-names": "",
 }
 
 # What other rows tell as well is tried in the body and while idle only.
@@ -295,6 +298,7 @@ VARIATIONS = {
     *("modes-of-torch", "settings-of-python", "user", "replaced-functions", "hook-of-all-modules", "thread-of-c"),
     *("another-default-group", "open-file", "replaced-input", "all-signal-handlers", "timer-of-faulthandler"),
     *("group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"),
+    *("shared-memory-with-names", "sigkill-with-shared-memory"),
 }
 IN_EVERY_CALL = {name: told for name, told in IN_A_CALL.items() if name not in VARIATIONS}
 IN_TEARDOWN = (
@@ -410,6 +414,7 @@ def test_fault(situation: str, name: str, red: bool, situations: Any, record_pro
 def test_nothing_survives_a_run(situation: str, situations: Any) -> None:
     run = situations[situation]
     assert run.survivors == []
+    assert run.names == []
     assert set(run.rows) == {*RED[situation], *GREEN.get(situation, ())}
 
 

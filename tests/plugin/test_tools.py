@@ -296,13 +296,19 @@ def test_a_killed_run_leaves_no_directory(pytester, monkeypatch):
     pytester.makepyfile(
         """
         import os, pytest
+        from mgpu_check import assert_resume_continues
 
         @pytest.mark.ranks(2)
         def test_it(rank):
             pass
 
-        def test_end():
-            os.kill(os.getpid(), 9)
+        def test_end(ranks):
+            process = os.getpid()
+
+            def train(rank, directory, start, stop):
+                os.kill(process, 9)
+
+            assert_resume_continues(ranks, train)
         """
     )
     assert pytester.runpytest_subprocess(*GPUS).ret == -9

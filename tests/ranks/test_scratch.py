@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,6 +22,30 @@ scratch = Scratch.new(sys.argv[1]) if len(sys.argv) == 2 else Scratch.named(*sys
 (scratch.path / "file").touch()
 print(scratch.path, flush=True)
 sys.stdin.read()
+"""
+
+# The same with that of a run of `compare` that gives the script a directory of its own.
+COMPARES = """
+import sys
+from mgpu_check.compare.directories import fresh_directory
+with fresh_directory() as directory:
+    print(directory.parent, flush=True)
+    sys.stdin.read()
+"""
+
+# A run that is killed together with its fork server: something that its ranks have shared, and a process of theirs.
+SHARES = """
+import multiprocessing, os, signal, subprocess, sys
+from mgpu_check.ranks.leftovers import MARK
+from mgpu_check.ranks.scratch import Scratch
+from mgpu_check.ranks.shared_names import note_names
+scratch = Scratch.new("ranks")
+note_names(os.fspath(scratch.path))
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+environment = {**os.environ, MARK: os.fspath(scratch.path)}
+child = subprocess.Popen(["sleep", "3600"], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+print(semaphore._semlock.name[1:], child.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 # Use one directory and leave it, many times, beside others: nobody loses it meanwhile.
@@ -67,6 +92,34 @@ def test_what_a_killed_process_has_left_goes_when_nobody_uses_it(place):
             process.kill()
         sweep(place)
         assert {path.name for path in place.iterdir()} == left
+
+
+def test_what_a_killed_comparison_has_left_goes(place, tmp_path_factory, monkeypatch):
+    monkeypatch.chdir(tmp_path_factory.mktemp("project"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPARES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process:
+        assert Path(process.stdout.readline().strip()).parent == place
+        sweep(place)
+        assert list(place.iterdir()) != []
+        process.kill()
+    sweep(place)
+    assert list(place.iterdir()) == []
+
+
+def test_what_ranks_of_a_killed_run_have_left_goes_with_its_directory(place):
+    killed = subprocess.run([sys.executable, "-c", SHARES], stdout=subprocess.PIPE, text=True)
+    assert killed.returncode == -signal.SIGKILL
+    name, pid = killed.stdout.split()
+    semaphore, process = Path(f"/dev/shm/sem.{name}"), os.pidfd_open(int(pid))
+    assert semaphore.exists()
+    sweep(place)
+    assert select.select([process], [], [], 10)[0], "the process has ended"
+    os.close(process)
+    assert not semaphore.exists()
+    assert list(place.iterdir()) == []
 
 
 def test_the_last_one_who_leaves_removes_it_and_a_new_one_removes_what_others_left(place):

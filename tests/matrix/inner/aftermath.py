@@ -9,6 +9,7 @@ from typing import Any
 import faults
 
 GONE_WITHIN = 5.0
+MANAGER = "torch_shm_manag"
 
 
 def _children(pid: int) -> list[int]:
@@ -29,14 +30,21 @@ def _command(pid: int) -> str:
 
 
 def strangers(server: int, expected: list[int]) -> list[str]:
-    """Processes below the fork server that are no ranks of now, once those have had time to go that are being killed."""
+    """Processes below the fork server that are no ranks of now, once those have had time to go that are being killed.
+
+    Nor managers of torch's shared memory: those of warm ranks stay as long as these.
+    """
     deadline = time.monotonic() + GONE_WITHIN
     while True:
         found, todo = [], [server]
         while todo:
             some = _children(todo.pop())
             todo += some
-            found += [f"{name} ({pid})" for pid in some if pid not in expected and (name := _command(pid))]
+            found += [
+                f"{name} ({pid})"
+                for pid in some
+                if pid not in expected and (name := _command(pid)) not in ("", MANAGER)
+            ]
         if not found or time.monotonic() > deadline:
             return found
         time.sleep(0.005)

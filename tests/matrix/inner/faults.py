@@ -10,6 +10,7 @@ import gc
 import hashlib
 import io
 import logging
+import multiprocessing
 import os
 import random
 import re
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import shared_memory
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.ranks.channel import _HEADER, _MAGIC, frame
+from mgpu_check.ranks.leftovers import MARK
 from mgpu_check.ranks.protocol import Outcome
 
 SIZE, CULPRIT = 3, 1
@@ -66,6 +69,7 @@ VARIATIONS = frozenset(
     | {"modes-of-torch", "settings-of-python", "user", "replaced-functions", "hook-of-all-modules", "thread-of-c"}
     | {"another-default-group", "open-file", "replaced-input", "all-signal-handlers", "timer-of-faulthandler"}
     | {"group-alone", "deaf", "half-a-message", "is-to-receive-what-nobody-sends", "gathers-another-dtype"}
+    | {"shared-memory-with-names", "sigkill-with-shared-memory"}
 )
 """Ways to do what others here do as well: they are tried in the body and while idle, and not in each situation."""
 
@@ -244,6 +248,27 @@ def exit_7_after_the_last_collective() -> None:
 
 @_add("death")
 def sigkill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _share() -> None:
+    """Make shared memory and semaphores that have names, in each way that there is, and keep them."""
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
+    tensors, before = [], torch.multiprocessing.get_sharing_strategy()
+    for strategy in torch.multiprocessing.get_all_sharing_strategies():
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        tensors.append(torch.ones(3).share_memory_())
+    by_name = tensors[-1].untyped_storage()._share_filename_cpu_()[1].decode()
+    torch.multiprocessing.set_sharing_strategy(before)
+    sys.left = (segment, semaphore, tensors)  # type: ignore[attr-defined]
+    with open(os.environ["MGPU_MATRIX_NAMES"], "a") as file:
+        file.write(f"{segment.name}\nsem.{semaphore._semlock.name[1:]}\n{by_name[1:]}\n")
+
+
+@_add("death")
+def sigkill_with_shared_memory() -> None:
+    _share()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -656,12 +681,20 @@ def thread_of_c() -> None:
 
 
 @_add("state")
+def shared_memory_with_names() -> None:
+    _share()
+
+
+@_add("state")
 def forks_and_returns_twice() -> None:
     """The child goes on as if it were the rank."""
     os.fork()
 
 
 # What the next test sees -----------------------------------------------------------------------------------------
+
+
+SELDOM_THE_SAME = ("PYTEST_CURRENT_TEST", MARK)
 
 
 def observe(rank: Any) -> dict[str, Any]:
@@ -688,7 +721,7 @@ def observe(rank: Any) -> dict[str, Any]:
         "device": str(torch.empty(1).device),
         "current device": torch.cuda.current_device(),
         "seeds": (torch.rand(2).tolist(), random.random()),
-        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "environment": {name: value for name, value in os.environ.items() if name not in SELDOM_THE_SAME},
         "directory": os.getcwd(),
         "path": list(sys.path),
         "grad mode": torch.is_grad_enabled(),

@@ -1,0 +1,160 @@
+"""Shared memory, semaphores, processes and directories go with the ranks that made them, however those end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.errors import RankDied
+from mgpu_check.shipping import by_value
+
+SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(autouse=True)
+def this_module_by_value():
+    """Ranks cannot import it everywhere."""
+    with by_value([sys.modules[__name__]]):
+        yield
+
+
+def await_gone(condition):
+    """What a process that was killed has left is removed a moment later."""
+    deadline = time.monotonic() + 30
+    while condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition() == []
+
+
+def share(directory):
+    """Make one of each kind, keep it, and write down their names."""
+    from multiprocessing import get_context, shared_memory
+
+    import torch
+    import torch.multiprocessing as mp
+
+    segment = shared_memory.SharedMemory(create=True, size=64)
+    gone = shared_memory.SharedMemory(create=True, size=64)
+    gone.close()
+    gone.unlink()
+    semaphore = get_context("spawn").Semaphore()
+    tensors = []
+    before = mp.get_sharing_strategy()
+    for strategy in mp.get_all_sharing_strategies():
+        mp.set_sharing_strategy(strategy)
+        tensors.append(torch.ones(3).share_memory_())
+    by_name = tensors[-1].untyped_storage()._share_filename_cpu_()[1].decode()
+    mp.set_sharing_strategy(before)
+    held = (segment, semaphore, tensors)
+    torch.kept_by_the_test = held
+    names = [segment.name, f"sem.{semaphore._semlock.name[1:]}", by_name.lstrip("/")]
+    Path(directory, f"{os.getpid()}.names").write_text("\n".join(names))
+    return names
+
+
+def left_in(directory):
+    """What is there of what ranks have made."""
+    names = [name for file in Path(directory).glob("*.names") for name in file.read_text().split()]
+    pids = [file.stem for file in Path(directory).glob("*.names")]
+    left = [name for name in names if (SHARED / name).exists()]
+    return left + [entry.name for pid in pids for entry in SHARED.glob(f"torch_{pid}_*") if entry.name not in names]
+
+
+def managers(directory):
+    """Those of torch's shared memory that belong to the ranks."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if (entry / "exe").readlink().name == "torch_shm_manager" and os.fspath(directory) in (
+                entry / "environ"
+            ).read_text(errors="replace"):
+                found.append(entry.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_what_ranks_share_by_name_goes_with_them(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOSE", str(tmp_path))
+    (names,) = pool.run(share, tmp_path, size=1)
+    assert [name for name in names if not (SHARED / name).exists()] == []
+    assert pool.end_test(failed=False) == [], "it may be kept between tests, and nothing of it is a process of the test"
+    pool.begin_test()
+
+    def dies(rank):
+        names = share(tmp_path)
+        if rank.index == 0:
+            assert all((SHARED / name).exists() for name in names)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()  # the other is killed
+
+    with pytest.raises(RankDied):
+        pool.run(dies, size=2)
+    pool.run(os.getpid, size=1)
+    assert len(left_in(tmp_path)) >= 3, "the rank that lives still has its own"
+    pool.close()
+    await_gone(lambda: left_in(tmp_path))
+    await_gone(lambda: managers(tmp_path))
+
+
+def test_nobody_loses_what_ranks_have_only_attached(pool):
+    from multiprocessing import shared_memory
+
+    segment = shared_memory.SharedMemory(create=True, size=8)
+
+    def attach(name):
+        attached = shared_memory.SharedMemory(name)
+        attached.buf[0] = 7
+        own = shared_memory.SharedMemory(create=True, size=8)
+        shared_memory.SharedMemory(own.name).close()
+        return own.name
+
+    try:
+        (own,) = pool.run(attach, segment.name, size=1)
+        pool.end_test(failed=True)
+        await_gone(lambda: [own] if (SHARED / own).exists() else [])
+        assert segment.buf[0] == 7
+        assert (SHARED / segment.name).exists()
+    finally:
+        segment.close()
+        segment.unlink()
+
+
+def start_children(directory):
+    import subprocess
+
+    share(directory)
+    forked = os.fork()
+    if forked == 0:
+        os.setsid()
+        signal.pause()
+    return forked, subprocess.Popen(["sleep", "3600"], start_new_session=True).pid
+
+
+def test_nothing_is_left_where_the_fork_server_is_killed(pool, tmp_path, monkeypatch):
+    monkeypatch.setenv("WHOSE", str(tmp_path))
+    for noticed_in_a_call in (True, False):
+        started = [pid for pids in pool.run(start_children, tmp_path, size=2) for pid in pids]
+        (server, _) = pool.run(os.getppid, size=2)
+        os.kill(server, signal.SIGKILL)
+        if noticed_in_a_call:
+            with pytest.raises(RankDied):
+                pool.run(lambda: threading.Event().wait(), size=2)
+        else:
+            pool.close()
+        await_gone(lambda started=started: [pid for pid in started if alive(pid)])
+        await_gone(lambda: left_in(tmp_path))
+        await_gone(lambda: managers(tmp_path))
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
