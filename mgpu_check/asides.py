@@ -18,8 +18,9 @@ from typing import Any, TextIO
 from mgpu_check.grouping import grouped
 from mgpu_check.ranks.frames import calling_line, is_engine
 
-__all__ = ["Collector", "deliver"]
+__all__ = ["Collector", "deliver", "keep_steps", "steps_to"]
 
+_STEPS = "_mgpu_check_steps"
 _MOST_WARNINGS = 1000  # of one test, on one rank: a loop that makes a new text each time is not to fill the memory
 
 _Warning = tuple[tuple[tuple[str, str], ...], str, str, int]
@@ -109,6 +110,23 @@ def _imports_hypothesis(code: types.CodeType) -> bool:
     return any(name.partition(".")[0] == "hypothesis" for name in code.co_names) or any(
         isinstance(constant, types.CodeType) and _imports_hypothesis(constant) for constant in code.co_consts
     )
+
+
+def keep_steps(error: BaseException) -> None:
+    """Have `error` know the steps of the state machine of Hypothesis that runs now, if one does: see `steps_to`.
+
+    Not from its traceback, of which Hypothesis takes out its own lines.
+    """
+    control: Any = sys.modules.get("hypothesis.control")
+    if control is not None:
+        with contextlib.suppress(Exception):
+            # The list itself: of the last step it is told when that has ended, by the error.
+            setattr(error, _STEPS, control.current_build_context().data._stateful_repr_parts)
+
+
+def steps_to(error: BaseException) -> list[str]:
+    """The steps of a state machine that have led to `error`, as Hypothesis prints them; none where it was in no such."""
+    return list(getattr(error, _STEPS, None) or ())
 
 
 def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.asides import steps_to
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.needs import Needs
 from mgpu_check.ranks import protocol
 from mgpu_check.ranks.pool import CannotTravel
 from mgpu_check.ranks.transport import ORIGINAL
-from mgpu_check.report.example import blob_of_this, is_final
+from mgpu_check.report.example import blob_of_this, is_final, keeping_steps
 from mgpu_check.report.replay import BLOB
 from mgpu_check.session import GpuSession, abandoning
 from mgpu_check.shipping import bare, by_value
@@ -63,7 +64,7 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
     """For the time of the context, calling `item.obj` runs the test where it belongs."""
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
-    with by_value(modules_of(item)), _settings_for_ranks(item):
+    with by_value(modules_of(item)), _settings_for_ranks(item), keeping_steps():
         session.drawn = handle is not None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
@@ -158,11 +159,14 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
         try:
             result = body(*args, **kwargs)
         except RankHang as hang:
-            if drawn:
-                # Hypothesis does not see a BaseException as a failing example, and would print none.
-                shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
+            # Hypothesis does not see a BaseException as a failing example, and would print none.
+            shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
+            if steps := steps_to(hang):
+                shown = "\n".join(["", *steps])
+            if drawn or steps:
                 why = "no example brought it about" if isinstance(hang, AgentLost) else "every try would hang"
                 hang.add_note(f"Failing test case (not shrunk, because {why}): {shown}")
+            if drawn:
                 setattr(hang, BLOB, blob_of_this())
             raise
         except RankFailure as failure:

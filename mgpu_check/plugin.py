@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import os
 import re
-import sys
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
 from mgpu_check.beyond import is_launched, over, wrong_launch
 from mgpu_check.errors import RankFailure
@@ -140,11 +139,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not gpus.settings.asked or session.config.option.collectonly:
         return
     from mgpu_check.node.leases import LeaseError
+    from mgpu_check.report import summary
     from mgpu_check.session import TooFewDevices
 
     if wrong := wrong_launch(os.environ):
         raise pytest.UsageError(f"mgpu-check: {wrong}")
-    gpus.on_wait = functools.partial(_tell, session.config)
+    gpus.on_wait = functools.partial(summary.tell, session.config)
     # Under pytest-xdist, the process that hands out the tests has looked already.
     told = getattr(session.config, "workerinput", None)
     try:
@@ -159,13 +159,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         if is_launched():
             raise pytest.UsageError("mgpu-check: -n is for one machine; here the ranks are those that were launched")
         gpus.close()  # the workers have processes of their own
-
-
-def _tell(config: pytest.Config, line: str) -> None:
-    """Say something while a test waits, to the terminal itself."""
-    capture = config.pluginmanager.get_plugin("capturemanager")
-    with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-        print(f"\nmgpu-check: {line}", file=sys.stderr, flush=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -278,6 +271,16 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     pytest.fail(misuse, pytrace=False)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    if NEEDS not in item.stash or not isinstance(item, TestCaseFunction):
+        return (yield)
+    from mgpu_check.items import running  # unittest calls it, and not the hook for functions
+
+    with running(item, item.stash[NEEDS], item.config.stash[SESSION]):
+        return (yield)
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
     try:
@@ -301,7 +304,9 @@ def pytest_runtest_makereport(
     from mgpu_check.report import failures, properties, replay
 
     session = item.config.stash[SESSION]
-    error = call.excinfo.value if call.excinfo is not None else None
+    # What unittest has caught is taken from there by pytest, in this hook.
+    caught = call.excinfo or next(iter(getattr(item, "_excinfo", None) or ()), None)
+    error = caught.value if caught is not None else None
     if call.when == "call" and item.stash.get(TOLD, None) is not None:
         error, item.stash[TOLD] = item.stash[TOLD], None
     replay.take_blobs(error)
@@ -330,9 +335,13 @@ def pytest_runtest_makereport(
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gpus = session.config.stash[SESSION]
-    gpus.finish()
+    gpus.finish(interrupted=session.exitstatus == pytest.ExitCode.INTERRUPTED)
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
+        if gpus.interrupted:
+            from mgpu_check.report import summary
+
+            summary.tell(session.config, gpus.interrupted)  # the process that hands out the tests listens no more
         output[WORKER_REPORT] = {"deaths": gpus.deaths, "remarks": gpus.remarks, "waits": gpus.waits}
     if gpus.deaths and output is None:
         from mgpu_check.report import idle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from mgpu_check.leasing import Leasing, RunDirectory
 from mgpu_check.node.inventory import Device
 from mgpu_check.settings import Settings
 from mgpu_check.shortage import TooFewDevices, lack, too_few
+from mgpu_check.version import torch_version, version
 
 if TYPE_CHECKING:
     from mgpu_check.ranks.agents.launcher import AgentLauncher
@@ -89,11 +89,13 @@ def abandoning(session: GpuSession) -> Iterator[None]:
     Raises:
         RankHang: something has failed the test from outside while the ranks ran, as pytest-timeout does.
     """
+    from mgpu_check.asides import keep_steps
     from mgpu_check.ranks.world import Abandoned
 
     try:
         yield
     except RankHang as late:
+        keep_steps(late)
         if session.in_body:
             raise
         raise _in_fixture(late) from None
@@ -103,6 +105,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
         hang = session.pool.stopped()
         if hang is None:
             raise
+        keep_steps(hang)
         hang.args = (f"{hang}\n\n{failed}",)
         raise (hang if session.in_body else _in_fixture(hang)) from None
     else:
@@ -135,6 +138,7 @@ class GpuSession:
         in_body: it is the body of a test that runs, and no fixture.
         remarks: lines for the end of the run.
         deaths: lines about ranks that died while no test used them; any makes the run fail.
+        interrupted: where the ranks were that Ctrl-C has interrupted in a call; nothing where there were none.
         shared: where the workers of one run lease simulated devices from each other; None in a run of one process.
         waits: how long tests had to wait for devices that others had, in seconds.
         on_wait: told whom a test waits for, if it is long.
@@ -152,6 +156,7 @@ class GpuSession:
         self.in_body = False
         self.remarks: list[str] = []
         self.deaths: list[str] = []
+        self.interrupted = ""
         self.on_example: Callable[[], None] = lambda: None
         self.shared: Path | None = None
         self.waits: list[float] = []
@@ -319,8 +324,14 @@ class GpuSession:
             self.until_end.close()
             self.leasing.end()
 
-    def finish(self) -> None:
-        """Look at the ranks for the last time, and end them."""
+    def finish(self, interrupted: bool = False) -> None:
+        """Look at the ranks for the last time, and end them.
+
+        Args:
+            interrupted: by Ctrl-C, perhaps in a call.
+        """
+        stopped = self._pool.stopped() if interrupted and self._pool is not None else None
+        self.interrupted = "" if stopped is None else str(stopped)
         self._note_deaths()
         self.close()
 
@@ -380,20 +391,3 @@ class GpuSession:
         sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
         parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
         return "; ".join(parts)
-
-
-def version() -> str:
-    """Version of this package."""
-    return _version("mgpu-check")
-
-
-def torch_version() -> str:
-    """Version of torch, without importing it."""
-    return _version("torch")
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "of a source tree"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from mgpu_check.report.replay import FLAG
 
-__all__ = ["apply", "blob_of_this", "check", "is_final"]
+__all__ = ["apply", "blob_of_this", "check", "is_final", "keeping_steps"]
 
 
 def check(text: str) -> None:
@@ -69,6 +70,28 @@ def blob_of_this() -> str | None:
 
         return f"{__version__}:{encode_failure(current_build_context().data.choices).decode()}"
     return None
+
+
+# What it asks whether there is one: in recent releases, and in those before.
+_OBSERVED = {"observability_enabled": lambda: True, "TESTCASE_CALLBACKS": (None,)}
+
+
+@contextlib.contextmanager
+def keeping_steps() -> Iterator[None]:
+    """For the time of the context, have state machines keep the text of each step that they take, for `asides.steps_to`.
+
+    By inner parts of Hypothesis: it writes the steps of an example for an observer, or when it runs the example for the
+    last time, and one that hangs is run once.
+    """
+    stateful: Any = sys.modules.get("hypothesis.stateful")
+    before = {name: getattr(stateful, name) for name in _OBSERVED if hasattr(stateful, name)}
+    try:
+        for name in before:
+            setattr(stateful, name, _OBSERVED[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(stateful, name, value)
 
 
 def is_final() -> bool:

@@ -168,7 +168,7 @@ def _header(session: GpuSession) -> list[str]:
         if settings.simulate:
             lines += ["", "**SIMULATED**: this run says something about code, and nothing about hardware."]
     else:
-        from mgpu_check.session import torch_version, version
+        from mgpu_check.version import torch_version, version
 
         lines = [
             text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were asked for"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,12 +12,15 @@ from mgpu_check import leasing
 from mgpu_check.report import table
 from mgpu_check.session import GpuSession
 
-__all__ = ["print_to"]
+__all__ = ["print_to", "tell"]
 
 
 def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
-    """Print deaths between tests, remarks, tests skipped for want of devices, and SIMULATED where it is true."""
+    """Print where ranks were interrupted, deaths between tests, remarks, tests skipped for want of devices, and SIMULATED where it is true."""
     table.print_to(terminal)
+    if session.interrupted:
+        terminal.section("ranks that were interrupted", red=True)
+        terminal.line(session.interrupted)
     if session.deaths:
         terminal.section("ranks that died while no test used them", red=True)
         for line in session.deaths:
@@ -32,6 +37,13 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
         # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
         terminal._known_types = None  # cached where the run stopped early
         terminal.stats.setdefault("SIMULATED GPUs", [SimpleNamespace() for _ in range(session.settings.gpus or 0)])
+
+
+def tell(config: pytest.Config, line: str) -> None:
+    """Say something before the end, to the terminal itself."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+        print(f"\nmgpu-check: {line}", file=sys.stderr, flush=True)
 
 
 def _for_want_of_devices(report: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -132,11 +133,55 @@ def test_a_hang_prints_its_example_and_is_tried_once(run, pytester):
                 file.write("x")
             if rank.index == 1:
                 time.sleep(3600)
-        """
+        """,
+        test_steps="""
+        import threading, pytest
+        from hypothesis import stateful, strategies as st
+
+        class Sums(stateful.RuleBasedStateMachine):
+            sums = stateful.Bundle("sums")
+
+            @stateful.initialize(target=sums, n=st.just(7))
+            def begin(self, n):
+                return n
+
+            @stateful.rule(target=sums, n=sums, some=st.lists(st.just(1), min_size=1, max_size=1))
+            def add(self, n, some):
+                return self.ranks.run(lambda: n + sum(some), size=2)[0]
+
+            @stateful.precondition(lambda self: len(self.bundle("sums")) > 2)
+            @stateful.rule(n=sums)
+            def hang(self, n):
+                self.ranks.run(lambda rank: rank.index == 0 or threading.Event().wait(), size=2, timeout=1)
+
+            @stateful.invariant()
+            def holds(self):
+                pass
+
+        def test_machine(ranks):
+            Sums.ranks = ranks
+            stateful.run_state_machine_as_test(Sums)
+
+        class TestMachine(Sums.TestCase):
+            @pytest.fixture(autouse=True)
+            def give(self, ranks):
+                Sums.ranks = ranks
+        """,
     )
     result = run(*GPUS)
-    result.assert_outcomes(failed=1)
+    result.assert_outcomes(failed=3)
     result.stdout.fnmatch_lines(["Failing test case (not shrunk, because every try would hang): n=*"])
+    steps = [
+        "rank 1 of 2 did not finish <lambda> within 1 s",
+        "Failing test case (not shrunk, because every try would hang): ",
+        "state = Sums()",
+        "sums_0 = state.begin(n=7)",
+        "state.holds()",
+        "sums_1 = state.add(n=sums_0, some=[[]1])",
+        "state.hang(n=sums_*)",
+        "state.teardown()",
+    ]
+    result.stdout.fnmatch_lines([*steps, *steps, "FAILED *TestMachine::runTest - RankHang: *"])
     assert len(pytester.path.joinpath("tries").read_text()) == 2  # once on each rank
 
 
@@ -239,8 +284,11 @@ def test_a_rank_that_dies_after_its_part_is_an_error_of_that_test(run, pytester)
     result.stdout.fnmatch_lines(["rank 1 of 2 died after its part of the test was done: signal SIGKILL"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_survives_an_end_from_outside(pytester, run, number):
+@pytest.mark.parametrize(
+    ("number", "arguments"),
+    [(signal.SIGINT, ()), (signal.SIGINT, ("-n1",)), (signal.SIGTERM, ()), (signal.SIGKILL, ())],
+)
+def test_no_process_survives_an_end_from_outside(pytester, run, number, arguments):
     """Ctrl-C, and the ends that give pytest no chance to clean up."""
     pytester.makepyfile(
         """
@@ -255,7 +303,7 @@ def test_no_process_survives_an_end_from_outside(pytester, run, number):
         """
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpus=4", "--simulate"],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpus=4", "--simulate", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -268,6 +316,10 @@ def test_no_process_survives_an_end_from_outside(pytester, run, number):
     output, _ = process.communicate(timeout=60)
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in output
+        assert re.search(
+            r"^(mgpu-check: )?ranks 0-3 of 4 did not finish test_long within [\d.]+ s$", output, re.MULTILINE
+        ), output
+        assert "ranks 0-3 are in test_long (test_no_process_survives_an_end_from_outside.py:8)" in output
         assert process.returncode == pytest.ExitCode.INTERRUPTED
     # What the ranks started ends with the fork server, which notices the end of pytest by itself.
     from_now = time.monotonic() + 60

@@ -330,12 +330,12 @@ leases._FIRST_WORD = 0.0
 import mgpu_check.leasing
 mgpu_check.leasing._A_WAIT = mgpu_check.leasing._WORTH_TELLING = 0.0
 
-import mgpu_check.plugin
-tell = mgpu_check.plugin._tell
+from mgpu_check.report import summary
+tell = summary.tell
 def told(config, line):
     tell(config, line)
     note("told")
-mgpu_check.plugin._tell = told
+summary.tell = told
 """
     pytester.makeconftest(SHARED + ON_FAKE_GPUS + patch)
     locks.mkdir(mode=0o1777)
