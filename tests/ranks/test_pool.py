@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -439,6 +440,41 @@ def test_an_interrupt_of_the_parent_breaks_the_world(pool):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert pool.run(lambda: "new", size=2) == ["new", "new"]
+
+
+def test_after_an_interrupt_it_is_told_where_ranks_were_also_those_that_cannot_answer(pool):
+    def body(rank, ranks, parent):
+        import os
+        import signal
+        from pathlib import Path
+
+        from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+
+        if rank.index == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+        if rank.index == 1:
+            while Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                os.sched_yield()
+            os.kill(parent, signal.SIGALRM)
+        while True:
+            signal.pause()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ranks = pids(pool, 2)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(body, ranks, os.getpid(), size=2)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    told = str(pool.stopped())
+    assert re.search(r"^ranks 0-1 of 2 did not finish body within [\d.]+ s$", told, re.MULTILINE)
+    assert "rank 0 is stopped by a signal, such as SIGSTOP" in told
+    assert "rank 1 is in an unknown place" in told
+    assert pool.stopped() is None
 
 
 def test_output_of_each_rank_since_the_test_began(pool):
