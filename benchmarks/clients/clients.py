@@ -190,6 +190,7 @@ CLIENTS = (
         Expected(
             2, ("rounding may hide what is looked for", "drops other elements", "each rank takes a batch as large")
         ),
+        simulated=("--snapshot=simulated.pt",),
         options=("--fresh-directory",),
     ),
     Client(

@@ -91,12 +91,23 @@ class Ended:
 
 @dataclass
 class Run:
-    """All processes of a run, in rank order; `first` is the rank that failed, or hung, before the others."""
+    """All processes of a run, in rank order.
+
+    Attributes:
+        first: the rank that failed, or hung, before the others.
+        directory: the one of its own, gone by now, in which it began; None where that was the current one.
+    """
 
     label: str
     ranks: list[Ended]
     seconds: float
     first: int | None
+    directory: Path | None = None
+
+    def shown(self, file: str) -> str:
+        """The name of a file for reports: within a directory of its own, from there."""
+        own = self.directory and self.directory.resolve()  # traces have real paths
+        return str(Path(file).relative_to(own)) if own and Path(file).is_relative_to(own) else file
 
     def has(self, event: str) -> bool:
         """Whether that is in the trace of a rank."""
@@ -253,7 +264,7 @@ def run(
             ended = [process.ended(hung) for process in processes] if sys.exc_info()[0] is None else []
             for process in processes:
                 process.files.close()
-    return Run(label, ended, time.monotonic() - began, first)
+    return Run(label, ended, time.monotonic() - began, first, directory)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
         "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
     ]
     loads = silent[0].trace.of("load") if silent[0].trace else []
-    if files := list(dict.fromkeys(event["file"] for event in loads if event["file"])):
+    if files := list(dict.fromkeys(run.shown(event["file"]) for event in loads if event["file"])):
         todo.insert(
             0, f"it has loaded {few(files, 3)}: where training goes on from there, and has come to its end, remove that"
         )

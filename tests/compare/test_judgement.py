@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -711,3 +712,5 @@ def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_rem
     assert "  going on after epoch 2\ndo: it has loaded /runs/last.pt: where training goes on" in todo("/runs/last.pt")
     assert "do: it has loaded a, b:" in todo("a", "b", "a", None)
     assert "it has loaded" not in todo() and "it has loaded" not in todo(None)
+    run = Run("one device", [], 1.0, None, Path("/tmp/own"))
+    assert [run.shown(file) for file in ("/tmp/own/runs/last.pt", "/tmp/other.pt")] == ["runs/last.pt", "/tmp/other.pt"]
