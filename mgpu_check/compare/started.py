@@ -18,6 +18,8 @@ from mgpu_check.compare.trace import Writer
 
 __all__ = ["install"]
 
+# What init_process_group calls first, with a store or without one: the script may have a name of its own for that function.
+_IN_MAKING_A_GROUP = ("rendezvous", "_new_process_group_helper")
 _HOME = str(Path(__file__).parents[2])
 
 
@@ -59,25 +61,12 @@ def _arrived(process: Any, trace: Any) -> Any:
     """In the new process, which has imported what the script imports: watch it, and give it what it is to run."""
     fd = trace.detach()
     os.set_inheritable(fd, False)
-    if "torch" in sys.modules:
-        from mgpu_check.compare.witnesses import watch_groups
-
-        watch_groups(_Rank(Writer(fd)))
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    for name in _IN_MAKING_A_GROUP if c10d is not None else ():
+        setattr(c10d, name, functools.partial(_starts, Writer(fd)))
     return process
 
 
-class _Rank:
-    """Is told of a process group that a started process makes."""
-
-    def __init__(self, writer: Writer) -> None:
-        self.writer = writer
-
-    def note(self, event: str, **what: object) -> None:
-        self.writer.write(event, after=0, **what)
-
-    def forked(self) -> bool:
-        return True
-
-    def wait(self, event: str) -> None:
-        self.note(event)
-        threading.Event().wait()
+def _starts(writer: Writer, *args: object, **kwargs: object) -> None:
+    writer.write("starts", after=0)
+    threading.Event().wait()

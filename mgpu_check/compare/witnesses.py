@@ -19,29 +19,25 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
 
-__all__ = ["generators", "in_a_group", "install", "place", "watch_groups"]
+__all__ = ["generators", "in_a_group", "install", "place"]
 
 
 class Note(Protocol):
     def __call__(self, event: str, **what: object) -> None: ...
 
 
-class GroupWitness(Protocol):
-    """Who is told of process groups."""
+class Witness(Protocol):
+    """Who is told."""
 
     @property
     def note(self) -> Note:
         """Note an event."""
 
     def forked(self) -> bool:
-        """Whether this process is another than the recorded one, which has started it."""
+        """Whether this process was forked from the recorded one."""
 
     def wait(self, event: str) -> None:
         """Note it, and wait until this process is ended."""
-
-
-class Witness(GroupWitness, Protocol):
-    """Who is told."""
 
     def scaled_step(self, step: Callable[[], Any]) -> Any:
         """Do a step of a `GradScaler`, which may skip the optimizer's."""
@@ -73,7 +69,7 @@ def install(witness: Witness, world: int) -> None:
     _samplers(note, world)
     _seeds(note)
     _random(note)
-    watch_groups(witness)
+    _groups(witness)
     _starts(witness)
     _temporary(note)
     step = torch.amp.GradScaler.step
@@ -181,10 +177,10 @@ def _seeds(note: Note) -> None:
     torch.manual_seed = torch.random.manual_seed = _after(torch.manual_seed, seeded)
 
 
-def watch_groups(witness: GroupWitness) -> None:
+def _groups(witness: Witness) -> None:
     """The default process group: a script that never makes one has one process, whatever it was launched with.
 
-    A process that the script has started and that makes one is a rank that the script has started itself.
+    A process that was forked by the script and makes one is a rank that the script has started itself.
     """
     if not torch.distributed.is_available():
         return

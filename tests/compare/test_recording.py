@@ -183,9 +183,10 @@ def test_ranks_that_the_script_starts_itself(record, start):
     """They would wait for a store that nobody has."""
     run = record(
         f"""
-import multiprocessing, torch, torch.distributed as dist, torch.multiprocessing
+import multiprocessing, torch, torch.multiprocessing
+from torch.distributed import init_process_group
 def rank(i):
-    dist.init_process_group("gloo", rank=i, world_size=1)
+    init_process_group("gloo", rank=i, world_size=1)
 if __name__ == "__main__":
     {start}
 """
