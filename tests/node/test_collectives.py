@@ -158,6 +158,20 @@ def beyond_gloo(rank, size):
     return seen
 
 
+def in_place(rank, size):
+    """Dimensions of one element may have any stride; and what NCCL writes is no operation of autograd's."""
+    x = torch.ones(4, device="cuda").as_strided((1, 1, 1, 2), (2, 1, 2, 1))
+    before = x._version
+    dist.all_reduce(x)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    return x.flatten().tolist(), x._version - before
+
+
+def test_a_tensor_is_reduced_where_it_is(on_ranks):
+    assert on_ranks(in_place) == [([4, 4], 0)] * 2
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_gloo_does_not_have(on_ranks):
     for rank, seen in enumerate(on_ranks(beyond_gloo)):
@@ -365,6 +379,37 @@ def trained(rank, size):
 
 def test_distributed_data_parallel(on_ranks):
     assert on_ranks(trained) == [sorted(WAYS)] * 2
+
+
+def in_half_precision(rank, size):
+    """Views of buckets whose data C++ and Python exchange; what DistributedDataParallel is told to leave alone stays so."""
+    from torch.nn.parallel.distributed import _MixedPrecision
+
+    half = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16, buffer_dtype=torch.float16)
+    told = []
+    for views, to_none in ((True, True), (True, False), (False, True)):
+        net = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        net[1].register_parameter("alone", nn.Parameter(torch.ones(1)))
+        with torch.no_grad():
+            for p in net.parameters():
+                p.fill_(1)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["1.alone"])
+        ddp = DistributedDataParallel(
+            net.to(rank), device_ids=[rank], mixed_precision=half, gradient_as_bucket_view=views
+        )
+        for _ in range(3):
+            ddp.zero_grad(set_to_none=to_none)
+            ddp(torch.full((1, 2), rank + 1.0)).sum().backward()
+        *trained, alone = ddp.parameters()
+        assert alone is net[1].alone and not hasattr(alone, "_mp_param")
+        assert {p.grad.dtype for p in trained} == {torch.float32}
+        told.append([p.grad.tolist() for p in trained])
+    return told
+
+
+def test_distributed_data_parallel_in_mixed_precision(on_ranks):
+    gradients = [[[1.5, 1.5]] * 3, [1.0] * 3, [[4.0] * 3], [1.0]]
+    assert on_ranks(in_half_precision) == [[gradients] * 3] * 2
 
 
 def compressed(rank, size):

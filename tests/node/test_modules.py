@@ -207,6 +207,33 @@ def test_lazy_modules_say_where_they_are_and_data_parallel_refuses_them_until_th
     assert out.shape == (6, 4) and all(p.grad.device == torch.device("cuda:0") for p in net.parameters())
 
 
+def test_lazy_modules_are_moved_and_cast_before_they_have_a_shape():
+    lazy = nn.LazyLinear(3).to("cuda:1").to(torch.float64)
+    assert (lazy.weight.device, lazy.weight.dtype) == (torch.device("cuda:1"), torch.float64)
+    assert lazy(torch.ones(1, 2, dtype=torch.float64, device="cuda:1")).device == torch.device("cuda:1")
+    assert nn.LazyLinear(3).cuda().cpu()(torch.ones(1, 2)).device == torch.device("cpu")
+    assert nn.LazyLinear(3).cuda(2).to("cpu").half().weight.dtype is torch.float16
+
+
+def test_what_is_on_a_parameter_stays_where_a_module_is_moved():
+    net, calls = nn.Linear(2, 2), []
+    weight = net.weight
+    weight.decays = False
+    seen = weight.register_hook(lambda grad: calls.append(grad.device))
+    weight.register_post_accumulate_grad_hook(lambda param: calls.append(param.decays))
+    for move in (lambda: net.cuda(1), net.double, net.cpu, lambda: net.to("cuda:2")):
+        move()
+        assert net.weight is weight and weight.decays is False
+    net(torch.ones(1, 2, dtype=torch.float64, device="cuda:2")).sum().backward()
+    assert calls == [torch.device("cuda:2"), False]
+    seen.remove()
+    net.zero_grad()
+    net(torch.ones(1, 2, dtype=torch.float64, device="cuda:2")).sum().backward()
+    assert calls[2:] == [False]
+    held = net.weight.expand_as(net.weight)  # by a graph: another parameter takes its place
+    assert net.cuda(0).weight.decays is False and held.device == torch.device("cuda:2")
+
+
 def test_complex_parameters_stay_complex_in_data_parallel():
     class Phase(nn.Module):
         def __init__(self):

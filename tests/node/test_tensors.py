@@ -63,6 +63,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11
 @pytest.mark.parametrize("name", FACTORIES)
 def test_factories(name):
     made = FACTORIES[name]("cuda:1")
@@ -290,6 +291,7 @@ def test_scripts_may_call_functions_that_are_replaced():
     assert importlib.import_module("torch.distributed.optim").ZeroRedundancyOptimizer
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
 def test_profilers_see_the_host_and_ask_no_driver(capfd):
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     x = torch.ones(3, device="cuda:1", requires_grad=True)

@@ -198,7 +198,8 @@ def test_what_is_balanced_is_no_failure(pool):
             dist.recv_object_list(got, 0)
             with pytest.raises(ValueError):
                 dist.send(x, 2)
-        dist.all_to_all([torch.zeros(2)] * 4, [torch.ones(2)] * 4)
+        if torch.__version__ >= "2.12":  # before, gloo has none
+            dist.all_to_all([torch.zeros(2)] * 4, [torch.ones(2)] * 4)
         dist.all_to_all_single(torch.zeros(4), torch.ones(4), [1] * 4, [1] * 4)
         return os.getpid()
 

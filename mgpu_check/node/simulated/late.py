@@ -28,8 +28,7 @@ class Staging:
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
         """The values of a tensor as they are now, in contiguous memory of the host."""
-        bare, direct = self._bare(value)
-        return bare if direct else bare.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return self._copied(*self._bare(value))
 
     def write(self, value: torch.Tensor) -> torch.Tensor:
         """Host memory for what goes into a tensor, which is poison until the delivery where that is late."""
@@ -38,7 +37,8 @@ class Staging:
 
     def update(self, value: torch.Tensor) -> torch.Tensor:
         """Host memory with the values of a tensor, that is read, and then goes into it."""
-        return self._returned(value, self._bare(value)[0], self.read(value))
+        bare, direct = self._bare(value)
+        return self._returned(value, bare, self._copied(bare, direct))
 
     def _bare(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The memory of a tensor, and whether gloo may work on it as it is."""
@@ -46,8 +46,12 @@ class Staging:
             self.device = value.device
         elif not self.late:
             return value, True
-        bare = raw(value).detach()
+        bare = raw(value).data  # NCCL, too, writes without autograd's knowing
         return bare, not self.late and bare.device.type == "cpu" and bare.is_contiguous()
+
+    @staticmethod
+    def _copied(bare: torch.Tensor, direct: bool) -> torch.Tensor:
+        return bare if direct else bare.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
     def _returned(self, value: torch.Tensor, bare: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
         self.results.append(value)

@@ -10,9 +10,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from mgpu_check.node.simulated.patches import Patches
 from mgpu_check.node.simulated.state import active_node, simulated_device
 
-__all__ = ["LAZY", "install_lazy", "uninitialized_on"]
+__all__ = ["LAZY", "TARGET", "install_lazy", "uninitialized_on"]
 
-_TARGET = "_mgpu_check_target"
+TARGET = "_mgpu_check_target"
 LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which torch does not export by type
 
 
@@ -20,7 +20,7 @@ def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> to
     """Another tensor without values like ``t``, that will be made on ``target``."""
     make: Callable[..., torch.Tensor] = type(t)
     made = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
-    made.__dict__[_TARGET] = target
+    made.__dict__[TARGET] = target
     return made
 
 
@@ -30,7 +30,7 @@ def _new(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tenso
         if target is None:
             return original(cls, *args, **kwargs)
         made = original(cls, *args, **{**kwargs, "device": "cpu"})
-        made.__dict__[_TARGET] = target
+        made.__dict__[TARGET] = target
         return made
 
     return staticmethod(new)
@@ -48,7 +48,7 @@ def _parameter(original: Callable[..., torch.Tensor]) -> staticmethod[..., torch
 def _materialize(original: Callable[..., None], become: Callable[..., None]) -> Callable[..., None]:
     def materialize(self: torch.Tensor, shape: object, device: object = None, dtype: object = None) -> None:
         node = active_node()
-        remembered = self.__dict__.pop(_TARGET, None)
+        remembered = self.__dict__.pop(TARGET, None)
         target = simulated_device(device) if device is not None else remembered
         if target is None or node is None:
             original(self, shape, device, dtype)
@@ -60,7 +60,7 @@ def _materialize(original: Callable[..., None], become: Callable[..., None]) -> 
 
 
 def _device(self: torch.Tensor) -> torch.device:
-    target: torch.device | None = self.__dict__.get(_TARGET)
+    target: torch.device | None = self.__dict__.get(TARGET)
     return torch._C.TensorBase.device.__get__(self) if target is None else target
 
 

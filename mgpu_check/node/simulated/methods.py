@@ -34,6 +34,10 @@ def _target(device: object) -> torch.device:
     return made
 
 
+_LOWER = "_mp_param"  # of a parameter in mixed precision by DistributedDataParallel
+_VIEW = "_mgpu_check_view"  # what C++ has of its gradient, a view of a bucket, whose data follow those of the gradient
+
+
 def _to(original: Method) -> Method:
     @functools.wraps(original)
     def to(self: torch.Tensor, *args: object, **kwargs: object) -> object:
@@ -48,11 +52,15 @@ def _to(original: Method) -> Method:
             rest = args[1:] if "other" not in kwargs else args
         elif args:
             if type(args[0]) is _dtype:
+                if isinstance(self, LAZY):
+                    return uninitialized_on(self, self.device, args[0])
                 return original(self, *args, **kwargs)
             device, rest = args[0], args[1:]
             if rest and (rest[0] is None or type(rest[0]) is _dtype):
                 dtype, rest = rest[0], rest[1:]
         target = None if device is None else _target(device)
+        if isinstance(self, LAZY):
+            return uninitialized_on(self, target or self.device, dtype)
         if target is None or (target.type != "cuda" and not isinstance(self, SimulatedTensor)):
             if isinstance(other, SimulatedTensor):  # t.to(device_tensor) of a tensor that is there: only the dtype
                 return original(self, dtype, *rest, **_without(kwargs, "other"))
@@ -66,8 +74,6 @@ def _to(original: Method) -> Method:
         if is_distributed(self):
             moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
             return convert_local(self, moved)
-        if isinstance(self, LAZY):
-            return uninitialized_on(self, target, dtype)
         return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
 
     return to
@@ -100,6 +106,8 @@ def _cpu(original: Method) -> Method:
     def cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> object:
         if isinstance(self, SimulatedTensor):
             return move(self, torch.device("cpu"), memory_format=memory_format)
+        if isinstance(self, LAZY) and active_node() is not None:
+            return uninitialized_on(self, torch.device("cpu"), None)
         return original(self, memory_format=memory_format)
 
     return cpu
@@ -188,6 +196,8 @@ def _data(original: object) -> property:
         elif here and isinstance(value, SimulatedTensor):
             with torch._C._DisableTorchDispatch():
                 original.__set__(self, value)  # type: ignore[attr-defined]
+                if (view := self.__dict__.get(_VIEW)) is not None:
+                    original.__set__(view, raw(value))  # type: ignore[attr-defined]
             self._dev = value._dev  # type: ignore[attr-defined]
         else:
             become(self, value)
@@ -218,11 +228,26 @@ def _grad(original: object) -> property:
             if isinstance(self, SimulatedTensor):
                 if type(grad) is not torch.Tensor:
                     return grad
-                grad = tag(grad, self._dev)
+                view, grad = grad, tag(grad, self._dev)
+                if _LOWER in self.__dict__:
+                    grad.__dict__[_VIEW] = view
             elif type(self) is torch.Tensor or type(self) is torch.nn.Parameter:
                 grad = raw(grad)
-            original.__set__(self, grad)  # type: ignore[attr-defined]
+            replace(self, grad)
         return grad
+
+    def replace(self: torch.Tensor, grad: torch.Tensor) -> None:
+        """The gradient by the same one: C++ may have put one there of another dtype, as mixed precision of DDP does."""
+        if grad.dtype == self.dtype:
+            original.__set__(self, grad)  # type: ignore[attr-defined]
+            return
+        with torch._C._DisableTorchDispatch():
+            kept = _base.data.__get__(self)  # type: ignore[attr-defined]
+            _base.data.__set__(self, raw(grad))  # type: ignore[attr-defined]
+            try:
+                original.__set__(self, grad)  # type: ignore[attr-defined]
+            finally:
+                _base.data.__set__(self, kept)  # type: ignore[attr-defined]
 
     def put(self: torch.Tensor, value: torch.Tensor | None) -> None:
         if isinstance(value, torch.Tensor) and (

@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -97,11 +98,12 @@ def _region(original: Callable[..., Any]) -> Callable[..., Any]:
                 yield
             return
         own = node.generators[device_index(self._device)]
-        start, _ = self._compute_rng_offsets(spec)
+        start = SimpleNamespace(offset=0)  # in place of a state of CUDA's generator
+        self._set_pre_op_offset(start, spec)
         root = torch.empty((), dtype=torch.int64, device=node.backing)
         root.random_(generator=own if generator is None else generator)
         kept = own.get_state()
-        own.manual_seed((int(root) + start) % 2**63)
+        own.manual_seed((int(root) + int(start.offset)) % 2**63)
         try:
             yield
         finally:
