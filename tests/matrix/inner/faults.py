@@ -255,15 +255,16 @@ def _share() -> None:
     """Make shared memory and semaphores that have names, in each way that there is, and keep them."""
     segment = shared_memory.SharedMemory(create=True, size=64)
     semaphore: Any = multiprocessing.get_context("spawn").Semaphore()
-    tensors, before = [], torch.multiprocessing.get_sharing_strategy()
-    for strategy in torch.multiprocessing.get_all_sharing_strategies():
-        torch.multiprocessing.set_sharing_strategy(strategy)
-        tensors.append(torch.ones(3).share_memory_())
-    by_name = tensors[-1].untyped_storage()._share_filename_cpu_()[1].decode()
-    torch.multiprocessing.set_sharing_strategy(before)
-    sys.left = (segment, semaphore, tensors)  # type: ignore[attr-defined]
+    names, kept = [segment.name, f"sem.{semaphore._semlock.name[1:]}"], [segment, semaphore]
+    if dist.get_rank() == CULPRIT:  # on one rank: torch starts a large program for it
+        before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        kept.append(torch.ones(3).share_memory_())
+        names.append(kept[-1].untyped_storage()._share_filename_cpu_()[1].decode()[1:])
+        torch.multiprocessing.set_sharing_strategy(before)
+    sys.left = kept  # type: ignore[attr-defined]
     with open(os.environ["MGPU_MATRIX_NAMES"], "a") as file:
-        file.write(f"{segment.name}\nsem.{semaphore._semlock.name[1:]}\n{by_name[1:]}\n")
+        file.write("\n".join([*names, ""]))
 
 
 @_add("death")
