@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import locale
 import logging
 import multiprocessing
+import operator
 import os
 import signal
 import socket
@@ -79,7 +81,7 @@ class InterpreterState:
 
     kept: list[Any]
     of_system: list[Any]
-    loggers: list[tuple[logging.Logger, _LoggerState]]
+    loggers: list[tuple[logging.Logger, Any]]
     disabled: int
 
     @classmethod
@@ -88,7 +90,7 @@ class InterpreterState:
         return cls(
             kept=[get() for _, get, _ in _KEPT],
             of_system=[get() for _, get, _ in _OF_SYSTEM],
-            loggers=[(logger, _LoggerState.of(logger)) for logger in _loggers()],
+            loggers=[(logger, tuple(map(copy.copy, _state_of(logger)))) for logger in _loggers()],
             disabled=logging.root.manager.disable,
         )
 
@@ -104,8 +106,8 @@ class InterpreterState:
         if logging.root.manager.disable != self.disabled:
             logging.disable(self.disabled)
         for logger, state in self.loggers:
-            if not state.is_of(logger):
-                state.restore(logger)
+            if _state_of(logger) != state:
+                _restore(logger, state)
 
     def dirt(self) -> list[str]:
         """What could not be undone."""
@@ -113,40 +115,26 @@ class InterpreterState:
         return [f"another {name} of the process" for (name, get, _), value in pairs if get() != value]
 
 
-@dataclass(frozen=True)
-class _LoggerState:
-    level: int
-    propagate: bool
-    disabled: bool
-    handlers: list[logging.Handler]
-    filters: list[Any]
+_state_of = operator.attrgetter("level", "propagate", "disabled", "handlers", "filters")
 
-    @classmethod
-    def of(cls, logger: logging.Logger) -> _LoggerState:
-        return cls(logger.level, logger.propagate, logger.disabled, list(logger.handlers), list(logger.filters))
 
-    def is_of(self, logger: logging.Logger) -> bool:
-        """Whether it is that of now: there are hundreds of them, and they are asked after each test."""
-        return (
-            logger.level == self.level
-            and logger.handlers == self.handlers
-            and logger.filters == self.filters
-            and logger.propagate == self.propagate
-            and logger.disabled == self.disabled
-        )
-
-    def restore(self, logger: logging.Logger) -> None:
-        for handler in set(logger.handlers) - set(self.handlers):
-            logger.removeHandler(handler)
-            with contextlib.suppress(Exception):
-                handler.close()  # its file is not to be open in the next test
-        logger.handlers[:], logger.filters[:] = self.handlers, self.filters
-        logger.setLevel(self.level)
-        logger.propagate, logger.disabled = self.propagate, self.disabled
+def _restore(logger: logging.Logger, state: tuple[int, bool, bool, list[logging.Handler], list[Any]]) -> None:
+    level, logger.propagate, logger.disabled, handlers, filters = state
+    for handler in set(logger.handlers) - set(handlers):
+        logger.removeHandler(handler)
+        with contextlib.suppress(Exception):
+            handler.close()  # its file is not to be open in the next test
+    logger.handlers[:], logger.filters[:] = handlers, filters
+    logger.setLevel(level)
 
 
 def _loggers() -> list[logging.Logger]:
-    return [logging.root, *(o for o in logging.root.manager.loggerDict.values() if isinstance(o, logging.Logger))]
+    """Return the root and those of packages and their parts, as "torch.distributed".
+
+    Others take after these, unless they have settings of their own. There are hundreds, and they are asked after each test.
+    """
+    found = [(name, one) for name, one in logging.root.manager.loggerDict.items() if name.count(".") < 2]
+    return [logging.root, *(one for _, one in found if isinstance(one, logging.Logger))]
 
 
 def open_files() -> dict[int, tuple[int, int]]:

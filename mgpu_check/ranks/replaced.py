@@ -2,6 +2,9 @@
 
 They are not put back, because a library may have done it as it was imported, and is imported once: a fresh process has
 neither. What installed packages do is left alone, for they do it in every process.
+
+Operators of torch that are written in C, and classes, are not looked at. There are two thousand of them, and this happens
+after every test.
 """
 
 from __future__ import annotations
@@ -23,14 +26,23 @@ from mgpu_check.ranks.frames import is_installed
 __all__ = ["Replaceable"]
 
 _OWNERS: tuple[Any, ...] = (
-    *(torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.autograd, torch.cuda),
+    *(torch, torch.Tensor, torch.nn.Module, torch.nn.functional, torch.cuda),
     *(dist, c10d, dist.ProcessGroup, dist.Work, torch.optim.Optimizer),
     *(builtins, os, random, time),
 )
 _HOOKS = tuple(name for name, value in vars(modules).items() if name.startswith("_global_") and isinstance(value, dict))
-_FUNCTIONS = (
-    *(types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
-    *(staticmethod, classmethod, type, property),
+_FUNCTIONS = (types.FunctionType, types.MethodDescriptorType, staticmethod, classmethod, property)
+_WITH_C = (builtins, dist, c10d, random, time)
+
+
+def _kinds(owner: Any) -> tuple[type, ...]:
+    return (*_FUNCTIONS, types.BuiltinFunctionType, types.MethodType) if owner in _WITH_C else _FUNCTIONS
+
+
+# Looked up once, in the process that ranks are forked from: each value that is looked at is a page that a rank then copies.
+_NAMES = tuple(
+    (owner, [name for name, value in vars(owner).items() if issubclass(type(value), _kinds(owner))])
+    for owner in _OWNERS
 )
 _MISSING = object()
 
@@ -39,10 +51,7 @@ class Replaceable:
     """What stands where in a fresh rank."""
 
     def __init__(self) -> None:
-        self._functions: list[tuple[Any, list[str], list[Any]]] = []
-        for owner in _OWNERS:
-            functions = {name: value for name, value in vars(owner).items() if isinstance(value, _FUNCTIONS)}
-            self._functions.append((owner, list(functions), list(functions.values())))
+        self._functions = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _NAMES]
         self._hooks = {name: dict(getattr(modules, name)) for name in _HOOKS}
 
     def changed(self) -> list[str]:

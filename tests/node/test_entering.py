@@ -11,8 +11,7 @@ import torch.cuda.comm
 import torch.distributed.tensor
 import torch.nn.parallel
 
-from mgpu_check.node.simulated import activation, prepare, simulated_device_count, simulated_node, to_real
-from mgpu_check.node.simulated.patches import _index
+from mgpu_check.node.simulated import prepare, simulated_device_count, simulated_node, to_real
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])
@@ -110,11 +109,21 @@ def test_the_device_type_stays_itself_for_others():
         assert torch.device("cuda", 1) == real("cuda", 1)
 
 
-def test_what_was_prepared_need_not_be_searched_for_again():
-    """A search of all modules costs each rank 30 ms, and copies of the pages that it shares with its parent."""
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_node_that_was_prepared_is_taken_over_by_the_first_that_enters(size):
+    """As ranks do, of the process that they are forked from: all that is done once is done there."""
+    before = vars(torch.cuda).copy(), vars(torch.Tensor).copy(), vars(torch).copy()
     prepare()
-    patches = activation._enter(2, torch.device("cpu"))
-    try:
-        assert {old for old, _ in patches.replaced()} <= _index.known.keys()
-    finally:
-        activation._leave(patches)
+    patched = torch.empty
+    with simulated_node(size):
+        assert torch.empty is patched and torch.cuda.device_count() == simulated_device_count() == size
+        assert not torch.cuda.is_initialized() and torch.cuda.memory_allocated(size - 1) == 0
+        assert torch.ones(2, device=f"cuda:{size - 1}").sum().item() == 2
+        assert torch.cuda.is_initialized() and len(torch.cuda.default_generators) == size
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            torch.ones(2, device=f"cuda:{size}")
+        with pytest.raises(RuntimeError, match="active in this process already"), simulated_node(1):
+            pass
+    assert before == (vars(torch.cuda).copy(), vars(torch.Tensor).copy(), vars(torch).copy())
+    with simulated_node(2):
+        assert torch.cuda.device_count() == 2

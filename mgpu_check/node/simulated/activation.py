@@ -40,6 +40,7 @@ from mgpu_check.node.simulated.wrappers import install_wrappers
 __all__ = ["prepare", "simulated_device_count", "simulated_node"]
 
 _entering = threading.Lock()
+_prepared: Patches | None = None
 
 
 def _backing_device(backing: str) -> torch.device:
@@ -61,16 +62,39 @@ def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n={n!r} is no number of devices; it must be an int of at least 1")
     with _entering:
-        if active_node() is not None:
-            raise RuntimeError(
-                "a simulated node is active in this process already; leave it before entering another one"
-            )
-        device = _backing_device(backing)
-        patches = _enter(n, device)
+        patches = _take_over(n, backing) or _enter(n, _backing_device(backing))
     try:
         yield
     finally:
         _leave(patches)
+
+
+def _node(n: int, backing: torch.device) -> Node:
+    devices = [torch.device("cuda", i) for i in range(n)]
+    node = Node(n, backing, seeded=device_generators(devices, backing), ambient=ambient_generator(backing))
+    node.at_first_use += [
+        lambda: setattr(torch.cuda, "_initialized", True),
+        lambda: setattr(torch.cuda, "default_generators", node.generators),
+    ]
+    return node
+
+
+def _take_over(n: int, backing: str) -> Patches | None:
+    """Have a node of one's own where there is one that was prepared, and its patches. None: all is still to be done."""
+    global _prepared
+    patches, _prepared = _prepared, None
+    if patches is None:
+        if active_node() is not None:
+            raise RuntimeError(
+                "a simulated node is active in this process already; leave it before entering another one"
+            )
+        return None
+    if backing != "cpu":
+        _leave(patches)  # it hides the device that is to compute
+        return None
+    streams.forget_streams()
+    enter_node(_node(n, torch.device(backing)))
+    return patches
 
 
 def _enter(n: int, backing: torch.device) -> Patches:
@@ -79,9 +103,9 @@ def _enter(n: int, backing: torch.device) -> Patches:
     torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
     torch.overrides.get_default_nowrap_functions()
     torch.jit._builtins._get_builtin_table()
-    devices = [torch.device("cuda", i) for i in range(n)]
-    node = Node(n, backing, seeded=device_generators(devices, backing), ambient=ambient_generator(backing))
-    mismatch.calibrate(lambda t: tag(t, devices[0]))  # before there is a node whose devices that would use
+    node = _node(n, backing)
+    # Before there is a node whose devices that would use.
+    mismatch.calibrate(lambda t: tag(t, torch.device("cuda", 0)))
     patches = Patches()
     enter_node(node)
     try:
@@ -128,12 +152,15 @@ def _leave(patches: Patches) -> None:
 
 
 def prepare() -> None:
-    """Do what entering a simulated node costs once, in a process from which others are forked that will enter one."""
+    """Enter a node that processes forked from this one take over, whatever number of devices theirs is to have.
+
+    Entering puts a thousand names of torch's modules elsewhere. A process that did so for itself would need 20 ms, and
+    10 MB for copies of the pages that it shares with this one.
+    """
+    global _prepared
     with _entering:
         if active_node() is None:
-            patches = _enter(1, torch.device("cpu"))
-            _leave(patches)
-            patches.remember()
+            _prepared = _enter(1, torch.device("cpu"))
 
 
 def simulated_device_count() -> int | None:

@@ -48,16 +48,8 @@ class Patches:
         self._at_exit.append(call)
 
     def apply(self) -> None:
-        for module, name, value in _index.names(self._new_of):
+        for module, name, value in _names(self._new_of):
             setattr(module, name, value)
-
-    def remember(self) -> None:
-        """Have later processes, forked from this one, know where in its modules the replaced objects have names.
-
-        To be called once all is undone. A search reads every name of every module, and so would make each forked
-        process copy the pages of all those objects, only to count one more reference.
-        """
-        _index.fill(self._new_of)
 
     def undo(self) -> None:
         """Put everything back, also where one of the calls of ``at_exit`` raises."""
@@ -74,41 +66,13 @@ class Patches:
                 setattr(module, name, value)
 
 
-def _names(mapping: dict[int, object], but: frozenset[str] = frozenset()) -> list[tuple[ModuleType, str, object]]:
+def _names(mapping: dict[int, object]) -> list[tuple[ModuleType, str, object]]:
     found = []
-    for key, module in list(sys.modules.items()):
-        if key in but or not isinstance(module, ModuleType) or module.__name__.startswith("mgpu_check.node"):
+    for module in list(sys.modules.values()):
+        if not isinstance(module, ModuleType) or module.__name__.startswith("mgpu_check.node"):
             continue
         for name, value in list(vars(module).items()):
             other = mapping.get(id(value), _ABSENT)
             if other is not _ABSENT:
                 found.append((module, name, other))
     return found
-
-
-class _Index:
-    """Where objects have names, in the modules that were loaded when it was filled."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, list[tuple[ModuleType, str]]] = {}
-        self.modules: frozenset[str] = frozenset()
-
-    def fill(self, mapping: dict[int, object]) -> None:
-        self.modules = frozenset(sys.modules)
-        self.known = {key: [] for key in mapping}
-        for module, name, _ in _names(mapping):
-            self.known[id(vars(module)[name])].append((module, name))
-
-    def names(self, mapping: dict[int, object]) -> list[tuple[ModuleType, str, object]]:
-        if not mapping.keys() <= self.known.keys():
-            return _names(mapping)
-        found = [
-            (module, name, new)
-            for key, new in mapping.items()
-            for module, name in self.known[key]
-            if id(vars(module).get(name)) == key
-        ]
-        return found + _names(mapping, but=self.modules)
-
-
-_index = _Index()

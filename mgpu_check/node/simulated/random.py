@@ -181,6 +181,3 @@ def install_random(patches: Patches) -> None:
         for owner in (torch.cuda, torch.cuda.random):
             patches.set(owner, name, function)
     patches.set(torch.cuda, "default_generators", ())
-    node = active_node()
-    assert node is not None
-    node.at_first_use.append(lambda: setattr(torch.cuda, "default_generators", node.generators))

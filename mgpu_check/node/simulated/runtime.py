@@ -337,4 +337,3 @@ def install_runtime(patches: Patches) -> None:
     patches.set(torch.accelerator, "device_index", _AcceleratorIndex)
     patches.set(torch, "get_device_module", _device_module)
     patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)
-    _node().at_first_use.append(lambda: setattr(cuda, "_initialized", True))
