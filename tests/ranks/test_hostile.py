@@ -242,7 +242,7 @@ def test_ranks_can_spawn_functions_of_a_test_module(pool):
         mp.spawn(spawned, args=(Sent(4), doubled), nprocs=2)
         return doubled.tolist()
 
-    assert pool.run(body, size=1) == [[8.0, 8.0]]
+    assert pool.run(body, size=1, timeout=300) == [[8.0, 8.0]]  # two interpreters import torch
 
 
 def use_multiprocessing():
