@@ -193,12 +193,12 @@ def _off_by_a_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     elsewhere = evidence.factor_elsewhere()
     # What is the same factor at another world size does not come from the world size.
     fixed = not of and elsewhere is not None and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
-    powers = () if fixed else ((1, f"{size} times"), (-1, f"1/{size} of"), (2, f"{size}² times"), (-2, f"1/{size}² of"))
-    of_size = [(power, told) for power, told in powers if _is_power(ratio, size, power)]
+    powers = [] if fixed else [(1, f"{size} times"), (-1, f"1/{size} of"), (2, f"{size}² times"), (-2, f"1/{size}² of")]
     of_windows = windows > 1 and any(_is_power(ratio, windows, power) for power in (1, -1))
-    if of_size and not (
-        of_windows and abs(of_size[0][0]) == 2
-    ):  # twice the same mistake is rarer than four micro-batches
+    if of_windows:
+        powers = powers[:2]  # four micro-batches on two ranks are likelier than the same mistake made twice
+    of_size = [(power, told) for power, told in powers if _is_power(ratio, size, power)]
+    if of_size:
         ((power, told),) = of_size
         twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
         yield (
