@@ -248,7 +248,7 @@ def ranks(size: int) -> dict[str, float]:
     from mgpu_check.ranks.launcher import LocalLauncher
     from mgpu_check.ranks.pool import RankPool
 
-    pool = RankPool(LocalLauncher(simulated=True), seats=size, simulate="cpu", timeout=60.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), seats=size, simulate="cpu", timeout=60.0)
     try:
         pool.run(os.getpid, size=1)
         started = time.perf_counter()

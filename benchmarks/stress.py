@@ -164,7 +164,7 @@ class Stress:
 
     def __init__(self, gpus: int) -> None:
         self.gpus = gpus
-        self.pool = RankPool(LocalLauncher(simulated=True), gpus, "cpu", TIMEOUT)
+        self.pool = RankPool(LocalLauncher(simulate="cpu"), gpus, "cpu", TIMEOUT)
         (self.server,) = self.pool.run(os.getppid, size=1)
         self.lost: list[str] = []
         self.wrong: list[str] = []

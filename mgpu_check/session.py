@@ -187,7 +187,7 @@ class GpuSession:
 
         self._agents = beyond.launcher_of_this_run(self.settings)
         return RankPool(
-            self._agents or LocalLauncher(PRELOAD, simulated=self.settings.simulate is not None),
+            self._agents or LocalLauncher(PRELOAD, self.settings.simulate),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,

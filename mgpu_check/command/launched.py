@@ -53,9 +53,7 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
     from mgpu_check.ranks.agents import agent
 
     settings = settings_of(arguments)
-    return agent.main(
-        place, arguments, PRELOAD, settings.simulate is not None, settings.agent_timeout, lambda: _key(settings)
-    )
+    return agent.main(place, arguments, PRELOAD, settings.simulate, settings.agent_timeout, lambda: _key(settings))
 
 
 def _key(settings: Settings) -> Key | None:

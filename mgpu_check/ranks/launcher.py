@@ -40,7 +40,8 @@ PRELOAD = (
     "mgpu_check.ranks.worker",
 )
 
-SIMULATION = ("mgpu_check.ranks.collectives:install_simulated", "mgpu_check.node.simulated:prepare")
+SIMULATION = ("mgpu_check.ranks.collectives:install_simulated", "mgpu_check.node.simulated")
+PREPARED = ("mgpu_check.node.simulated:prepare",)  # on a node that hides the real devices
 
 _GLANCE = 0.5  # seconds after which one who does not answer is looked at
 _START_TIMEOUT = 300.0  # importing torch from a cold network disk takes minutes
@@ -109,14 +110,16 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Forks the processes of this machine from a fork server that has imported torch."""
 
-    def __init__(self, preload: Sequence[str] = (), simulated: bool = False) -> None:
+    def __init__(self, preload: Sequence[str] = (), simulate: str | None = None) -> None:
         """Nothing is started yet.
 
         Args:
             preload: modules that the fork server imports besides torch.
-            simulated: the processes will enter a simulated node, so the fork server does what they can share of that.
+            simulate: the device that computes for the simulated node that the processes will enter, of which the fork
+                server does what they can share; None where they use real devices.
         """
-        self._preload = (*PRELOAD, *(SIMULATION if simulated else ()), *preload)
+        shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
+        self._preload = (*PRELOAD, *shared, *preload)
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None

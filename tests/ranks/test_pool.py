@@ -521,7 +521,7 @@ def test_of_much_output_the_beginning_and_the_end_are_kept_and_the_rest_leaves_t
 
 
 def test_idle_worlds_beyond_the_limit_are_let_go():
-    pool = RankPool(LocalLauncher(simulated=True), seats=12, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), seats=12, simulate="cpu", timeout=30.0)
     try:
         for size in range(1, 13):
             pool.begin_test()
@@ -537,7 +537,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pool = RankPool(LocalLauncher(simulated=True), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), seats=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess
@@ -553,7 +553,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
 
 
 def test_the_fork_server_is_replaced_too():
-    pool = RankPool(LocalLauncher(simulated=True), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), seats=2, simulate="cpu", timeout=30.0)
     try:
         ranks = pids(pool)
         os.kill(pool.run(os.getppid)[0], signal.SIGKILL)
@@ -567,7 +567,7 @@ def test_the_fork_server_is_replaced_too():
 
 def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
     """What is forked from the pytest process inherits its sockets."""
-    pool = RankPool(LocalLauncher(simulated=True), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), seats=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess

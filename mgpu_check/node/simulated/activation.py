@@ -89,9 +89,7 @@ def _take_over(n: int, backing: str) -> Patches | None:
                 "a simulated node is active in this process already; leave it before entering another one"
             )
         return None
-    if backing != "cpu":
-        _leave(patches)  # it hides the device that is to compute
-        return None
+    assert backing == "cpu", "a prepared node hides the device that is to compute"
     streams.forget_streams()
     enter_node(_node(n, torch.device(backing)))
     return patches

@@ -48,7 +48,7 @@ def main(
     place: Place,
     arguments: Sequence[str],
     preload: Sequence[str],
-    simulated: bool,
+    simulate: str | None,
     timeout: float,
     key: Callable[[], Key | None],
 ) -> int:
@@ -56,7 +56,7 @@ def main(
 
     Args:
         arguments: of the driver, which the agent of rank 0 starts.
-        preload, simulated: as for `LocalLauncher`.
+        preload, simulate: as for `LocalLauncher`.
         timeout: seconds to wait for a driver.
         key: gives the key of the user, None where the network is trusted; raises `UnusableKey`.
     """
@@ -68,7 +68,7 @@ def main(
     if code is not None:
         verdict.leave(code, place, os.environ)
         return verdict.share_of(code, place)
-    launcher = LocalLauncher(preload, simulated=simulated)
+    launcher = LocalLauncher(preload, simulate)
     launcher.start()  # it imports torch while this process does
     run: Run | None = None
     try:
