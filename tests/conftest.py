@@ -18,6 +18,8 @@ HEADINGS = ("case", "verdict", "seconds", "next test", "left", "told")
 
 def processes_with(variable: str, value: str) -> dict[int, str]:
     """Processes that were started with `value` in `variable`, whatever has become of their environment; pid -> name."""
+    from tests.warm import STANDBY
+
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -26,7 +28,11 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
                 name, _, rest = (entry / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
             except OSError:
                 continue
-            if f"{variable}={value}".encode() in environment.split(b"\0") and rest.split()[0] != "Z":
+            if (
+                name != STANDBY
+                and f"{variable}={value}".encode() in environment.split(b"\0")
+                and rest.split()[0] != "Z"
+            ):
                 found[int(entry.name)] = name
     return found
 

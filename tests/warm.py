@@ -35,13 +35,15 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn
 
 IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
 ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
 _WRITTEN_AT_IMPORT = "TORCHINDUCTOR_CACHE_DIR"  # by torch._dynamo, into the environment of who imports it
-_PR_SET_PDEATHSIG = 1
+STANDBY = "standby"  # the name of a process that has no task yet, and ends with the run that it waits for
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a process
 _NUMBER = struct.Struct("q")  # a process id, and then an exit code
 
@@ -147,7 +149,7 @@ class Template:
 # What follows runs in the template, and in what is forked from it.
 
 
-def _prctl(option: int, value: int) -> None:
+def _prctl(option: int, value: int | bytes) -> None:
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -257,6 +259,8 @@ class _Standby:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
+        name = Path("/proc/self/comm").read_bytes().strip()
+        _prctl(_PR_SET_NAME, STANDBY.encode())
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the run
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in range(3):  # who waits for the end of the run's output is not to wait for this
@@ -266,6 +270,7 @@ class _Standby:
         if not byte:
             os._exit(0)
         theirs.close()
+        _prctl(_PR_SET_NAME, name)
         _prctl(_PR_SET_PDEATHSIG, 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _start(*files)

@@ -84,7 +84,10 @@ class Scratch:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # or there are no locks, and nobody can know
             return False
-        self.remove()
+        # To lock it for oneself gives up the lock that is shared: others may have removed it meanwhile, and made a new one.
+        if _stands_at(self._descriptor, self.path):
+            shutil.rmtree(self.path, ignore_errors=True)
+        self._close()
         return True
 
     def remove(self) -> None:
@@ -116,7 +119,7 @@ def _locked(path: Path) -> int | None:
         try:
             with contextlib.suppress(OSError):  # a file system without locks: nobody else can lock it either
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+            if _stands_at(descriptor, path):
                 return descriptor
         except BaseException:
             os.close(descriptor)
@@ -130,10 +133,19 @@ def _remove_unused(path: Path) -> None:
     try:
         if os.fstat(descriptor).st_uid == os.geteuid():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            clear(os.fspath(path))  # where the fork server of ranks was killed, too
-            shutil.rmtree(path, ignore_errors=True)
+            if _stands_at(descriptor, path):  # and not a new one, which others have made before the lock was had
+                clear(os.fspath(path))  # where the fork server of ranks was killed, too
+                shutil.rmtree(path, ignore_errors=True)
     finally:
         os.close(descriptor)
+
+
+def _stands_at(descriptor: int, path: Path) -> bool:
+    """Whether an open directory is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
 
 
 def _prefix(kind: str) -> str:

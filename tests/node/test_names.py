@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.cuda.tunable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mgpu_check.node.simulated import autocast, native, runtime, simulated_node
+from mgpu_check.ranks import precision
 
 # What a build with CUDA says without a driver, and one without CUDA, where a call has gone past the simulation.
 BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attribute '_", "CUDA backend")
@@ -155,8 +157,17 @@ def attributes(owner: object) -> set[str]:
     return {n for n in vars(type(owner)) if not n.startswith("_")} - PLAIN | set(re.findall(r'name == "(\w+)"', source))
 
 
+@pytest.fixture
+def kept_precision() -> Iterator[None]:
+    """To set a switch to what it says is a setting of its own for torch, which the tests after would have, too."""
+    before = precision.kept()
+    yield
+    precision.put_back(before)
+    assert precision.kept() == before
+
+
 @pytest.mark.filterwarnings("ignore")  # experimental ones say so
-def test_each_name_of_the_backends_answers():
+def test_each_name_of_the_backends_answers(kept_precision):
     cuda, found = torch.backends.cuda, []
     with simulated_node(2):
         for name in cuda.__all__:

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +38,8 @@ def shell(line: str, directory: Path) -> tuple[int, str]:
 def repeat(pytester: pytest.Pytester, line: str) -> tuple[int, str]:
     """As `shell`, without a shell, and so without an interpreter that has torch to import."""
     program, option, module, *words = shlex.split(line)
-    assert (program, option, module) == (sys.executable, "-m", "pytest")
-    ran = pytester.run(program, option + module, *words)
+    assert (shutil.which(program), option, module) == (sys.executable, "-m", "pytest")
+    ran = pytester.run(sys.executable, option + module, *words)
     return int(ran.ret), ran.stdout.str() + ran.stderr.str()
 
 
