@@ -332,7 +332,8 @@ class GpuSession:
         """
         stopped = self._pool.stopped() if interrupted and self._pool is not None else None
         self.interrupted = "" if stopped is None else str(stopped)
-        self._note_deaths()
+        if stopped is None:  # else they have been ended, in a call, and may have answered to nobody
+            self._note_deaths()
         self.close()
 
     def _note_deaths(self) -> None:

@@ -72,6 +72,15 @@ def warm(
     monkeypatch.setattr(pytester, "popen", popen)
 
 
+_LONGEST = ("gate", "compare", "agents")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest: at the end, one worker of pytest-xdist would have it, and the others nothing."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: not any(here / name in item.path.parents for name in _LONGEST))
+
+
 def pytest_configure() -> None:
     """Shells start background jobs with SIGINT ignored, which the processes that tests interrupt would inherit."""
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
