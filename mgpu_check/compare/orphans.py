@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+
+from mgpu_check.ranks.leftovers import children
 
 __all__ = ["adopt", "end_orphans"]
 
@@ -20,20 +21,13 @@ def adopt() -> set[int]:
     """Have what the processes leave behind become children of this one; those that it has already."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    return set(_children())
-
-
-def _children() -> list[int]:
-    try:
-        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-    except OSError:
-        return []
+    return set(children())
 
 
 def end_orphans(before: set[int]) -> None:
     """End every child of this process that is not among `before`; their own children come here in turn."""
     deadline = time.monotonic() + _TIMEOUT
-    while (left := set(_children()) - before) and time.monotonic() < deadline:
+    while (left := set(children()) - before) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from mgpu_check.ranks.leftovers import is_manager, remove_all_names, remove_names
+from mgpu_check.ranks.leftovers import children_but_managers, remove_all_names, remove_names
 from mgpu_check.ranks.output import LOOK, thin_out
 from mgpu_check.ranks.scratch import sweep
 
@@ -125,7 +125,7 @@ class ForkServer:
                 _kill_group(pid)
                 self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
         # A rank adopts what its children leave, and this process what the rank leaves: nothing here is of a living one.
-        for pid in _children_to_end():
+        for pid in children_but_managers():
             if pid not in self.children:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -138,7 +138,7 @@ class ForkServer:
             _kill_group(pid)
         deadline = time.monotonic() + _TO_END
         # Managers are left to themselves: they remove what they manage 2 s after the last who used it, and end.
-        while (left := _children_to_end()) and time.monotonic() < deadline:
+        while (left := children_but_managers()) and time.monotonic() < deadline:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -147,15 +147,6 @@ class ForkServer:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self.wake_read, 4096)
         remove_all_names(self.directory)
-
-
-def _children_to_end() -> list[int]:
-    """Those of this process, but for managers of torch's shared memory."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [pid for pid in map(int, file.read().split()) if not is_manager(pid)]
-    except OSError:
-        return []
 
 
 def _limits() -> str:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-__all__ = ["MARK", "clear", "file_of_names", "is_manager", "remove_all_names", "remove_names"]
+__all__ = ["MARK", "children", "children_but_managers", "clear", "file_of_names", "remove_all_names", "remove_names"]
 
 MARK = "_MGPU_CHECK_RANKS"
 """A variable that ranks, and what they start, have: the directory of their run."""
@@ -51,7 +51,21 @@ def _read(path: Path) -> None:
         )
 
 
-def is_manager(pid: int) -> bool:
+def children() -> list[int]:
+    """Return the processes that this one has started, or has inherited from them."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
+    except OSError:
+        return []
+
+
+def children_but_managers() -> list[int]:
+    """Return the same without managers of torch's shared memory."""
+    return [pid for pid in children() if not _is_manager(pid)]
+
+
+def _is_manager(pid: int) -> bool:
     """Whether it is torch's manager of shared memory, which removes names, and ends, 2 s after the last that has used it.
 
     Killed before, it leaves them; and nobody else knows them well enough: they have the number of a process in them, which
@@ -66,7 +80,7 @@ def clear(directory: str) -> None:
     """End what the ranks of a run have started and their fork server could not end; and remove their names."""
     ended: set[int] = set()
     for _ in range(_MOST_ROUNDS):  # each of them may just have started another
-        found = {pid for pid in _marked(directory) - ended if not is_manager(pid)}
+        found = {pid for pid in _marked(directory) - ended if not _is_manager(pid)}
         for pid in found:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_check.ranks.interpreter import InterpreterState, files_left_open, open_files
-from mgpu_check.ranks.leftovers import is_manager
+from mgpu_check.ranks.leftovers import children_but_managers
 
 __all__ = ["ProcessState"]
 
@@ -49,7 +49,7 @@ class ProcessState:
             collects=gc.isenabled(),
             streams=(sys.stdout, sys.stderr),
             files=open_files(),
-            children=frozenset(_children()),
+            children=frozenset(children_but_managers()),
             interpreter=InterpreterState.take(),
         )
 
@@ -80,7 +80,7 @@ class ProcessState:
     def dirt(self) -> list[str]:
         """What is left behind and cannot be undone in a living process."""
         found = []
-        if running := [name for pid in _children() if pid not in self.children and (name := _command(pid))]:
+        if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
             found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
         if any(resource.getrlimit(limit)[1] != hard for limit, (_, hard) in self.limits.items()):
             found.append("lowered resource limits")
@@ -104,15 +104,6 @@ def _umask() -> int:
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
-
-
-def _children() -> list[int]:
-    """Processes started by this one, and those that they left when they ended; see `forkserver`."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-            return [pid for pid in map(int, file.read().split()) if not is_manager(pid)]
-    except OSError:
-        return []
 
 
 def _command(pid: int) -> str:

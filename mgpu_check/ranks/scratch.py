@@ -86,7 +86,7 @@ class Scratch:
             return False
         # To lock it for oneself gives up the lock that is shared: others may have removed it meanwhile, and made a new one.
         if _stands_at(self._descriptor, self.path):
-            shutil.rmtree(self.path, ignore_errors=True)
+            self.remove()
         self._close()
         return True
 
