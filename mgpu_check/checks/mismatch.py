@@ -64,7 +64,8 @@ def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
     the wrong device is reported with the device of the indexed tensor only.
 
     Args:
-        first, second: two different devices, in any order; "cuda" stands for any GPU.
+        first: one device; "cuda" stands for any GPU.
+        second: the other device, in any order.
 
     Raises:
         DeviceMismatch: nothing was raised, or something else than a RuntimeError, or its message names not both.

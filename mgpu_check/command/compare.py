@@ -29,7 +29,7 @@ In the arguments of the script, {…} with W in it is replaced by its value, whe
 exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
 other parameters, the script is not repeatable, makes no optimizer step, or gives no finite numbers from the first step on;
 3 internal error of mgpu-check, which says nothing of the script; 4 wrong usage; 130 interrupted.
-What a script must do to be comparable: docs/compare.md.
+What a script must do to be comparable: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED}
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")

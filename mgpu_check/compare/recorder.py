@@ -1,6 +1,6 @@
 """In the script's process: hooks on optimizers, modules and backward that write its trace. Nothing of the script changes.
 
-What is recorded is what the script's own calls show: see `docs/compare.md`.
+What is recorded is what the script's own calls show: see `docs/reference/compare.md`.
 """
 
 from __future__ import annotations

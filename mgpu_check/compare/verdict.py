@@ -203,7 +203,8 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
                 f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together}, of which "
                 f"{samples.common} are among the {one} of one device",
                 [
-                    "let both see the same global batch at each step, padded to the same length; see docs/compare.md",
+                    "let both see the same global batch at each step, padded to the same length; see "
+                    "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md",
                     "look at whether the gradients depend on the samples at all",
                 ],
                 compared=len(steps),

@@ -72,7 +72,8 @@ def batches(
     Args:
         size: the batch size, one for all tensors, or a strategy of it.
         dim: the dimension along which the batch is split; may be negative.
-        dtypes, values: of the tensors, simplest first.
+        dtypes: of the tensors, simplest first.
+        values: kinds of values of the tensors, simplest first.
         leaves: whether things that are no tensors stand among them.
         kinds: the containers that may be drawn; none, and the batch is a tensor.
     """

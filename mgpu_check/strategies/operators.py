@@ -19,7 +19,8 @@ def operator_cases(
 
     Args:
         must_raise: which of the two.
-        only, without: names of `GROUPS` to draw from, or to leave out.
+        only: the name in `GROUPS` to draw from.
+        without: names in `GROUPS` to leave out.
     """
     left_out = {name for group in without for name in GROUPS[group]}
     names = [name for name in (GROUPS[only] if only else OPERATORS) if name not in left_out]

@@ -46,7 +46,9 @@ def tensors(
 
     Args:
         shape: one shape, or a strategy of shapes; 0 to 4 dimensions of 0 to 6 elements if not given.
-        dtypes, values, layouts: what may be drawn, simplest first; layouts that a shape cannot have are left out.
+        dtypes: what may be drawn, simplest first.
+        values: kinds of values that may be drawn, simplest first.
+        layouts: what may be drawn, simplest first; layouts that a shape cannot have are left out.
     """
     drawn = shape if isinstance(shape, tuple) else draw(shapes() if shape is None else shape)
     possible = [name for name in layouts if name in layouts_for(len(drawn))] or ["contiguous"]

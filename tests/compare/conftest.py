@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from tests.conftest import processes_with
+from tests.docs.pages import DOCS, first_files
 
 MARK = "_MGPU_CHECK_TEST_OF_COMPARE"
 
 # The script of the page is what it says: comparable.
-PAGE = Path(__file__).parents[2] / "docs" / "compare.md"
-TUTORIAL = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+TUTORIAL = first_files(DOCS / "how-to" / "compare.md")["train.py"]
 
 BY_HAND = """\
 import os

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
+from tests.docs.pages import DOCS, blocks
+
 SIMULATED = ("--gpus=2", "--simulate")
 AVERAGE = """\
     if world > 1:
@@ -55,14 +55,14 @@ def test_a_sum_in_place_of_a_mean(compare, by_hand, changed):
 
 
 def test_a_sampler_without_set_epoch(compare, tutorial, changed):
-    """And what the README shows of it."""
+    """And what its page shows of it."""
     script = changed(tutorial, ("    sampler.set_epoch(epoch)\n", ""))
     outcome = compare(script, "--gpus=4", "--simulate", code=1)
     assert outcome.json["mistakes"] == ["epochs-not-reshuffled"]
     assert (outcome.json["step"], outcome.json["tensor"]) == (4, "gradient")  # three steps to an epoch
     assert outcome.json["parameter"] in ("0.weight", "0.bias", "2.weight", "2.bias")
-    shown = next(block for block in README.read_text().split("```") if "looks like epochs-not-reshuffled" in block)
-    assert _without_digits(shown.strip()) in _without_digits(outcome.text)
+    (shown,) = blocks(DOCS / "how-to" / "compare.md", "")
+    assert _without_digits(shown.text.strip()) in _without_digits(outcome.text)
 
 
 def _without_digits(text: str) -> str:

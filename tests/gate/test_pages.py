@@ -14,8 +14,9 @@ import pytest
 from filelock import FileLock
 
 from mgpu_check.gate.classes import CLASSES
+from tests.docs.pages import MISTAKES, blocks, first_files
 
-PAGES = Path(__file__).parents[2] / "docs" / "classes"
+PAGES = MISTAKES
 KINDS = ("wrong", "right")
 LONGEST = 900  # seconds for all pages
 
@@ -59,8 +60,9 @@ def page_of(name: str) -> str:
 
 def programs(name: str) -> dict[str, str]:
     """The programs of a page, each complete: what the right one does not define is as in the wrong one."""
-    blocks = dict(re.findall(r"^```python (wrong|right)\n(.*?)^```$", page_of(name), flags=re.MULTILINE | re.DOTALL))
-    return {kind: blocks["wrong"] + ("\n\n" + blocks["right"] if kind == "right" else "") for kind in blocks}
+    shown = first_files(PAGES / f"{name}.md")
+    wrong, right = shown["wrong.py"], shown["right.py"]
+    return {"wrong": wrong, "right": f"{wrong}\n\n{right}"}
 
 
 def case(name: str, kind: str) -> str:
@@ -165,7 +167,7 @@ def test_every_class_has_a_page_and_every_page_a_class():
 def test_a_page_has_both_programs_and_says_what_the_class_says(name):
     text = page_of(name)
     assert text.startswith(f"# {name}\n")
-    assert len(re.findall(r"^```python (?:wrong|right)$", text, flags=re.MULTILINE)) == len(programs(name)) == 2
+    assert [block.title for block in blocks(PAGES / f"{name}.md", "python")] == ["wrong.py", "right.py"]
     words = " ".join(text.split()).lower()
     assert CLASSES[name].title.lower() in words
     assert CLASSES[name].advice.lower() in words

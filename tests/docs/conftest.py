@@ -1,0 +1,5 @@
+"""Examples are tested as users run them: by pytest in a process of its own."""
+
+from __future__ import annotations
+
+from tests.plugin.conftest import run as run

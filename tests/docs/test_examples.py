@@ -1,0 +1,132 @@
+"""What the README and the pages show is what happens."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, MISTAKES, ROOT, all_pages, blocks, first_files, last_files
+
+GPUS = ("--gpus=4", "--simulate")
+QUICKSTART = DOCS / "quickstart.md"
+WRITE_TESTS = DOCS / "how-to" / "write-tests.md"
+CI = DOCS / "how-to" / "ci.md"
+COMPARE = DOCS / "how-to" / "compare.md"
+
+Run = Callable[..., pytest.RunResult]
+
+
+def of_any_version(line: str) -> str:
+    """Without pytest's margin, and without digits that depend on versions and on how torch rounds."""
+    line = re.sub(r"element \[.*$", "element", line)  # the worst one is another with another torch
+    line = re.sub(r"^\S+ -m pytest", "pytest", re.sub(r"--gpu-replay=[\d.]+:", "--gpu-replay=", line))
+    return re.sub(r"\s+", " ", re.sub(r"-?\d+\.\d+(e-\d+)?|\d+e-\d+|--+", "#", re.sub(r"^E\b", "", line))).strip()
+
+
+def assert_shows(result: pytest.RunResult, shown: str) -> None:
+    """Assert that the run printed these lines, one after the other."""
+    printed = [of_any_version(line) for line in result.outlines]
+    wanted = [of_any_version(line) for line in shown.splitlines()]
+    assert wanted[0] in printed
+    start = printed.index(wanted[0])
+    assert printed[start : start + len(wanted)] == wanted
+
+
+def write(directory: Path, files: dict[str, str]) -> None:
+    directory.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (directory / name).write_text(text)
+
+
+def test_the_step_of_the_quickstart_is_refuted_as_shown(run: Run, pytester: pytest.Pytester) -> None:
+    (shown,) = blocks(QUICKSTART, "")
+    write(pytester.path, first_files(QUICKSTART))
+    result = run(*GPUS)
+    result.assert_outcomes(failed=1)
+    assert_shows(result, shown.text)
+
+
+def test_the_property_on_every_rank_is_refuted_as_shown(run: Run, pytester: pytest.Pytester) -> None:
+    shown = next(block.text for block in blocks(WRITE_TESTS, "") if "test_mean_over_ranks[ranks=2]" in block.text)
+    write(pytester.path, {"test_mean.py": first_files(WRITE_TESTS)["test_mean.py"]})
+    result = run(*GPUS)
+    result.assert_outcomes(failed=2)
+    assert_shows(result, shown)
+
+
+def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.Pytester) -> None:
+    write(
+        pytester.path,
+        {
+            "train.py": (Path(__file__).with_name("programs.py")).read_text(),
+            "test_step.py": "import pytest, train\n"
+            "@pytest.mark.ranks(4)\ndef test_step(rank): train.step(rank)\n"
+            "@pytest.mark.ranks(4)\ndef test_evaluate(rank): train.evaluate(rank)\n"
+            "@pytest.mark.ranks(4)\ndef test_crash(rank): train.crash(rank)\n",
+        },
+    )
+    result = run(*GPUS, "--rank-timeout=2")
+    result.assert_outcomes(failed=3)
+    for block in blocks(WRITE_TESTS, "")[1:]:
+        assert_shows(result, block.text)
+
+
+def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester) -> None:
+    """In one run: that of the quickstart as it is in the end, and those of all other pages."""
+    failing = {(WRITE_TESTS, "test_mean.py"), (COMPARE, "train.py")}  # the second runs in tests/compare
+    tests = 0
+    for page in sorted(DOCS.rglob("*.md")):
+        if page.parent == MISTAKES:  # run by tests/gate/test_pages.py
+            continue
+        files = {name: text for name, text in last_files(page).items() if (page, name) not in failing}
+        assert all(name.endswith(".py") for name in files), (
+            f"{page}: a block of Python needs the name of a file, as title"
+        )
+        write(pytester.path / page.stem, files)
+        tests += sum(text.count("def test_") for text in files.values())
+    run(*GPUS).assert_outcomes(passed=tests)
+
+
+def test_the_readme_shows_what_the_pages_show() -> None:
+    examples = [block.text for page in (QUICKSTART, WRITE_TESTS) for block in blocks(page, "python")]
+    reports = [block.text for block in blocks(QUICKSTART, "")]
+    python, printed = blocks(ROOT / "README.md", "python"), blocks(ROOT / "README.md", "")
+    assert python and printed
+    for block in python:
+        assert any(block.text in text for text in examples), block.text
+    for block in printed:
+        assert any(block.text in text for text in reports), block.text
+
+
+def test_the_command_of_the_workflow_works_and_leaves_what_it_uploads(
+    run: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workflow, on_gpus = (block.text for block in blocks(CI, "yaml"))
+    for text in (workflow, on_gpus):
+        (command,) = re.findall(r"^ +pytest (.*)$", text, re.MULTILINE)
+        options = dict(word.partition("=")[::2] for word in shlex.split(command))
+        uploaded = re.search(r"path: \|\n((?: +\S+\n)+)", text)
+        assert uploaded is not None
+        assert set(uploaded[1].split()) == {options["--junitxml"], options["--gpu-report"]}
+        assert f'cat {options["--gpu-report"]} >> "$GITHUB_STEP_SUMMARY"' in text
+    (command,) = re.findall(r"^ +pytest (.*)$", workflow, re.MULTILINE)
+    pytester.makepyfile("def test_it(ranks): assert ranks.run(int) == [0] * 4")
+    monkeypatch.setenv("CI", "true")
+    run(*shlex.split(command)).assert_outcomes(passed=1)
+    uploaded = re.search(r"path: \|\n((?: +\S+\n)+)", workflow)
+    assert uploaded is not None
+    for name in uploaded[1].split():
+        assert pytester.path.joinpath(name).exists()
+
+
+@pytest.mark.parametrize("page", all_pages(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / link).exists(), link
+    for link in re.findall(r"https://github.com/mgpu-check/mgpu-check/(?:blob|tree)/main/([^)\s>#]+)", text):
+        assert (ROOT / link).exists(), link

@@ -1,0 +1,69 @@
+"""Tables and addresses in the documentation agree with the code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mgpu_check
+from mgpu_check.settings import OPTIONS
+from tests.docs.pages import DOCS, ROOT
+
+PACKAGE = Path(mgpu_check.__file__).parent
+FRAGMENTS = ROOT / "changelog.d"
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_option_has_a_row_with_its_three_spellings_and_its_default() -> None:
+    rows = re.findall(r"^\| `(--[\w-]+).*?\| `(\w+)` \| `(\w+)` \| (.*) \|$", _reference("options"), re.MULTILINE)
+    assert [row[:3] for row in rows] == [(option.flag, option.name, option.variable) for option in OPTIONS.values()]
+    for (*_, text), option in zip(rows, OPTIONS.values(), strict=True):
+        if option.default.isdecimal():
+            assert f"Default: {option.default}" in text
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    named = re.findall(r"^::: mgpu_check\.(\w+)$", _reference("api"), re.MULTILINE)
+    assert sorted(named) == sorted([*mgpu_check.__all__, "strategies"])
+
+
+def test_the_supported_versions_are_those_of_the_project() -> None:
+    table = _reference("versions").partition("## What is public")[0]
+    shown = dict(re.findall(r"^\| ([\w-]+) \| ([\d.]+) or newer", table, re.MULTILINE))
+    requirements = [re.match(r"([\w-]+)>=([\d.]+)$", text) for text in project()["project"]["dependencies"]]
+    assert all(requirements)
+    least = {match[1]: match[2] for match in requirements if match} | {
+        "Python": project()["project"]["requires-python"].removeprefix(">=")
+    }
+    assert {name.lower(): version for name, version in shown.items()} == {n.lower(): v for n, v in least.items()}
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = {page for path in PACKAGE.rglob("*.py") for page in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    assert named
+    assert [page for page in named if not (ROOT / page).exists()] == []
+
+
+@pytest.mark.parametrize("path", sorted(FRAGMENTS.glob("*")), ids=lambda path: path.name)
+def test_a_fragment_of_the_changelog_has_a_type_and_a_sentence(path: Path) -> None:
+    if path.name == "README.md":
+        return
+    types = [one["directory"] for one in project()["tool"]["towncrier"]["type"]]
+    assert re.fullmatch(rf"(\d+|\+[\w-]+)\.({'|'.join(types)})(\.\d+)?\.md", path.name)
+    text = path.read_text().strip()
+    assert text.endswith((".", ".`")) and "\n\n" not in text
+
+
+def test_the_changelog_has_the_place_where_releases_begin() -> None:
+    assert project()["tool"]["towncrier"]["start_string"] in (ROOT / "CHANGELOG.md").read_text()
+
+
+def _reference(name: str) -> str:
+    return (DOCS / "reference" / f"{name}.md").read_text()
