@@ -18,7 +18,11 @@ from mgpu_check.recipes import devices
 VISIBILITY = "mgpu_check.checks.visibility"
 
 
-@fault("fixtures", "two names stand for one device: cuda:1 has the UUID of cuda:0")
+@fault(
+    "fixtures",
+    "two names stand for one device: cuda:1 has the UUID of cuda:0",
+    caught_by=("test_gpus_are_those_asked_for",),
+)
 def two_names_for_one_device() -> Iterator[None]:
     """Every device reports the properties of cuda:0, as where one physical device is listed twice."""
     properties = torch.cuda.get_device_properties
@@ -26,7 +30,7 @@ def two_names_for_one_device() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "the last device is missing from torch.cuda")
+@fault("fixtures", "the last device is missing from torch.cuda", caught_by=("test_gpus_are_those_asked_for",))
 def one_device_missing() -> Iterator[None]:
     """One device fewer is counted than there are."""
     count = torch.cuda.device_count
@@ -34,7 +38,11 @@ def one_device_missing() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "devices are numbered in another order than in other processes")
+@fault(
+    "fixtures",
+    "devices are numbered in another order than in other processes",
+    caught_by=("test_visible_devices_are_honoured",),
+)
 def devices_out_of_order() -> Iterator[None]:
     """The properties of the first device and of the last one are exchanged, as by another `CUDA_DEVICE_ORDER`."""
     properties, last = torch.cuda.get_device_properties, torch.cuda.device_count() - 1
@@ -42,7 +50,11 @@ def devices_out_of_order() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "what is written to one device shows on another: two devices share memory")
+@fault(
+    "fixtures",
+    "what is written to one device shows on another: two devices share memory",
+    caught_by=("test_memories_are_separate",),
+)
 def shared_memory() -> Iterator[None]:
     """A copy to a device that is not the first also lands in what was last copied to the first one."""
     copy = torch.Tensor.copy_
@@ -61,7 +73,11 @@ def shared_memory() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "memory_allocated gives the figure of cuda:0 for every device")
+@fault(
+    "fixtures",
+    "memory_allocated gives the figure of cuda:0 for every device",
+    caught_by=("test_memory_is_counted_where_it_is",),
+)
 def memory_of_the_first_device() -> Iterator[None]:
     """The device argument is lost."""
     allocated = torch.cuda.memory_allocated
@@ -69,7 +85,7 @@ def memory_of_the_first_device() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "tensors sent to the last device land on the first")
+@fault("fixtures", "tensors sent to the last device land on the first", caught_by=("test_every_gpu_computes",))
 def sent_to_another_device() -> Iterator[None]:
     """`Tensor.to` takes the last device for the first."""
     to, last = torch.Tensor.to, torch.cuda.device_count() - 1
@@ -84,7 +100,11 @@ def sent_to_another_device() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "a device computes wrongly: one bit of what comes back is flipped")
+@fault(
+    "fixtures",
+    "a device computes wrongly: one bit of what comes back is flipped",
+    caught_by=("test_every_gpu_computes",),
+)
 def bit_flipped_on_the_way_back() -> Iterator[None]:
     """The lowest bit of the first element's first byte changes in copies from a device to the CPU."""
     to = torch.Tensor.to
@@ -100,7 +120,7 @@ def bit_flipped_on_the_way_back() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "try_gpu(i) counts from 1, so the last device is the CPU")
+@fault("fixtures", "try_gpu(i) counts from 1, so the last device is the CPU", caught_by=("test_try_gpu",))
 def try_gpu_off_by_one() -> Iterator[None]:
     """The comparison with the number of devices is strict."""
 
@@ -111,14 +131,16 @@ def try_gpu_off_by_one() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "try_gpu(i) gives the last device, not the CPU, past the end")
+@fault("fixtures", "try_gpu(i) gives the last device, not the CPU, past the end", caught_by=("test_try_gpu",))
 def try_gpu_never_the_cpu() -> Iterator[None]:
     """There is no fall-back."""
     with replaced(devices, "try_gpu", lambda i=0: torch.device("cuda", min(i, torch.cuda.device_count() - 1))):
         yield
 
 
-@fault("fixtures", "try_all_gpus() lists the first device twice and leaves out the last")
+@fault(
+    "fixtures", "try_all_gpus() lists the first device twice and leaves out the last", caught_by=("test_try_all_gpus",)
+)
 def try_all_gpus_repeats_the_first() -> Iterator[None]:
     """Indices are shifted by one, from the second on."""
 
@@ -131,7 +153,11 @@ def try_all_gpus_repeats_the_first() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "CUDA_VISIBLE_DEVICES is ignored by the processes that are started under it")
+@fault(
+    "fixtures",
+    "CUDA_VISIBLE_DEVICES is ignored by the processes that are started under it",
+    caught_by=("test_visible_devices_are_honoured",),
+)
 def visible_devices_ignored() -> Iterator[None]:
     """The variable is lost on the way to a new process."""
     run = subprocess.run

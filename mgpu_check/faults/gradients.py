@@ -72,19 +72,30 @@ def _hooked(
     return lambda model: model.register_comm_hook(None, communicate)
 
 
-@fault("gradients", "DDP adds gradients up instead of averaging them")
+@fault("gradients", "DDP adds gradients up instead of averaging them", caught_by=("test_distributed_data_parallel",))
 def sum_instead_of_mean() -> Iterator[None]:
     with _wrapped_ddp(_hooked(lambda buffer: buffer.clone(), divide=False)):
         yield
 
 
-@fault("gradients", "one mantissa bit of one gradient of the last rank is flipped before DDP averages")
+@fault(
+    "gradients",
+    "one mantissa bit of one gradient of the last rank is flipped before DDP averages",
+    caught_by=("test_resnet18_in_distributed_data_parallel",),
+)
 def flipped_bit_in_one_rank() -> Iterator[None]:
     with _wrapped_ddp(_hooked(lambda buffer: _flip_a_bit(buffer) if _is_last() else buffer.clone())):
         yield
 
 
-@fault("gradients", "one mantissa bit of one gradient of the last device is flipped before DataParallel adds up")
+@fault(
+    "gradients",
+    "one mantissa bit of one gradient of the last device is flipped before DataParallel adds up",
+    caught_by=(
+        "test_batchnorm_in_data_parallel",
+        "test_resnet18_in_data_parallel",
+    ),
+)
 def flipped_bit_in_one_device() -> Iterator[None]:
     real, real_by_hand = comm.reduce_add_coalesced, reducing.allreduce
 
@@ -100,7 +111,7 @@ def flipped_bit_in_one_device() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "DataParallel forgets the gradients of the last device")
+@fault("gradients", "DataParallel forgets the gradients of the last device", caught_by=("test_data_parallel",))
 def last_device_forgotten() -> Iterator[None]:
     real = comm.reduce_add_coalesced
 
@@ -111,7 +122,7 @@ def last_device_forgotten() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "DDP leaves the gradient of one parameter local")
+@fault("gradients", "DDP leaves the gradient of one parameter local", caught_by=("test_replicas_stay_equal",))
 def local_gradient_of_one_parameter() -> Iterator[None]:
     def ignore(module: nn.Module) -> None:
         last = [name for name, _ in module.named_parameters()][-1]
@@ -121,7 +132,11 @@ def local_gradient_of_one_parameter() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "each rank takes the mean over its own shard: uneven shards weigh the same")
+@fault(
+    "gradients",
+    "each rank takes the mean over its own shard: uneven shards weigh the same",
+    caught_by=("test_distributed_data_parallel",),
+)
 def mean_of_means() -> Iterator[None]:
     def accumulated_step(
         model: nn.Module, optimizer: torch.optim.Optimizer, shards: Any, batch_size: int, ranks: int = 1
@@ -136,7 +151,11 @@ def mean_of_means() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "the loss of each shard by hand is divided by the size of the whole batch twice")
+@fault(
+    "gradients",
+    "the loss of each shard by hand is divided by the size of the whole batch twice",
+    caught_by=("test_step_by_hand",),
+)
 def divided_twice() -> Iterator[None]:
     real = training.sgd
 
@@ -147,7 +166,11 @@ def divided_twice() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "ranks and devices other than the first do not drop the gradients of the step before")
+@fault(
+    "gradients",
+    "ranks and devices other than the first do not drop the gradients of the step before",
+    caught_by=("test_gradient_accumulation",),
+)
 def stale_gradients() -> Iterator[None]:
     real, real_by_hand = torch.optim.Optimizer.zero_grad, training.clear
 
@@ -164,13 +187,13 @@ def stale_gradients() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "DDP does not broadcast rank 0's parameters at the start")
+@fault("gradients", "DDP does not broadcast rank 0's parameters at the start", caught_by=("test_replicas_stay_equal",))
 def parameters_not_broadcast() -> Iterator[None]:
     with replaced(distributed_module, "_sync_module_states", lambda *args, **kwargs: None):
         yield
 
 
-@fault("gradients", "accumulation forgets the last micro-batch")
+@fault("gradients", "accumulation forgets the last micro-batch", caught_by=("test_gradient_accumulation",))
 def last_window_forgotten() -> Iterator[None]:
     real = training.accumulated_step
 
@@ -183,13 +206,21 @@ def last_window_forgotten() -> Iterator[None]:
         yield
 
 
-@fault("gradients", "BatchNorm's statistics drift apart: DDP does not send rank 0's to the others")
+@fault(
+    "gradients",
+    "BatchNorm's statistics drift apart: DDP does not send rank 0's to the others",
+    caught_by=("test_batchnorm_in_distributed_data_parallel",),
+)
 def statistics_drift() -> Iterator[None]:
     with _wrapped_ddp(broadcast_buffers=False):
         yield
 
 
-@fault("gradients", "DDP puts the model into training mode, so that BatchNorm normalises by the batch")
+@fault(
+    "gradients",
+    "DDP puts the model into training mode, so that BatchNorm normalises by the batch",
+    caught_by=("test_batchnorm_in_evaluation",),
+)
 def evaluation_ignored() -> Iterator[None]:
     real = DistributedDataParallel.forward
 

@@ -49,7 +49,11 @@ def _error_replaced(make: Callable[[RuntimeError], Exception]) -> Callable[[Func
     return wrap
 
 
-@fault("mismatch", "operands on different devices are copied together silently")
+@fault(
+    "mismatch",
+    "operands on different devices are copied together silently",
+    caught_by=("test_operators_refuse_operands_apart",),
+)
 def silently_copied() -> Iterator[None]:
     """Matrix products and arithmetic run on the first operand's device, whatever that costs."""
     names = ("matmul", "bmm", "add", "mul", "maximum", "where", "addmm", "index_select")
@@ -57,7 +61,11 @@ def silently_copied() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "a layer copies its input to where its parameters are")
+@fault(
+    "mismatch",
+    "a layer copies its input to where its parameters are",
+    caught_by=("test_modules_refuse_inputs_elsewhere",),
+)
 def layers_fetch_their_inputs() -> Iterator[None]:
     """The error of a forgotten `.to(device)` is swallowed, and every step pays for the copy."""
 
@@ -72,7 +80,7 @@ def layers_fetch_their_inputs() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "the error names only one of the two devices")
+@fault("mismatch", "the error names only one of the two devices", caught_by=("test_operators_refuse_operands_apart",))
 def one_device_named() -> Iterator[None]:
     """The message is cut before the second device."""
 
@@ -87,7 +95,7 @@ def one_device_named() -> Iterator[None]:
 _LAYERS = ("linear", "conv2d", "embedding", "layer_norm", "batch_norm", "mse_loss", "nll_loss")
 
 
-@fault("mismatch", "the error is a ValueError")
+@fault("mismatch", "the error is a ValueError", caught_by=("test_modules_refuse_inputs_elsewhere",))
 def another_type_of_error() -> Iterator[None]:
     """Code that waits for RuntimeError does not see it."""
     functions = ("matmul", "bmm", "cat", "stack", "add", "mul", "eq", "maximum", "addmm", "gather", "where")
@@ -96,7 +104,7 @@ def another_type_of_error() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "a scalar on a GPU is taken for a number")
+@fault("mismatch", "a scalar on a GPU is taken for a number", caught_by=("test_gpu_scalars_are_no_numbers",))
 def gpu_scalars_taken_for_numbers() -> Iterator[None]:
     """Every 0-dim operand of arithmetic is read out, wherever it is."""
 
@@ -113,7 +121,11 @@ def gpu_scalars_taken_for_numbers() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "a scalar on the CPU is refused beside a tensor on a GPU")
+@fault(
+    "mismatch",
+    "a scalar on the CPU is refused beside a tensor on a GPU",
+    caught_by=("test_cpu_scalars_and_indices_work",),
+)
 def cpu_scalars_refused() -> Iterator[None]:
     """Operands must be on one device, without the exception for numbers."""
 
@@ -134,7 +146,7 @@ def cpu_scalars_refused() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "an index on the CPU is refused")
+@fault("mismatch", "an index on the CPU is refused", caught_by=("test_cpu_scalars_and_indices_work",))
 def cpu_indices_refused() -> Iterator[None]:
     """Reading with an index needs it on the tensor's own device."""
 
@@ -150,7 +162,7 @@ def cpu_indices_refused() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "copy_ refuses a source on another device")
+@fault("mismatch", "copy_ refuses a source on another device", caught_by=("test_copies_cross_devices",))
 def copies_refused() -> Iterator[None]:
     """Copying is taken for computing."""
 
@@ -170,7 +182,7 @@ def copies_refused() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "copies from a GPU go through bfloat16")
+@fault("mismatch", "copies from a GPU go through bfloat16", caught_by=("test_copies_keep_every_bit",))
 def copies_rounded() -> Iterator[None]:
     """Numbers wider than that lose bits on the way."""
 
@@ -186,7 +198,11 @@ def copies_rounded() -> Iterator[None]:
         yield
 
 
-@fault("mismatch", "DataParallel moves a module that is on the wrong device")
+@fault(
+    "mismatch",
+    "DataParallel moves a module that is on the wrong device",
+    caught_by=("test_data_parallel_wants_its_first_device",),
+)
 def data_parallel_fetches_its_module() -> Iterator[None]:
     """The check of where parameters are is gone."""
     forward = nn.DataParallel.forward

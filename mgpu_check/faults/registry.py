@@ -23,13 +23,17 @@ class Fault:
     summary: str
     plant: Callable[[], Iterator[None]]
     """A generator function: what stands before its ``yield`` plants the fault, what follows takes it out."""
+    caught_by: tuple[str, ...]
+    """The checks of the suite that must catch it; others may."""
 
 
 _faults: dict[str, Fault] = {}
 
 
-def fault(property: str, summary: str) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
-    """Register the decorated generator function as a fault that the suite's checks of `property` must catch.
+def fault(
+    property: str, summary: str, *, caught_by: tuple[str, ...]
+) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
+    """Register the decorated generator function as a fault that the checks `caught_by` of `property` must catch.
 
     Raises:
         ValueError: `property` is none of `PROPERTIES`, or a fault of that name exists.
@@ -41,7 +45,7 @@ def fault(property: str, summary: str) -> Callable[[Callable[[], Iterator[None]]
         name = plant.__name__.replace("_", "-")
         if name in _faults and _faults[name].plant.__module__ != plant.__module__:
             raise ValueError(f"fault: {name!r} is registered already, by {_faults[name].plant.__module__}")
-        _faults[name] = Fault(name, property, summary, plant)
+        _faults[name] = Fault(name, property, summary, plant, caught_by)
         return plant
 
     return register

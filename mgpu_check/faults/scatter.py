@@ -29,7 +29,11 @@ def _scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list
     return replaced(comm, "scatter", changed)
 
 
-@fault("scatter", "the remainder is dropped when the batch does not divide by the number of devices")
+@fault(
+    "scatter",
+    "the remainder is dropped when the batch does not divide by the number of devices",
+    caught_by=("test_shards_cover_the_batch",),
+)
 def remainder_dropped() -> Iterator[None]:
     """Every device gets the same number of samples; those left over get lost."""
 
@@ -40,7 +44,9 @@ def remainder_dropped() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "the second shard begins one sample early: shards overlap")
+@fault(
+    "scatter", "the second shard begins one sample early: shards overlap", caught_by=("test_shards_cover_the_batch",)
+)
 def shards_overlap() -> Iterator[None]:
     """The last sample of the first shard is also the first of the second."""
 
@@ -63,7 +69,7 @@ def shards_overlap() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "two shards are swapped")
+@fault("scatter", "two shards are swapped", caught_by=("test_shards_cover_the_batch",))
 def shards_swapped() -> Iterator[None]:
     """The first shard goes to the last device that gets one, and the other way round."""
 
@@ -78,7 +84,7 @@ def shards_swapped() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "the last shard stays on the first device")
+@fault("scatter", "the last shard stays on the first device", caught_by=("test_shards_cover_the_batch",))
 def shard_on_the_wrong_device() -> Iterator[None]:
     """All shards are right, one of them in the wrong place."""
 
@@ -92,7 +98,7 @@ def shard_on_the_wrong_device() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "the copy to the second device brings zeros")
+@fault("scatter", "the copy to the second device brings zeros", caught_by=("test_shards_cover_the_batch",))
 def stale_copy() -> Iterator[None]:
     """As a broken link between two devices would."""
 
@@ -105,7 +111,7 @@ def stale_copy() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards come back from bfloat16")
+@fault("scatter", "shards come back from bfloat16", caught_by=("test_shards_cover_the_batch",))
 def shards_rounded() -> Iterator[None]:
     """As where the batch is sent in half precision to save time."""
 
@@ -116,7 +122,14 @@ def shards_rounded() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards are as even as can be, 4+3+3 instead of 4+4+2")
+@fault(
+    "scatter",
+    "shards are as even as can be, 4+3+3 instead of 4+4+2",
+    caught_by=(
+        "test_shards_have_the_sizes_of_chunk",
+        "test_tutorial_shapes",
+    ),
+)
 def sizes_evened_out() -> Iterator[None]:
     """As by `torch.tensor_split`: right shards, but other replicas get other samples than with torch."""
 
@@ -127,7 +140,7 @@ def sizes_evened_out() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "numbers and strings reach the first device only")
+@fault("scatter", "numbers and strings reach the first device only", caught_by=("test_leaves_reach_every_device",))
 def leaves_reach_one_device() -> Iterator[None]:
     """Every other shard has None in their place."""
     scatter = scatter_gather.scatter
@@ -164,21 +177,21 @@ def _gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[tor
     return replaced(comm, "gather", changed)
 
 
-@fault("scatter", "gather puts the shards together backwards")
+@fault("scatter", "gather puts the shards together backwards", caught_by=("test_gather_restores_the_batch",))
 def gathered_backwards() -> Iterator[None]:
     """The last shard comes first."""
     with _gather_changed(lambda tensors, dim: tensors[::-1]):
         yield
 
 
-@fault("scatter", "gather leaves out the last shard")
+@fault("scatter", "gather leaves out the last shard", caught_by=("test_losses_gather_to_a_vector",))
 def gather_drops_a_shard() -> Iterator[None]:
     """What a loop that ends one step early gives."""
     with _gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
         yield
 
 
-@fault("scatter", "gather leaves its result on the first device")
+@fault("scatter", "gather leaves its result on the first device", caught_by=("test_gather_restores_the_batch",))
 def gathered_elsewhere() -> Iterator[None]:
     """The destination is ignored."""
     gather: Callable[..., torch.Tensor] = comm.gather
@@ -190,7 +203,11 @@ def gathered_elsewhere() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "labels are not split like inputs: the first device gets them in another order")
+@fault(
+    "scatter",
+    "labels are not split like inputs: the first device gets them in another order",
+    caught_by=("test_inputs_and_labels_stay_aligned",),
+)
 def labels_not_split_alike() -> Iterator[None]:
     """As where inputs are split before, and labels after, they are shuffled."""
 
@@ -201,7 +218,7 @@ def labels_not_split_alike() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "labels go to every device whole")
+@fault("scatter", "labels go to every device whole", caught_by=("test_inputs_and_labels_stay_aligned",))
 def labels_not_split() -> Iterator[None]:
     """Each device has its inputs, and the labels of all."""
 
@@ -214,7 +231,7 @@ def labels_not_split() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "a batch split by hand loses what does not divide")
+@fault("scatter", "a batch split by hand loses what does not divide", caught_by=("test_batches_split_by_hand",))
 def remainder_dropped_by_hand() -> Iterator[None]:
     """Slices of n // devices samples each."""
 
@@ -226,7 +243,7 @@ def remainder_dropped_by_hand() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "no gradient comes back from the last shard")
+@fault("scatter", "no gradient comes back from the last shard", caught_by=("test_gradient_returns_through_scatter",))
 def gradient_of_a_shard_lost() -> Iterator[None]:
     """The backward of scatter takes the last shard's gradient for zero."""
     backward = _functions.Scatter.backward
@@ -238,7 +255,7 @@ def gradient_of_a_shard_lost() -> Iterator[None]:
         yield
 
 
-@fault("scatter", "shards get the gradients of their neighbours")
+@fault("scatter", "shards get the gradients of their neighbours", caught_by=("test_gradient_returns_through_gather",))
 def gradients_to_the_wrong_shard() -> Iterator[None]:
     """The backward of gather hands out the parts of the gradient backwards."""
     scatter: Callable[..., Shards] = comm.scatter

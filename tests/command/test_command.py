@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.command.selftest import Selftest
+from mgpu_check.command.selftest import CAUGHT, PASSED, Selftest
 from mgpu_check.faults.registry import all_faults
 
 
@@ -135,6 +135,21 @@ def test_selftest_of_no_check_at_all_fails(capsys):
     """As where another plugin takes all tests away."""
     assert not Selftest(all_faults()).print_verdict()
     assert "NOT PROVEN: no check was run" in capsys.readouterr().out
+
+
+def test_selftest_fails_where_a_check_misses_what_it_must_catch(capsys):
+    """Though another catches it, and it catches others."""
+    selftest = Selftest(all_faults())
+    selftest.checks["scatter"] = ["test_shards_cover_the_batch", "test_gather_restores_the_batch"]
+    for fault in selftest.faults.values():
+        if fault.property == "scatter":
+            selftest.cells |= {(fault.name, check): CAUGHT for check in selftest.checks["scatter"]}
+    assert selftest.print_verdict()
+    selftest.cells["shards-swapped", "test_shards_cover_the_batch"] = PASSED
+    assert not selftest.print_verdict()
+    assert (
+        "test_shards_cover_the_batch does not catch the fault shards-swapped, which it must" in capsys.readouterr().out
+    )
 
 
 def test_selftest_fails_where_a_check_catches_nothing(command):

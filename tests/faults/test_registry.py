@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+
 import pytest
 
 from mgpu_check.faults.registry import PROPERTIES, all_faults, fault, planted, replaced
@@ -20,6 +23,20 @@ def test_names_and_summaries_are_for_people():
         assert not one.summary.endswith(".")
 
 
+def test_the_checks_that_must_catch_a_fault_are_in_the_suite_and_no_check_is_without_one():
+    for name in PROPERTIES:
+        module = importlib.import_module(f"mgpu_check.suite.test_{name}")
+        checks = {check for check in vars(module) if check.startswith("test_")}
+        exempt = {check for check in checks if any(mark.name == "xfail" for mark in marks(getattr(module, check)))}
+        named = [set(fault.caught_by) for fault in all_faults().values() if fault.property == name]
+        assert all(named)
+        assert set().union(*named) == checks - exempt
+
+
+def marks(check: Callable[..., None]) -> list[pytest.Mark]:
+    return getattr(check, "pytestmark", [])
+
+
 def test_an_unknown_fault_is_named_with_the_valid_ones():
     with (
         pytest.raises(ValueError, match=r"fault 'no-such' is unknown; choose one of .*shards-swapped"),
@@ -30,7 +47,7 @@ def test_an_unknown_fault_is_named_with_the_valid_ones():
 
 def test_an_unknown_property_is_refused():
     with pytest.raises(ValueError, match="property='speed' is unknown; choose one of fixtures"):
-        fault("speed", "it is slow")
+        fault("speed", "it is slow", caught_by=())
 
 
 def test_two_faults_of_one_name_are_refused():
@@ -39,7 +56,7 @@ def test_two_faults_of_one_name_are_refused():
 
     with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
         all_faults()
-        fault("scatter", "another")(shards_swapped)
+        fault("scatter", "another", caught_by=())(shards_swapped)
 
 
 class Owner:
