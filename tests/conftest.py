@@ -58,8 +58,12 @@ def warm(
     request: pytest.FixtureRequest, pytester: pytest.Pytester, template: Template, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Let `pytester` fork the runs of pytest that it starts, where that makes no difference to them."""
-    if request.config.getoption("cold"):
-        return
+    if not request.config.getoption("cold"):
+        fork_runs(pytester, template, monkeypatch)
+
+
+def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `pytester` fork from `template` the runs of pytest that fit it."""
     start = pytester.popen
 
     def popen(command: Sequence[str], stdout: Any, stderr: Any, stdin: Any, **options: Any) -> Any:

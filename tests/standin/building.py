@@ -96,11 +96,18 @@ def environment(gpus: int, machine: Path, library: Path | None = None, **setting
     library = build() if library is None else library
     machine.mkdir(parents=True, exist_ok=True)
     return {
-        "LD_PRELOAD": str(library / "libstandin.so"),
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(library), os.environ.get("LD_LIBRARY_PATH", "")])),
+        **preloaded(library),
         "STANDIN_GPUS": str(gpus),
         "STANDIN_DIR": str(machine),
         **{f"STANDIN_{name.upper()}": str(value) for name, value in settings.items()},
+    }
+
+
+def preloaded(library: Path) -> dict[str, str]:
+    """Those of the variables by which a program finds `library` before CUDA's own."""
+    return {
+        "LD_PRELOAD": str(library / "libstandin.so"),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(library), os.environ.get("LD_LIBRARY_PATH", "")])),
     }
 
 

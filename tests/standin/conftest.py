@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import ENVIRONMENT, fork_runs
 from tests.plugin.conftest import MARK, processes_with
-from tests.standin.building import build, environment, is_for_cpus
+from tests.standin.building import build, environment, is_for_cpus, preloaded
+from tests.warm import Template
 
 _OTHERS = re.compile(r"(MGPU_CHECK_|STANDIN_|CUDA_VISIBLE_DEVICES$|CI$)|PYTEST_(?!DEBUG_TEMPROOT$)")
 
@@ -28,6 +30,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def library() -> Path:
     """The compiled stand-in."""
     return build()
+
+
+@pytest.fixture(scope="session")
+def template_on_it(library: Path) -> Iterator[Template]:
+    """Has imported torch, and the stand-in with it, which looks at its variables when it is first used."""
+    template = Template({**ENVIRONMENT, **preloaded(library)})
+    yield template
+    template.close()
 
 
 LIMIT = 150.0
@@ -70,7 +80,7 @@ class Machine:
         """Run pytest in a process of its own, on `code` as a test file where it is given."""
         if code is not None:
             self._pytester.makepyfile(test_it=code)
-        return self.command("pytest", "-p", "no:cacheprovider", "--hypothesis-seed=0", *arguments)
+        return self.python("-mpytest", "-p", "no:cacheprovider", "--hypothesis-seed=0", *arguments)
 
     def command(self, module: str, *arguments: str) -> pytest.RunResult:
         """Run a Python module as a program."""
@@ -78,16 +88,23 @@ class Machine:
 
     def python(self, *arguments: str) -> pytest.RunResult:
         """Run Python with these arguments."""
-        with self._monkeypatch.context() as preloaded:
-            for name, value in environment(0, self.directory, self._library).items():
-                if name.startswith("LD_"):
-                    preloaded.setenv(name, value)
+        with self._monkeypatch.context() as here:
+            for name, value in preloaded(self._library).items():
+                here.setenv(name, value)
             return self._pytester.run(sys.executable, *arguments, timeout=LIMIT)
 
 
 @pytest.fixture
-def machine(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, library: Path) -> Iterator[Machine]:
+def machine(
+    request: pytest.FixtureRequest,
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    library: Path,
+    template_on_it: Template,
+) -> Iterator[Machine]:
     """A machine with four devices, until it is said otherwise. At the end, no process of it may be left."""
+    if not request.config.getoption("cold"):
+        fork_runs(pytester, template_on_it, monkeypatch)
     for name in list(os.environ):
         if _OTHERS.match(name):
             monkeypatch.delenv(name)
