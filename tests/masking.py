@@ -44,6 +44,8 @@ Enter = Callable[[], AbstractContextManager[None]]
 
 def answers(enter: Enter = contextlib.nullcontext) -> dict[str, object]:
     """What each of the cases notes, in a process of its own, inside of what `enter` makes."""
+    import torch  # noqa: F401  # here, and not in each of the processes: it takes seconds
+
     return {code: in_child(code, enter) for code in CASES}
 
 

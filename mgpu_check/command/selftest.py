@@ -26,8 +26,8 @@ def main(argv: Sequence[str]) -> int:
     """Run the matrix of faults and checks; with `--quick`, each fault only for the checks that must catch it.
 
     Returns:
-        0 if every check catches all faults that it must, there is one for each check, and (not with `--quick`: the suite
-        shows it) every check passes without any; 1 if not; pytest's own exit code where the run itself did not work.
+        0 if every check catches all faults that it must, there is one for each check, and every check passes without
+        any; 1 if not; pytest's own exit code where the run itself did not work.
     """
     arguments = [argument for argument in argv if argument != QUICK]
     quick = len(arguments) < len(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 class Selftest:
     """A pytest plugin that runs each check once without, and once with each, fault of its property.
 
-    If `quick`, a check runs with the faults that it must catch, and no others.
+    If `quick`, a check runs without a fault, and with those that it must catch.
     """
 
     def __init__(self, faults: dict[str, Fault], quick: bool = False) -> None:
@@ -75,11 +75,10 @@ class Selftest:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         name = metafunc.module.__name__.rpartition(".test_")[2]
         mine = [fault for fault in self.faults.values() if fault.property == name]
-        must: list[str | None] = [fault.name for fault in mine if metafunc.definition.originalname in fault.caught_by]
+        check = metafunc.definition.originalname
+        names = [fault.name for fault in mine if check in fault.caught_by or not self.quick]
         metafunc.fixturenames.append(_PARAMETER)
-        names = must if self.quick else [None, *(fault.name for fault in mine)]
-        names = names or [None]  # a check that records a defect of others
-        metafunc.parametrize(_PARAMETER, names, ids=[name or "no fault" for name in names])
+        metafunc.parametrize(_PARAMETER, [None, *names], ids=["no fault", *names])
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
