@@ -245,8 +245,8 @@ def killed() -> dict[str, float]:
 
 def ranks(size: int) -> dict[str, float]:
     """Start of a world whose fork server is up, and the private memory of each rank after a collective."""
-    from mgpu_check.ranks.launcher import LocalLauncher
-    from mgpu_check.ranks.pool import RankPool
+    from mgpu_check.engine.launcher import LocalLauncher
+    from mgpu_check.engine.pool import RankPool
 
     pool = RankPool(LocalLauncher(simulate="cpu"), seats=size, simulate="cpu", timeout=60.0)
     try:

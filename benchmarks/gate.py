@@ -16,13 +16,13 @@ from typing import Any
 
 from programs import PROGRAMS, Program
 
-from mgpu_check.gate import observing
-from mgpu_check.gate.measuring import measure
-from mgpu_check.gate.observing import KINDS
-from mgpu_check.gate.relations import judge
-from mgpu_check.gate.running import run_step
-from mgpu_check.gate.scenario import CHANGES, Scenario
-from mgpu_check.gate.trial import Trials
+from mgpu_check.gates import observing
+from mgpu_check.gates.measuring import measure
+from mgpu_check.gates.observing import KINDS
+from mgpu_check.gates.relations import judge
+from mgpu_check.gates.running import run_step
+from mgpu_check.gates.scenario import CHANGES, Scenario
+from mgpu_check.gates.trial import Trials
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (2, 3, 4)

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mgpu_check.node.leases import DeviceLeases
+from mgpu_check.devices.leases import DeviceLeases
 
 SUITE = """
 import time

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.ranks.launcher import LocalLauncher
-from mgpu_check.ranks.pool import RankPool
 
 TIMEOUT, SHORT_TIMEOUT = 60.0, 0.5
 WARM_UP = 100

@@ -20,33 +20,35 @@ if TYPE_CHECKING:
     from mgpu_check.errors import RankFailure as RankFailure
     from mgpu_check.errors import RankHang as RankHang
     from mgpu_check.errors import ScalingMismatch as ScalingMismatch
-    from mgpu_check.gate.evaluating import assert_evaluation_agrees as assert_evaluation_agrees
-    from mgpu_check.gate.loading import assert_loader_covers as assert_loader_covers
-    from mgpu_check.gate.resuming import assert_resume_continues as assert_resume_continues
-    from mgpu_check.gate.scaling import assert_metric_scales as assert_metric_scales
-    from mgpu_check.gate.scaling import assert_step_scales as assert_step_scales
-    from mgpu_check.node.simulated import simulated_node as simulated_node
-    from mgpu_check.ranks.rank import Rank as Rank
-    from mgpu_check.ranks.rank import current_rank as current_rank
+    from mgpu_check.gates.evaluating import assert_evaluation_agrees as assert_evaluation_agrees
+    from mgpu_check.gates.loading import assert_loader_covers as assert_loader_covers
+    from mgpu_check.gates.resuming import assert_resume_continues as assert_resume_continues
+    from mgpu_check.gates.scaling import assert_metric_scales as assert_metric_scales
+    from mgpu_check.gates.scaling import assert_step_scales as assert_step_scales
+    from mgpu_check.pytest_plugin.session import Ranks as Ranks
+    from mgpu_check.rank_side.rank import Rank as Rank
+    from mgpu_check.rank_side.rank import current_rank as current_rank
+    from mgpu_check.simulated import simulated_node as simulated_node
 
 _HOMES = {
-    "Rank": "mgpu_check.ranks.rank",
+    "Rank": "mgpu_check.rank_side.rank",
     "RankDied": "mgpu_check.errors",
     "RankFailure": "mgpu_check.errors",
     "RankHang": "mgpu_check.errors",
+    "Ranks": "mgpu_check.pytest_plugin.session",
     "ScalingMismatch": "mgpu_check.errors",
     "assert_allreduce_matches": "mgpu_check.checks.allreduce",
-    "assert_evaluation_agrees": "mgpu_check.gate.evaluating",
+    "assert_evaluation_agrees": "mgpu_check.gates.evaluating",
     "assert_gradients_agree": "mgpu_check.checks.gradients",
-    "assert_loader_covers": "mgpu_check.gate.loading",
-    "assert_metric_scales": "mgpu_check.gate.scaling",
+    "assert_loader_covers": "mgpu_check.gates.loading",
+    "assert_metric_scales": "mgpu_check.gates.scaling",
     "assert_replicas_agree": "mgpu_check.checks.replicas",
-    "assert_resume_continues": "mgpu_check.gate.resuming",
+    "assert_resume_continues": "mgpu_check.gates.resuming",
     "assert_shards_cover": "mgpu_check.checks.scatter",
-    "assert_step_scales": "mgpu_check.gate.scaling",
-    "current_rank": "mgpu_check.ranks.rank",
+    "assert_step_scales": "mgpu_check.gates.scaling",
+    "current_rank": "mgpu_check.rank_side.rank",
     "raises_device_mismatch": "mgpu_check.checks.mismatch",
-    "simulated_node": "mgpu_check.node.simulated",
+    "simulated_node": "mgpu_check.simulated",
 }
 
 __all__ = sorted(_HOMES)  # sorted() of a literal dict's keys

@@ -7,8 +7,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from mgpu_check.command import launched
-from mgpu_check.command.codes import INTERNAL_ERROR, WRONG_USAGE
+from mgpu_check.cli import launched
+from mgpu_check.cli.codes import INTERNAL_ERROR, WRONG_USAGE
 from mgpu_check.version import __version__
 
 __all__ = ["main"]
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first in _OF_ONE_PROCESS:
             return _command(first, arguments[1:])
         return launched.run(arguments, lambda: _command(first, arguments[1:]))
-    from mgpu_check.command import suite
+    from mgpu_check.cli import suite
 
     if first and not first.startswith("-") and not suite.names_a_check(first):
         print(
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str, arguments: Sequence[str]) -> int:
-    command = importlib.import_module(f"mgpu_check.command.{name}")
+    command = importlib.import_module(f"mgpu_check.cli.{name}")
     try:
         return int(command.main(arguments))
     except Exception:

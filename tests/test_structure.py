@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,41 +14,17 @@ import mgpu_check
 
 PACKAGE = Path(mgpu_check.__file__).parent
 
-# Each room may import those that stand before it, and itself; "|" parts rooms of one level, which may import each other
-# only as said below.
-LEVELS = [
-    {"grouping"},
-    {"errors", "settings", "version", "breakpoints", "coverage_of_ranks", "pythonpath"},
-    {"node", "ranks"},
-    {"numerics"},
-    {"recipes"},
-    {"specs"},
-    {"strategies"},
-    {"checks"},
-    {"gate"},
-    {"compare"},
-    {"startup"},
-    {"faults"},
-    {"beyond", "leasing", "shortage"},
-    {"asides", "replacements"},
-    {"in_rank", "shipping", "session", "report"},
-    {"suite"},
-    {"needs"},
-    {"items"},
-    {"beginning"},
-    {"plugin"},
-    {"command"},
-    {"__main__"},
+# The floors, from the ground up. A room may import those on lower floors, and itself; never one on its own floor.
+FLOORS = [
+    {"errors", "settings", "version", "devices", "processes", "recipes", "simulated"},
+    {"torch_hooks"},
+    {"numerics", "rank_side"},
+    {"engine", "faults", "mistakes", "specs"},
+    {"checks", "gates", "strategies"},
+    {"compare", "pytest_plugin", "suite"},
+    {"cli", "startup"},
 ]
-WITHIN_A_LEVEL = {
-    ("ranks", "node"),
-    ("shipping", "in_rank"),
-    ("session", "shipping"),
-    ("report", "session"),
-}
-# In the rank, a function that was sent with a planted fault plants it; in the report, a plugin of the command is told of
-# the session by the key under which the plugin keeps it.
-EXCEPTIONS = {("report", "plugin")}
+LOOSE = {"__init__", "__main__", "errors", "settings", "version"}
 
 
 def rooms_and_imports() -> list[tuple[str, str, str]]:
@@ -69,25 +46,53 @@ def rooms_and_imports() -> list[tuple[str, str, str]]:
     return found
 
 
-def level(room: str) -> int:
-    return next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+def floor(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
 
 
-def test_imports_point_one_way():
+def test_imports_point_down():
     wrong = []
     for room, path, name in rooms_and_imports():
-        if not name.startswith("mgpu_check."):
+        if not name.startswith("mgpu_check.") or room == "__main__":
             continue
         other = name.split(".")[1]
-        if other == room or (room, other) in WITHIN_A_LEVEL | EXCEPTIONS:
-            continue
-        if level(other) >= level(room):
+        if other in mgpu_check.__all__:
+            continue  # a public name, wherever it is at home
+        if other != room and floor(other) >= floor(room):
             wrong.append(f"{path} imports {name}")
     assert wrong == []
 
 
+def test_the_house_is_as_its_plan_says():
+    """Floors and tree have the same rooms, no more than 20, and each stands in the page on architecture."""
+    directories = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")}
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert set.union(*FLOORS) | LOOSE == directories | files
+    assert files == LOOSE
+    assert len(directories) <= 20
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
+    plan = page[page.index("## Rooms") : page.index("## The engine")]
+    assert {room for room in set.union(*FLOORS) if not re.search(rf"\b{room}\b", plan)} == set()
+
+
 @pytest.mark.parametrize(
-    "room", ["errors", "settings", "node", "ranks", "numerics", "recipes", "strategies", "checks", "faults"]
+    "room",
+    [
+        "errors",
+        "settings",
+        "devices",
+        "processes",
+        "simulated",
+        "torch_hooks",
+        "rank_side",
+        "engine",
+        "numerics",
+        "recipes",
+        "strategies",
+        "checks",
+        "faults",
+        "mistakes",
+    ],
 )
 def test_the_lower_rooms_know_nothing_of_pytest(room):
     wrong = [path for r, path, name in rooms_and_imports() if r == room and name.split(".")[0] in ("pytest", "_pytest")]
@@ -98,7 +103,8 @@ def test_ranks_know_nothing_of_hypothesis():
     wrong = [
         path
         for r, path, name in rooms_and_imports()
-        if r in ("ranks", "node", "checks") and name.split(".")[0] == "hypothesis"
+        if r in ("processes", "simulated", "torch_hooks", "rank_side", "engine", "checks")
+        and name.split(".")[0] == "hypothesis"
     ]
     assert wrong == []
 
@@ -107,10 +113,10 @@ def test_ranks_know_nothing_of_hypothesis():
     "module",
     [
         "mgpu_check",
-        "mgpu_check.plugin",
-        "mgpu_check.items",
-        "mgpu_check.session",
-        "mgpu_check.ranks.pool",
+        "mgpu_check.pytest_plugin.plugin",
+        "mgpu_check.pytest_plugin.execution",
+        "mgpu_check.pytest_plugin.session",
+        "mgpu_check.engine.pool",
         "mgpu_check.strategies",
         "mgpu_check.suite.test_allreduce",
         "mgpu_check.suite.test_fixtures",
@@ -124,7 +130,7 @@ def test_the_pytest_process_does_without_torch(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("module", ["mgpu_check", "mgpu_check.plugin"])
+@pytest.mark.parametrize("module", ["mgpu_check", "mgpu_check.pytest_plugin.plugin"])
 def test_the_plugin_does_without_hypothesis(module):
     code = f"import sys, {module}; sys.exit('hypothesis' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

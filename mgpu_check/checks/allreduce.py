@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mgpu_check.errors import AllreduceMismatch
-from mgpu_check.grouping import grouped, named
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.reduction import reduced
+from mgpu_check.processes.rank_lists import grouped, named
 
 __all__ = ["assert_allreduce_matches"]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mgpu_check.checks.bits import first_difference, same_bits
+from mgpu_check.devices.inventory import visible_devices
 from mgpu_check.errors import DeviceEnumerationError
-from mgpu_check.node.inventory import visible_devices
 
 __all__ = [
     "assert_device_computes",

@@ -14,7 +14,7 @@ from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import Measurement, full_precision, measure_step
-from mgpu_check.ranks import Rank
+from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes import models, reference
 from mgpu_check.recipes import training as steps
 from mgpu_check.specs.models import TrainingSpec

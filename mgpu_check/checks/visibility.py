@@ -98,7 +98,7 @@ def devices_seen(values: Sequence[str]) -> list[Sight]:
     Raises:
         DeviceEnumerationError: a process failed; with its output.
     """
-    from mgpu_check.node.simulated import simulated_device_count
+    from mgpu_check.simulated import simulated_device_count
 
     # A simulated node is asked on the CPU, whatever backs it here: a real backing device would see the variable too.
     question = Question(list(values), simulated_device_count())
@@ -126,9 +126,9 @@ def _package_path() -> list[str]:
 def _look(simulate: int | None) -> Sight:
     import contextlib
 
-    from mgpu_check.node.inventory import visible_devices
-    from mgpu_check.node.simulated import simulated_node
+    from mgpu_check.devices.inventory import visible_devices
     from mgpu_check.recipes.devices import try_all_gpus, try_gpu
+    from mgpu_check.simulated import simulated_node
 
     with simulated_node(simulate) if simulate else contextlib.nullcontext():
         return Sight(
@@ -162,7 +162,7 @@ def _import_once(simulate: int | None) -> None:
     import torch  # noqa: F401
 
     if simulate:
-        from mgpu_check.node.simulated import simulated_node
+        from mgpu_check.simulated import simulated_node
 
         with simulated_node(simulate):
             pass

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.first_difference import Diagnosis
 from mgpu_check.compare.obstacles import divided
-from mgpu_check.compare.scene import Diagnosis
-from mgpu_check.gate.report import Finding
+from mgpu_check.mistakes.report import Finding
 
 __all__ = ["of_samples", "others_from_the_start"]
 

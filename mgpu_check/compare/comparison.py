@@ -18,8 +18,8 @@ from mgpu_check.compare.processes import Run, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused, starts_its_own, without_steps
-from mgpu_check.grouping import named
-from mgpu_check.ranks.process import describe_exit
+from mgpu_check.engine.process import describe_exit
+from mgpu_check.processes.rank_lists import named
 
 __all__ = ["Comparison", "Plan", "compare"]
 

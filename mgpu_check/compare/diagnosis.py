@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 from mgpu_check.compare.batches import of_samples
+from mgpu_check.compare.first_difference import Diagnosis, Scene, updates
 from mgpu_check.compare.obstacles import DROPOUT, random_parts
-from mgpu_check.compare.scene import Diagnosis, Scene, updates
 from mgpu_check.compare.trace import Trace
-from mgpu_check.gate.report import Finding
-from mgpu_check.grouping import few, grouped, named
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.processes.rank_lists import few, grouped, named
 
 __all__ = ["common_factor", "diagnose"]
 

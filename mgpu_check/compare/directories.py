@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mgpu_check.ranks.scratch import Scratch
+from mgpu_check.processes.scratch import Scratch
 
 __all__ = ["fresh_directory"]
 

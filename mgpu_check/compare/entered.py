@@ -21,8 +21,9 @@ def install(fd: int) -> Callable[[], None]:
     Returns:
         What also counts those that the reducer of DistributedDataParallel has entered by now, in C++.
     """
-    from mgpu_check.ranks import collectives, record
-    from mgpu_check.ranks.state import operations
+    from mgpu_check.processes import record
+    from mgpu_check.rank_side.state import operations
+    from mgpu_check.torch_hooks import collectives
 
     collectives.recorder.attach(fd)
     collectives.install()
@@ -35,7 +36,7 @@ def install(fd: int) -> Callable[[], None]:
 
 def entered(fd: int) -> tuple[int, int]:
     """By the file of a process: operations of its default group when it was last counted, and calls of collectives."""
-    from mgpu_check.ranks import record
+    from mgpu_check.processes import record
 
     data = os.pread(fd, record.SIZE + _NUMBER.size, 0)
     number = data[record.SIZE :]

@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import IO, Literal
 
 from mgpu_check.compare.entered import entered
-from mgpu_check.compare.orphans import adopt, end_orphans
+from mgpu_check.compare.remaining import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
-from mgpu_check.pythonpath import with_startup
-from mgpu_check.ranks.agents.variables import OF_LAUNCHERS
-from mgpu_check.ranks.process import describe_exit
-from mgpu_check.ranks.record import fewest
-from mgpu_check.ranks.stacks import Place, place_of
-from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+from mgpu_check.engine.process import describe_exit
+from mgpu_check.engine.remote.variables import OF_LAUNCHERS
+from mgpu_check.processes.python_path import with_startup
+from mgpu_check.processes.record import fewest
+from mgpu_check.processes.signals import STACKS_SIGNAL
+from mgpu_check.processes.stacks import Place, place_of
 
 __all__ = ["Ended", "Run", "run"]
 

@@ -18,12 +18,13 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import started, witnesses
+from mgpu_check.compare import started
+from mgpu_check.compare import watched as witnesses
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
-from mgpu_check.ranks import precision
+from mgpu_check.torch_hooks import precision
 
 __all__ = ["install"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from mgpu_check.compare.alignment import Aligned, Kind, deviation, of_kind
 from mgpu_check.compare.trace import Trace
-from mgpu_check.grouping import few
+from mgpu_check.processes.rank_lists import few
 
 __all__ = ["Repeat", "Rounding", "repeatability"]
 

@@ -9,12 +9,12 @@ from typing import Literal
 from mgpu_check.compare.alignment import Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.diagnosis import diagnose
+from mgpu_check.compare.first_difference import KINDS, Diagnosis, Scene, first_scene, ratio_of
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
-from mgpu_check.compare.scene import KINDS, Diagnosis, Scene, first_scene, ratio_of
-from mgpu_check.gate.report import Report
-from mgpu_check.grouping import few, named
+from mgpu_check.mistakes.report import Report
+from mgpu_check.processes.rank_lists import few, named
 
 __all__ = ["Kind", "Verdict", "judge", "of_failure", "refused", "starts_its_own", "without_steps"]
 

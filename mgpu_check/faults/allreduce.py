@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import comm
 
 from mgpu_check.faults.registry import fault, replaced
-from mgpu_check.ranks import current_rank
+from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as recipe
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

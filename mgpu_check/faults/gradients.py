@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
 from mgpu_check.faults.registry import fault, replaced
-from mgpu_check.ranks import current_rank
+from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as reducing
 from mgpu_check.recipes import training
 

@@ -40,7 +40,7 @@ class _OurPackage:
 
 def _simulate(count: int, backing: str) -> None:
     with _OurPackage():
-        from mgpu_check.node.simulated.activation import simulated_node
+        from mgpu_check.simulated.activation import simulated_node
     node = simulated_node(count, backing)
     node.__enter__()
     atexit.register(node.__exit__, None, None, None)

@@ -8,7 +8,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from mgpu_check import settings
-from mgpu_check.ranks.seats import Seat, WorldSize, seats_for, spread
+from mgpu_check.devices.placement import Seat, WorldSize, seats_for, spread
 
 __all__ = ["all_devices", "all_pairs", "device_counts", "device_pairs", "places", "world_sizes"]
 

@@ -12,14 +12,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.ranks import Rank
+from mgpu_check.rank_side.rank import Rank
 from mgpu_check.strategies.contributions import DENSE, GAPPED, Contributions, contributions
 from mgpu_check.suite.budget import examples
 
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.session import Ranks
+    from mgpu_check import Ranks
 
 PLACES = st.sampled_from(("device", "cpu"))
 

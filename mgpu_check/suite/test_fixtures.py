@@ -80,6 +80,6 @@ def test_try_all_gpus(gpus: tuple[torch.device, ...]) -> None:
 def test_visible_devices_are_honoured(gpus: tuple[torch.device, ...]) -> None:
     """A process started under CUDA_VISIBLE_DEVICES sees the devices listed there, in that order, and no others."""
     from mgpu_check.checks.visibility import assert_visible_devices_honoured
-    from mgpu_check.node.inventory import visible_devices
+    from mgpu_check.devices.inventory import visible_devices
 
     assert_visible_devices_honoured([device.uuid for device in visible_devices()][: len(gpus)])

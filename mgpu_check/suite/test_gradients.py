@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.ranks import Rank
+from mgpu_check.rank_side.rank import Rank
 from mgpu_check.strategies.models import TrainingSpec, trainings
 from mgpu_check.suite.budget import examples
 
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.session import Ranks
+    from mgpu_check import Ranks
 
 # LeNet costs ten times as much as the MLP.
 PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")

@@ -18,10 +18,10 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from mgpu_check.ranks.agents.credentials import Key, Stranger, new_secret, present, verify
-from mgpu_check.ranks.agents.lines import line
-from mgpu_check.ranks.agents.meeting import PREFIX, Meeting
-from mgpu_check.ranks.agents.variables import Place, place_of
+from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present, verify
+from mgpu_check.engine.remote.lines import line
+from mgpu_check.engine.remote.meeting import PREFIX, Meeting
+from mgpu_check.engine.remote.variables import Place, place_of
 
 NOBODY = 65534
 _TIMEOUT = 10.0

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.ranks.agents.addresses import listen_at
-from mgpu_check.ranks.agents.credentials import Key, Stranger, new_secret, present
-from mgpu_check.ranks.agents.hub import Hub
-from mgpu_check.ranks.agents.launcher import AgentLauncher, WrongLaunch
-from mgpu_check.ranks.agents.lines import Lines, line
-from mgpu_check.ranks.agents.members import AgentGone
-from mgpu_check.ranks.seats import Seat
+from mgpu_check.devices.placement import Seat
+from mgpu_check.engine.remote.addresses import listen_at
+from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present
+from mgpu_check.engine.remote.launcher import AgentLauncher, WrongLaunch
+from mgpu_check.engine.remote.lines import Lines, line
+from mgpu_check.engine.remote.members import AgentGone
 
 KEY = Key(new_secret(), "this test")
 VERSIONS = {"torch": "2.13"}

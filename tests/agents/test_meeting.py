@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.ranks.agents.addresses import is_loopback, listen_at, listener_for, rendezvous_of
-from mgpu_check.ranks.agents.credentials import Key, Stranger, WrongKey, endpoint, new_secret
-from mgpu_check.ranks.agents.hub import Hub
-from mgpu_check.ranks.agents.joining import Refused, Run, connect
-from mgpu_check.ranks.agents.meeting import Announced, End, Meeting
-from mgpu_check.ranks.agents.variables import Place
+from mgpu_check.engine.remote.addresses import is_loopback, listen_at, listener_for, rendezvous_of
+from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, new_secret
+from mgpu_check.engine.remote.joining import Refused, Run, connect
+from mgpu_check.engine.remote.meeting import Announced, End, Meeting
+from mgpu_check.engine.remote.variables import Place
 from tests.agents.conftest import free_port
 
 USER = Key(new_secret(), "/home/user/key")
@@ -188,7 +188,7 @@ class Ended:
 def test_a_driver_that_dies_before_anybody_joins_is_waited_for_by_nobody(code: int, end: End, monkeypatch):
     """Neither by the agent that has started it, nor by the others, which that one tells."""
     port = free_port()
-    monkeypatch.setattr("mgpu_check.ranks.agents.joining.start_driver", lambda *_: Ended(code))
+    monkeypatch.setattr("mgpu_check.engine.remote.joining.start_driver", lambda *_: Ended(code))
     first = Run(place(0, port, final=True), USER, [], 600.0)
     found = first.join()
     assert found == end

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.needs import placements
-from mgpu_check.ranks.protocol import Surroundings
-from mgpu_check.ranks.seats import Seat, WorldSize, seats_for, spread
+from mgpu_check.devices.placement import Seat, WorldSize, seats_for, spread
+from mgpu_check.processes.protocol import Surroundings
+from mgpu_check.pytest_plugin.requirements import placements
 from mgpu_check.settings import activate, resolve
 from mgpu_check.strategies import device_counts, places, world_sizes
 from mgpu_check.strategies.worlds import placed

@@ -17,8 +17,8 @@ import pytest, torch, torch.distributed as dist
 from hypothesis import given, settings
 
 from mgpu_check import strategies
-from mgpu_check.ranks.agents import current
-from mgpu_check.ranks.seats import WorldSize
+from mgpu_check.engine.remote import current
+from mgpu_check.devices.placement import WorldSize
 
 
 def total(rank):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.ranks.agents.variables import Place, first_host, place_of
+from mgpu_check.engine.remote.variables import Place, first_host, place_of
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

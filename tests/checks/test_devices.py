@@ -10,8 +10,8 @@ import torch
 
 from mgpu_check.checks import devices as checks
 from mgpu_check.errors import DeviceEnumerationError
-from mgpu_check.node.simulated import simulated_node
 from mgpu_check.recipes import devices as recipes
+from mgpu_check.simulated import simulated_node
 from mgpu_check.strategies import TensorSpec
 
 Devices = list[torch.device]

@@ -13,7 +13,7 @@ from mgpu_check.checks import mismatch
 from mgpu_check.checks.mismatch import devices_named, raises_device_mismatch
 from mgpu_check.checks.operators import CALLS, Operands
 from mgpu_check.errors import DeviceMismatch
-from mgpu_check.node.simulated import simulated_node
+from mgpu_check.simulated import simulated_node
 from mgpu_check.specs.operators import OPERATORS, OperatorCase
 
 SAME = "Expected all tensors to be on the same device, but "

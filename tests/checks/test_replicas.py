@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mgpu_check.checks.replicas import assert_replicas_agree, fingerprint
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import ReplicaMismatch
-from mgpu_check.ranks import Rank
-from mgpu_check.ranks.launcher import LocalLauncher
-from mgpu_check.ranks.pool import RankPool
+from mgpu_check.pytest_plugin.serialization import by_value
+from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes import models
-from mgpu_check.shipping import by_value
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from mgpu_check.checks.scatter import (
     chunk_sizes,
 )
 from mgpu_check.errors import ShardError
-from mgpu_check.node.simulated import simulated_node
+from mgpu_check.simulated import simulated_node
 
 CPUS = ["cpu"] * 3
 X = torch.arange(14.0).reshape(7, 2)

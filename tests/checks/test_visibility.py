@@ -8,9 +8,9 @@ import pytest
 
 from mgpu_check.checks import visibility
 from mgpu_check.checks.visibility import Sight, assert_visible_devices_honoured, visible_subsets
+from mgpu_check.devices.inventory import visible_devices
 from mgpu_check.errors import DeviceEnumerationError
-from mgpu_check.node.inventory import visible_devices
-from mgpu_check.node.simulated import simulated_node
+from mgpu_check.simulated import simulated_node
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.command.selftest import CAUGHT, PASSED, Selftest
+from mgpu_check.cli.selftest import CAUGHT, PASSED, Selftest
 from mgpu_check.faults.registry import all_faults
 
 

@@ -7,7 +7,7 @@ import struct
 import tempfile
 
 from mgpu_check.compare.entered import entered
-from mgpu_check.ranks import record
+from mgpu_check.processes import record
 
 
 def test_what_a_process_has_written_is_read():

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from mgpu_check.__main__ import main as command
-from mgpu_check.command.compare import main
+from mgpu_check.cli.compare import main
 
 STEP = "    optimizer.step()\n"
 START = [sys.executable, "-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py"]

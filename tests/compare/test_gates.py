@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mgpu_check.command.compare import main
+from mgpu_check.cli.compare import main
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.directories import fresh_directory
 

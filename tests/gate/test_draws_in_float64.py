@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mgpu_check.gate.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 
 aten = torch.ops.aten
 DRAWS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from mgpu_check.gate.classes import CLASSES
+from mgpu_check.mistakes.catalogue import CLASSES
 from tests.docs.pages import MISTAKES, blocks, first_files
 
 PAGES = MISTAKES

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mgpu_check.node.simulated import simulated_node
+from mgpu_check.simulated import simulated_node
 
 
 @pytest.fixture

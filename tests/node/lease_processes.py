@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mgpu_check.node import leases
-from mgpu_check.node.leases import DeviceLeases, Lease
+from mgpu_check.devices import leases
+from mgpu_check.devices.leases import DeviceLeases, Lease
 
 LIMIT = 60.0  # only what is broken lasts as long
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.node.simulated import groups
+from mgpu_check.simulated import groups
 
 
 def filled(rank, *shape):

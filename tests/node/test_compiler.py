@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.node.simulated import compiler, simulated_node
+from mgpu_check.simulated import compiler, simulated_node
 
 
 @pytest.mark.filterwarnings("error")

@@ -11,7 +11,7 @@ import torch.cuda.comm
 import torch.distributed.tensor
 import torch.nn.parallel
 
-from mgpu_check.node.simulated import prepare, simulated_device_count, simulated_node, to_real
+from mgpu_check.simulated import prepare, simulated_device_count, simulated_node, to_real
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", True])

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mgpu_check.leasing import Leasing
-from mgpu_check.node import inventory
-from mgpu_check.node.inventory import Device
-from mgpu_check.ranks.seats import Seat
+from mgpu_check.devices import inventory
+from mgpu_check.devices.inventory import Device
+from mgpu_check.devices.placement import Seat
+from mgpu_check.pytest_plugin.leasing import Leasing
 from mgpu_check.settings import Settings
 
 

@@ -17,8 +17,8 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.node import leases
-from mgpu_check.node.leases import DeviceLeases, LeaseError, machine_directory
+from mgpu_check.devices import leases
+from mgpu_check.devices.leases import DeviceLeases, LeaseError, machine_directory
 
 Play = Callable[..., dict[str, Any]]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.node.simulated import simulated_node
-from mgpu_check.node.simulated.masks import uuid_of, visible
+from mgpu_check.simulated import simulated_node
+from mgpu_check.simulated.masks import uuid_of, visible
 from tests.masking import CASES, VARIABLE, answers
 
 

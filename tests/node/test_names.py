@@ -14,8 +14,8 @@ import torch.cuda.nccl
 import torch.cuda.tunable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mgpu_check.node.simulated import autocast, native, runtime, simulated_node
-from mgpu_check.ranks import precision
+from mgpu_check.simulated import autocast, native, runtime, simulated_node
+from mgpu_check.torch_hooks import precision
 
 # What a build with CUDA says without a driver, and one without CUDA, where a call has gone past the simulation.
 BEYOND = ("driver", "not compiled with CUDA", "Torch not compiled", "has no attribute '_", "CUDA backend")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import mgpu_check
-from mgpu_check.command.simulate import main
+from mgpu_check.cli.simulate import main
 
 HOME = Path(mgpu_check.__file__).parent.parent
-LAUNCH = f"import sys; sys.path.append({str(HOME)!r}); from mgpu_check.command.simulate import main; sys.exit(main(sys.argv[1:]))"
+LAUNCH = f"import sys; sys.path.append({str(HOME)!r}); from mgpu_check.cli.simulate import main; sys.exit(main(sys.argv[1:]))"
 
 
 def simulate(cwd, *args):

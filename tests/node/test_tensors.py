@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from mgpu_check.node.simulated import is_simulated, simulated_device_count, simulated_node, to_real
+from mgpu_check.simulated import is_simulated, simulated_device_count, simulated_node, to_real
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -190,7 +190,7 @@ class simulated_off:
         self.file = file
 
     def __enter__(self):
-        from mgpu_check.node.simulated import state
+        from mgpu_check.simulated import state
 
         self.program = (
             "import sys, io, torch\n"

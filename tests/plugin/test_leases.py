@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.leasing import keys_of, tokens_of, told
-from mgpu_check.node.inventory import Device
-from mgpu_check.node.leases import DeviceLeases
+from mgpu_check.devices.inventory import Device
+from mgpu_check.devices.leases import DeviceLeases
+from mgpu_check.pytest_plugin.leasing import keys_of, tokens_of, told
 from tests.plugin.conftest import processes_with
 
 Run = Callable[..., pytest.RunResult]
@@ -26,7 +26,7 @@ LIMIT = 120.0  # only what is broken lasts as long
 SHARED = f"""
 import os, time
 import pytest
-from mgpu_check.plugin import SESSION
+from mgpu_check.pytest_plugin.stash import SESSION
 
 JOURNAL = os.environ["JOURNAL"]
 
@@ -64,7 +64,7 @@ def use(request):
 FAKE_GPUS = """
 import os, torch
 import torch.distributed as dist
-from mgpu_check.node import inventory
+from mgpu_check.devices import inventory
 
 def visible_devices():
     # GPU 3 and GPU-abc are the same, as on a real machine each has an index and a UUID.
@@ -83,10 +83,10 @@ dist.init_process_group = lambda backend=None, **options: own("gloo", **options)
 ON_FAKE_GPUS = """
 import os
 from pathlib import Path
-import mgpu_check.session
-from mgpu_check.node import leases
+import mgpu_check.pytest_plugin.session
+from mgpu_check.devices import leases
 
-mgpu_check.session.PRELOAD += ("fake_gpus",)
+mgpu_check.pytest_plugin.session.PRELOAD += ("fake_gpus",)
 leases.MACHINE = Path(os.environ["LOCKS"])
 """
 
@@ -211,7 +211,7 @@ def test_no_two_tests_have_a_device_at_the_same_time(pytester, run, shared):
     pytester.makepyfile(
         """
         import pytest
-        from mgpu_check.plugin import SESSION
+        from mgpu_check.pytest_plugin.stash import SESSION
 
         COUNTS = [1, 2, 1, 3, 1, 4, 2, 1, 1, 2, 4, 1, 2, 3, 1, 1, 4, 2, 1, 1]
 
@@ -238,7 +238,7 @@ def test_a_killed_worker_gives_its_devices_back(pytester, run, shared):
         import os, signal
         import pytest
         from conftest import happened, note, wait_for
-        from mgpu_check.plugin import SESSION
+        from mgpu_check.pytest_plugin.stash import SESSION
 
         @pytest.mark.parametrize("n", range(2))
         def test_use(request, ranks, n):
@@ -327,10 +327,10 @@ def test_waiting_is_told(pytester, run, locks, workers):
     patch = """
 leases._FIRST_WORD = 0.0
 
-import mgpu_check.leasing
-mgpu_check.leasing._A_WAIT = mgpu_check.leasing._WORTH_TELLING = 0.0
+import mgpu_check.pytest_plugin.leasing
+mgpu_check.pytest_plugin.leasing._A_WAIT = mgpu_check.pytest_plugin.leasing._WORTH_TELLING = 0.0
 
-from mgpu_check.report import summary
+from mgpu_check.pytest_plugin.report import summary
 tell = summary.tell
 def told(config, line):
     tell(config, line)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.report.markdown import LARGEST
-from mgpu_check.report.markup import code, fenced, text
+from mgpu_check.pytest_plugin.report.markdown import LARGEST
+from mgpu_check.pytest_plugin.report.markup import code, fenced, text
 
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=20")
 

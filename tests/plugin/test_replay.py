@@ -303,7 +303,7 @@ def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, monk
         "import pytest\n"
         "@pytest.hookimpl(tryfirst=True)\n"
         "def pytest_runtest_setup(item):\n"
-        "    from mgpu_check.plugin import SESSION\n"
+        "    from mgpu_check.pytest_plugin.stash import SESSION\n"
         "    item.config.stash[SESSION].fault = 'remainder-dropped'\n"
     )
     pytester.makeini("[pytest]\ngpus = 2\nsimulate = true\n")

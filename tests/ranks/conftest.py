@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mgpu_check.ranks.launcher import LocalLauncher
-from mgpu_check.ranks.pool import RankPool
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mgpu_check.errors import RankDied, RankHang
-from mgpu_check.ranks.channel import Channel, Garbled, RankEnd, frame
+from mgpu_check.processes.channel import Channel, Garbled, RankEnd, frame
 
 
 @pytest.fixture

@@ -324,7 +324,7 @@ def test_functional_collectives_are_recorded(pool):
 
 COMPILED = """
 import os, sys, torch, torch.distributed as dist
-from mgpu_check.ranks.collectives import install, recorder
+from mgpu_check.torch_hooks.collectives import install, recorder
 
 install()
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mgpu_check.ranks.failures import Died, Raised, Who, error_of
-from mgpu_check.ranks.protocol import Failure
+from mgpu_check.engine.failures import Died, Raised, Who, error_of
+from mgpu_check.processes.protocol import Failure
 
 
 def raised(headline: str) -> Raised:

@@ -14,10 +14,10 @@ import time
 
 import pytest
 
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import RankPool
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
-from mgpu_check.ranks.launcher import LocalLauncher
-from mgpu_check.ranks.pool import RankPool
-from mgpu_check.shipping import by_value
+from mgpu_check.pytest_plugin.serialization import by_value
 
 
 @pytest.fixture(autouse=True)
@@ -168,7 +168,7 @@ def test_a_message_without_end(pool):
     def body(rank):
         import gc
 
-        from mgpu_check.ranks import channel
+        from mgpu_check.processes import channel
 
         if rank.index == 1:
             (end,) = (one for one in gc.get_objects() if type(one) is channel.RankEnd)
@@ -268,7 +268,7 @@ def alive(pid):
 
 def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(monkeypatch):
     """As one bad device would do it: the others wait for that rank in the rendezvous."""
-    from mgpu_check.ranks import crew
+    from mgpu_check.engine import world_processes as crew
 
     monkeypatch.setattr(crew, "_START_TIMEOUT", 20.0)
     with own_pool() as pool:

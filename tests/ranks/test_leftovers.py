@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.errors import RankDied
-from mgpu_check.shipping import by_value
+from mgpu_check.pytest_plugin.serialization import by_value
 
 SHARED = Path("/dev/shm")
 

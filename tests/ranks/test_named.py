@@ -14,7 +14,7 @@ from torch.backends import cudnn
 from torch.backends.cuda import matmul
 from torch.nn.attention import SDPBackend
 
-from mgpu_check.ranks.transport import dumps, loads
+from mgpu_check.processes.pickling import dumps, loads
 
 aten = torch.ops.aten
 ONE_PER_PROCESS = {

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.pool import CannotTravel, RankPool
+from mgpu_check.engine.world import Abandoned
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
-from mgpu_check.ranks.launcher import LocalLauncher
-from mgpu_check.ranks.pool import CannotTravel, RankPool
-from mgpu_check.ranks.world import Abandoned
 
 
 def pids(pool: RankPool, size: int | None = None) -> list[int]:
@@ -448,7 +448,7 @@ def test_after_an_interrupt_it_is_told_where_ranks_were_also_those_that_cannot_a
         import signal
         from pathlib import Path
 
-        from mgpu_check.ranks.worker_signal import STACKS_SIGNAL
+        from mgpu_check.processes.signals import STACKS_SIGNAL
 
         if rank.index == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -619,7 +619,7 @@ def test_the_same_seed_on_every_rank_and_in_every_call(pool):
 
 
 def test_a_rank_that_does_not_answer_at_the_end_of_a_test_is_told(pool, monkeypatch):
-    from mgpu_check.ranks import world
+    from mgpu_check.engine import world
 
     monkeypatch.setattr(world, "_REST_TIMEOUT", 0.5)
     (pid, _) = pids(pool, 2)
@@ -652,7 +652,7 @@ def test_a_fork_server_that_still_imports_ends_with_its_parent(tmp_path):
         [
             sys.executable,
             "-c",
-            "from mgpu_check.ranks.launcher import LocalLauncher as L; launcher = L(['imports_for_ever']); launcher.start()\n"
+            "from mgpu_check.engine.launcher import LocalLauncher as L; launcher = L(['imports_for_ever']); launcher.start()\n"
             "import signal; signal.pause()",
         ],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

@@ -9,7 +9,7 @@ import torch
 from torch import backends
 
 from mgpu_check.numerics.steps import full_precision
-from mgpu_check.ranks import precision
+from mgpu_check.torch_hooks import precision
 
 SETTINGS = {
     "older, convolutions off": lambda: setattr(backends.cudnn, "allow_tf32", False),

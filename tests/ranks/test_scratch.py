@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.ranks.scratch import Scratch, sweep
+from mgpu_check.processes.scratch import Scratch, sweep
 
 # A process that uses a directory of the kind and name that it is told, says which, and waits.
 USES = """
 import sys
-from mgpu_check.ranks.scratch import Scratch
+from mgpu_check.processes.scratch import Scratch
 scratch = Scratch.new(sys.argv[1]) if len(sys.argv) == 2 else Scratch.named(*sys.argv[1:])
 (scratch.path / "file").touch()
 print(scratch.path, flush=True)
@@ -36,9 +36,9 @@ with fresh_directory() as directory:
 # A run that is killed together with its fork server: something that its ranks have shared, and a process of theirs.
 SHARES = """
 import multiprocessing, os, signal, subprocess, sys
-from mgpu_check.ranks.leftovers import MARK
-from mgpu_check.ranks.scratch import Scratch
-from mgpu_check.ranks.shared_names import note_names
+from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.scratch import Scratch
+from mgpu_check.rank_side.shared_names import note_names
 scratch = Scratch.new("ranks")
 note_names(os.fspath(scratch.path))
 semaphore = multiprocessing.get_context("spawn").Semaphore()
@@ -50,7 +50,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 # Use one directory and leave it, many times, beside others: nobody loses it meanwhile.
 IN_TURNS = """
-from mgpu_check.ranks.scratch import Scratch
+from mgpu_check.processes.scratch import Scratch
 for turn in range(100):
     scratch = Scratch.named("leases", "run")
     here = scratch.path / f"{__import__('os').getpid()}-{turn}"

@@ -32,9 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.ranks.channel import _HEADER, _MAGIC, frame
-from mgpu_check.ranks.leftovers import MARK
-from mgpu_check.ranks.protocol import Outcome
+from mgpu_check.processes.channel import _HEADER, _MAGIC, frame
+from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.protocol import Outcome
 
 SIZE, CULPRIT = 3, 1
 

@@ -70,7 +70,7 @@ class Recorder:
 
 
 def _session(stash: Stash) -> Any:
-    from mgpu_check.plugin import SESSION
+    from mgpu_check.pytest_plugin.stash import SESSION
 
     return stash[SESSION]
 

@@ -1,0 +1,197 @@
+"""``mgpu-check compare --gpus=4 -- train.py --args``: does a training script do on four ranks what it does on one device?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from mgpu_check.cli import simulate
+from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.compare.arguments import fitted
+
+__all__ = ["main"]
+
+_USAGE = (
+    "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
+    "                          [--html=FILE] [--json=FILE] -- script.py [args...]\n"
+    "       mgpu-check compare [...] -- -m module [args...]"
+)
+_EPILOG = """\
+In the arguments of the script, {…} with W in it is replaced by its value, where W is the number of processes of the run:
+--batch-size={64/W}, --lr={0.1*W}.
+
+exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
+other parameters, the script is not repeatable, makes no optimizer step, or gives no finite numbers from the first step on;
+3 internal error of mgpu-check, which says nothing of the script; 4 wrong usage; 130 interrupted.
+What a script must do to be comparable: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
+"""
+_CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED}
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _number(least: int, what: str) -> type[int]:
+    def parse(text: str) -> int:
+        try:
+            n = int(text)
+        except ValueError:
+            n = least - 1
+        if n < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no {what}; give an integer of at least {least}")
+        return n
+
+    return parse  # type: ignore[return-value]  # what argparse takes for a type
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+    return value
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent} for {path.name}")
+    return path
+
+
+_TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--html", "--json")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="mgpu-check compare",
+        usage=_USAGE,
+        description="Run a training script as it is on one device and on N ranks, and name the first optimizer step and "
+        "parameter that part ways.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--gpus", type=_number(2, "number of ranks"), default=2, metavar="N", help="number of ranks (default: 2)")
+    simulate.add_simulate(parser)
+    add("--steps", type=_number(1, "number of steps"), metavar="N", help="compare N optimizer steps (default: all)")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="end a run in which no rank gets further for so long (default: 300)",
+    )
+    add(
+        "--fresh-directory",
+        action="store_true",
+        help="begin each run in a copy of the current directory, in which what other runs write is not there",
+    )
+    add("--html", type=_writable, metavar="FILE", help="write a page with the curves of loss and deviation")
+    add("--json", type=_writable, metavar="FILE", help="write the verdict, and what was compared, for programs")
+    return parser
+
+
+def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Of the run on one device, and of the ranks."""
+    if backing is not None:
+        return simulate.environment(1, backing), simulate.environment(gpus, backing)
+    import torch
+
+    several = dict(os.environ)
+    names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
+    visible = next((several[name] for name in names if name in several), "0")  # the first that is set counts
+    return {**several, names[0]: visible.split(",")[0]}, several
+
+
+def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
+    """How many devices there are; refuses fewer than ranks, on which the ranks fail for no fault of the script.
+
+    Without any device the script may be one for CPUs.
+
+    Raises:
+        SystemExit: by `parser`.
+    """
+    import torch
+
+    count = torch.cuda.device_count()  # it makes no context here, which would take memory of the first device
+    if 0 < count < gpus:
+        parser.error(
+            f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or --simulate. For a "
+            "script that uses no GPU, hide them: CUDA_VISIBLE_DEVICES= mgpu-check compare …"
+        )
+    return count
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    for another in _ENDING:
+        signal.signal(another, signal.SIG_IGN)  # the end of the processes is not to be interrupted
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare what the script of `argv` does on one device and on ranks; the exit code, see ``--help``."""
+    parser = _parser()
+    try:
+        own, program = simulate.split_program(argv, _TAKE_A_WORD)
+        given = parser.parse_args(own)
+        if program and Path(program[0]).name in _LAUNCHERS:
+            parser.error(f"{program[0]} starts ranks, and so does compare: give the script and its own arguments only")
+        command = simulate.program_command(program, parser)
+        for world in (1, given.gpus):
+            try:
+                fitted(command, world)
+            except ValueError as error:
+                parser.error(str(error))
+        count = given.gpus if given.simulate else _count(given.gpus, parser)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return _compare(given, program, command, count)
+
+
+def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequence[str], count: int) -> int:
+    from mgpu_check.compare.comparison import Plan, compare
+    from mgpu_check.compare.page import write_page
+    from mgpu_check.compare.result import write_json
+
+    simulated = f"SIMULATED {given.simulate}" if given.simulate else ""
+    single, several = _environments(given.gpus, given.simulate)
+    plan = Plan(
+        command,
+        shlex.join(program),
+        given.gpus,
+        single,
+        several,
+        simulated,
+        given.timeout,
+        given.steps,
+        given.fresh_directory,
+        without_gpus=not count,
+    )
+    note = f"; {simulated} x{given.gpus}: proves code, never hardware" if simulated else ""
+    print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)
+    kept = {number: signal.signal(number, _interrupted) for number in _ENDING}
+    try:
+        done = compare(plan, lambda line: print(f"  {line}", flush=True))
+    except KeyboardInterrupt:
+        print("mgpu-check compare: interrupted; all processes are ended", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+    print(f"\n{done.verdict.report}")
+    if given.html:
+        write_page(given.html, done)
+    if given.json:
+        write_json(given.json, done)
+    if simulated:
+        print(f"{done.verdict.kind}, on {given.gpus} {simulated} GPUs")
+    return _CODES[done.verdict.kind]

@@ -1,0 +1,41 @@
+"""`mgpu-check devices`: list what GPUs torch sees here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from mgpu_check.cli.codes import Parser
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the visible devices, and what decides which those are. Exit code 0, also where there are none; 4 where there is
+    trouble with them."""
+    parser = Parser(prog="mgpu-check devices", description="List the GPUs that torch sees here.")
+    parser.parse_args(argv)
+    import torch
+
+    from mgpu_check.devices.inventory import take_inventory
+
+    cuda = torch.version.cuda or "none (a CPU build)"
+    print(f"torch {torch.__version__}, built for CUDA {cuda}")
+    found = take_inventory()
+    masked = os.environ.get(found.mask)
+    if masked is not None:
+        print(f"{found.mask}={masked!r}")
+    if found.trouble:
+        print(found.trouble)
+        return 4
+    if not found.devices:
+        print("no GPU is visible; to have some in software: mgpu-check --gpus=4 --simulate")
+        return 0
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        print("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))
+    for device in found.devices:
+        capability = ".".join(map(str, device.capability))
+        print(
+            f"cuda:{device.index}  {device.name}  {device.memory / 2**30:.1f} GiB  compute {capability}  {device.uuid}"
+        )
+    return 0

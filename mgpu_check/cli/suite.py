@@ -1,0 +1,67 @@
+"""`mgpu-check [--gpus=N] [--simulate] [pytest's arguments]`: run the packaged suite."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mgpu_check.suite
+from mgpu_check.engine.remote import current
+from mgpu_check.processes.scratch import Scratch
+from mgpu_check.pytest_plugin.report.progress import Progress
+from mgpu_check.pytest_plugin.report.replay import CommandLine
+from mgpu_check.settings import OPTIONS
+
+_HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
+
+__all__ = ["asks_for_gpus", "files", "main", "names_a_check", "run"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run every check of the suite; pytest's exit code."""
+    arguments = list(argv)
+    if not asks_for_gpus(arguments):
+        driver = current.driver()  # it knows the number without looking, so it may be one of simulated devices
+        arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
+    return run(arguments, [Progress(), CommandLine((), tuple(argv))])
+
+
+def asks_for_gpus(arguments: Sequence[str]) -> bool:
+    """Whether the command line, or the environment, says how many devices to use."""
+    also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
+    given = any(argument.partition("=")[0] == "--gpus" for argument in [*arguments, *also])
+    return given or OPTIONS["gpus"].variable in os.environ
+
+
+def names_a_check(argument: str) -> bool:
+    """Whether an argument is a file of the suite, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
+    return argument.partition("::")[0] in files()
+
+
+def files() -> list[str]:
+    """The files of the suite."""
+    return sorted(path.name for path in Path(mgpu_check.suite.__file__).parent.glob("test_*.py"))
+
+
+def run(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
+    """Run pytest on the packaged suite, quietly, with nothing taken from or left in the current directory."""
+    ini = Path(mgpu_check.suite.__file__).with_name("pytest.ini")
+    # Named, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set here as everywhere.
+    ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider"]
+    chosen = [str(ini.with_name(argument)) if names_a_check(argument) else argument for argument in arguments]
+    if chosen == list(arguments):
+        ours += ["--pyargs", "mgpu_check.suite"]
+    scratch = Scratch.new("suite")
+    # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
+    kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
+    try:
+        return int(pytest.main([*ours, *chosen], plugins=list(plugins)))
+    finally:
+        if kept == str(scratch.path):
+            del os.environ[_HYPOTHESIS_HOME]
+        scratch.remove()

@@ -1,0 +1,176 @@
+"""Where two runs part ways: the first step, and what is wrong at it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from mgpu_check.compare.alignment import Aligned, Deviation, Kind, Samples, deviation, of_kind
+from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.trace import Summary
+from mgpu_check.mistakes.report import Finding, Observable
+
+__all__ = ["KINDS", "Diagnosis", "Scene", "Wrong", "first_scene", "ratio_of", "updates"]
+
+KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter")
+_SAME_SIZE = 0.9  # deviations that are nearly the largest count as the largest
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A tensor that is not that of one device: on which ranks, and how far on the worst of them."""
+
+    kind: Kind
+    name: str
+    ranks: tuple[int, ...]
+    worst: Deviation
+    worst_rank: int
+
+
+@dataclass
+class Scene:
+    """A step (counted from 0) at which something is wrong.
+
+    Attributes:
+        wrong: by kind; in the order of the model.
+        apart: by kind, the parameters in which ranks differ from each other.
+    """
+
+    aligned: Aligned
+    rounding: Rounding
+    step: int
+    wrong: dict[Kind, list[Wrong]]
+    apart: dict[Kind, list[str]]
+
+    @property
+    def kind(self) -> Kind | None:
+        """The first kind of tensor that is wrong, as the step goes; None where only the samples tell something."""
+        return next((kind for kind in KINDS if self.wrong[kind] or self.apart[kind]), None)
+
+    @property
+    def main(self) -> Wrong | None:
+        """Of the first kind that is wrong: the tensor that is furthest off, the first of the model among equals."""
+        kind = self.kind
+        if kind is None or not self.wrong[kind]:
+            return None
+        largest = max(wrong.worst.size for wrong in self.wrong[kind])
+        return next(wrong for wrong in self.wrong[kind] if wrong.worst.size >= _SAME_SIZE * largest)
+
+    @property
+    def samples(self) -> Samples:
+        return self.aligned.samples(self.step)
+
+    def observables(self) -> list[Observable]:
+        """Each tensor of the step, with whether it is that of one device, and whether ranks agree about it."""
+        found = []
+        for kind in KINDS:
+            wrong = {entry.name: entry for entry in self.wrong[kind]}
+            for name in self.aligned.names:
+                expected, here = self.aligned.found(self.step, kind, name)
+                if not here or (expected is None and not any(here.values())):
+                    continue
+                entry = wrong.get(name)
+                ratio = ratio_of(here[entry.worst_rank], expected) if entry else None
+                found.append(
+                    Observable(
+                        {"before": "before: ", "gradient": "gradient: ", "parameter": "after: "}[kind] + name,
+                        {"one device": entry is None, "ranks agree": name not in self.apart[kind]},
+                        "" if entry is None else f"{entry.worst}{f'; norm x {ratio:.4g}' if ratio else ''}",
+                    )
+                )
+        return found
+
+
+@dataclass
+class Diagnosis:
+    """What is said of a scene.
+
+    Attributes:
+        comparable: the difference is one of the training step, and not of what the step was given.
+        why: for what is not comparable: what the step was given, in a clause.
+        todo: what to do about that, a line each.
+    """
+
+    comparable: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    why: str = ""
+    todo: list[str] = field(default_factory=list)
+
+
+def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
+    """How many times as large a tensor is as it should be, by its norm."""
+    if got is None or expected is None or not expected.norm or not math.isfinite(got.norm / expected.norm):
+        return None
+    return got.norm / expected.norm
+
+
+def first_scene(aligned: Aligned, rounding: Rounding) -> Scene | None:
+    """The first step at which a tensor is further off than rounding leads, or at which all ranks do the whole work.
+
+    The last that is looked at is that at which one device first has a tensor that is not finite: its others say something.
+    """
+    for step in range(min(aligned.judged + 1, aligned.steps)):
+        scene = _scene(aligned, rounding, step)
+        if scene.kind is not None or _whole_batch_on_each_rank(scene):
+            return scene
+    return None
+
+
+def _scene(aligned: Aligned, rounding: Rounding, step: int) -> Scene:
+    wrong: dict[Kind, list[Wrong]] = {kind: [] for kind in KINDS}
+    apart: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
+    for kind in KINDS:
+        for name in aligned.names:
+            expected, here = aligned.found(step, kind, name)
+            tolerance = rounding.tolerance(step, kind, name)
+            shape = aligned.parameter(name).shape
+            if expected is not None and not expected.finite:
+                if rounding.leaves_numbers(step, kind, name):
+                    continue
+                # Ranks that have no numbers either are as they should be; others are infinitely far off.
+                here = {rank: value for rank, value in here.items() if value is None or value.finite}
+                tolerance = 0.0
+            found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
+            off = {rank: one for rank, one in found.items() if one.size > tolerance}
+            if off:
+                rank = max(off, key=lambda r: off[r].size)
+                wrong[kind].append(Wrong(kind, name, tuple(off), off[rank], rank))
+            first = next(iter(here.values()), None)
+            if any(value != first and deviation(value, first, shape).size > tolerance for value in here.values()):
+                apart[kind].append(name)
+    return Scene(aligned, rounding, step, wrong, apart)
+
+
+def _whole_batch_on_each_rank(scene: Scene) -> bool:
+    """Whether each rank saw, at the first step, the very samples of one device, and trains the whole model.
+
+    Ranks that hold a part of the model each do see all samples, and rightly so.
+    """
+    aligned = scene.aligned
+    samples = scene.samples
+    whole = all(
+        trace.parameters[name].shape == aligned.parameter(name).shape and not trace.parameters[name].sharded
+        for trace in aligned.ranks
+        for name in aligned.names
+        if name in trace.parameters
+    )
+    return scene.step == 0 and whole and samples.repeated_on_each_rank and samples.ranks[0] == samples.one
+
+
+def updates(scene: Scene, name: str) -> list[tuple[float, float]]:
+    """By how much this step has changed a parameter's kept elements: (on the first rank, on one device)."""
+    found = []
+    for got, wanted in zip(_update(scene, name, 0), _update(scene, name, None), strict=False):
+        found.append((got, wanted))
+    return found
+
+
+def _update(scene: Scene, name: str, rank: int | None) -> list[float]:
+    trace = scene.aligned.one if rank is None else scene.aligned.ranks[rank]
+    now = trace.steps[scene.step].parameters.get(name)
+    earlier = [of_kind(trace.steps[scene.step], "before").get(name)]
+    earlier += [step.parameters.get(name) for step in reversed(trace.steps[: scene.step])]
+    before = next((summary for summary in earlier if summary is not None), None)
+    if now is None or before is None:
+        return []
+    return [a - b for a, b in zip(now.samples, before.samples, strict=True)]

@@ -1,0 +1,1 @@
+"""Devices of this machine: which there are, who leases them, which a rank sees."""

@@ -1,0 +1,1 @@
+"""The engine: warm processes, one per rank, that run functions in lockstep and heal."""

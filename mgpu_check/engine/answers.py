@@ -1,0 +1,144 @@
+"""One message to each process of a world, and one answer from each: without ever waiting for a single one."""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable, Mapping, Sequence
+
+from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.process import Process
+from mgpu_check.processes import protocol
+from mgpu_check.processes.channel import Garbled, frame
+from mgpu_check.processes.clock import Clock
+
+__all__ = ["agree", "collect", "send"]
+
+# How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
+# longer as long as they compute. It decides only how much of the others' story is told, never the verdict.
+_LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
+
+_NOTHING_YET = object()
+
+
+def send(processes: Mapping[int, Process], message_for: Callable[[int], object]) -> list[int]:
+    """Send each process its message, as far as it takes it now; `collect` sends the rest. Those that are gone."""
+    gone = []
+    last: object = None
+    framed = b""
+    for index, process in processes.items():
+        message = message_for(index)
+        if message is not last:  # one message for all is pickled once
+            last, framed = message, frame(message)
+        try:
+            process.connection.send(framed)
+        except OSError:
+            gone.append(index)
+    return gone
+
+
+def collect(
+    launcher: Launcher,
+    processes: Mapping[int, Process],
+    timeout: float,
+    expected: type,
+    went_well: Callable[[object], bool],
+    answers: dict[int, object],
+) -> tuple[list[int], dict[int, str]]:
+    """Wait for one answer of each process.
+
+    Args:
+        expected: of which type an answer is.
+        timeout: seconds for all of them. Once one is dead, or has not gone well, the others get a short grace.
+        answers: those to which the answers are added, in the order of their arrival, None from a dead process; has those
+            that are gone already.
+
+    Returns:
+        Who gave none in time; and, for a process that sent what is no message, and counts as dead, what is wrong with it.
+    """
+    started = Clock.now()
+    deadline = started + timeout
+    garbled: dict[int, str] = {}
+    waiting = {index: process for index, process in processes.items() if index not in answers}
+    overdue = False
+    latest = deadline  # until when it can be put off, once a failure has brought it forward
+    if answers:
+        deadline, latest = min(deadline, started + _LEAST_GRACE), min(deadline, started + _MOST_GRACE)
+    with selectors.PollSelector() as selector:
+        for index, process in waiting.items():
+            selector.register(process.connection, _interest(process), index)
+        watched: list[int] = []
+        while waiting:
+            # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
+            watched = _watch(selector, watched, launcher.waitables())
+            left = len(waiting)
+            ready = selector.select(Clock.until(deadline))
+            if not ready or overdue:
+                now = Clock.now()
+                if now < latest and any(process.runnable() for process in waiting.values()):
+                    deadline = min(latest, now + _LEAST_GRACE)
+                    overdue = False
+                    continue
+                break
+            heard = [key.data for key, _ in ready if key.data is not None]
+            if len(heard) < len(ready):
+                launcher.collect()
+                heard += [i for i, p in waiting.items() if p.exit_code is not None and i not in heard]
+            for index in heard:
+                process = waiting[index]
+                try:
+                    answer = _hear(process)
+                    if answer is not None and answer is not _NOTHING_YET and not isinstance(answer, expected):
+                        raise Garbled(f"it is {type(answer).__name__}, not {expected.__name__}")
+                except Garbled as error:
+                    garbled[index] = str(error)
+                    answer = None
+                if answer is _NOTHING_YET and process.exit_code is None:
+                    selector.modify(process.connection, _interest(process), index)
+                    continue
+                del waiting[index]
+                selector.unregister(process.connection)
+                answers[index] = None if answer is _NOTHING_YET else answer
+                if not went_well(answers[index]):
+                    now = Clock.now()
+                    grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - started)))
+                    deadline, latest = min(deadline, now + grace), min(latest, now + _MOST_GRACE)
+            # Who goes on and on, and never ends, gets no more time than who says nothing.
+            overdue = len(waiting) == left and Clock.now() > deadline
+    return sorted(waiting), garbled
+
+
+def _interest(process: Process) -> int:
+    return selectors.EVENT_READ | (selectors.EVENT_WRITE if process.connection.unsent else 0)
+
+
+def _hear(process: Process) -> object:
+    """What a process has to say, None if its connection has ended, `_NOTHING_YET` as long as it is not complete."""
+    try:
+        answer = process.connection.receive()
+        if answer is not None:
+            return answer
+        process.connection.flush()
+    except (EOFError, OSError):
+        return None
+    return _NOTHING_YET
+
+
+def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[int]) -> list[int]:
+    """Have the file descriptors `wanted` in `selector`, instead of `watched`."""
+    if watched != wanted:
+        for fd in watched:
+            selector.unregister(fd)
+        for fd in wanted:
+            selector.register(fd, selectors.EVENT_READ)
+    return wanted
+
+
+def agree(outcomes: Sequence[protocol.Outcome]) -> bool:
+    """Whether the members of each group have entered the same collectives in it."""
+    seen: dict[protocol.Group, set[tuple[int, int]]] = {}
+    counted: dict[protocol.Group, int] = {}
+    for outcome in outcomes:
+        for group, count, check in outcome.agreement:
+            seen.setdefault(group, set()).add((count, check))
+            counted[group] = counted.get(group, 0) + 1
+    return all(len(seen[group]) == 1 and counted[group] == len(group.ranks) for group in seen)

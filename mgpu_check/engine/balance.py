@@ -1,0 +1,143 @@
+"""In the pytest process: whether what ranks have given each other is what they have taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mgpu_check.engine.failures import Who, raised_at
+from mgpu_check.errors import RankFailure
+from mgpu_check.processes.protocol import ANY, COLLECTIVE, MANY, Flow, Group, Run
+from mgpu_check.processes.record import relative
+
+__all__ = ["Unmatched", "imbalance", "unmatched"]
+
+_MOST_TOLD = 4
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """What one side of a transfer says, and what the other.
+
+    Attributes:
+        sender, receiver: their ranks; `ANY` for a receive from whoever sends.
+        given, taken: None where there is no such thing on that side.
+    """
+
+    sender: int
+    receiver: int
+    tag: int
+    given: Run | None
+    taken: Run | None
+
+    def text(self, who: Who) -> str:
+        """ "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not received it"."""
+        tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
+        receiver = who([self.receiver])
+        if self.given is None:
+            sender, unsent = "any rank", "none has sent it"
+            if self.sender != ANY:
+                sender = who([self.sender])
+                unsent = f"{sender} has not sent it"
+            begun = f"has begun to receive {_shown(self.taken)} from {sender}{tag} in {_place(self.taken)}"
+            return f"{who.full([self.receiver])} {begun}, and {unsent}"
+        given = f"{who.full([self.sender])} has sent {_shown(self.given)} to {receiver}{tag} in {_place(self.given)}"
+        if self.taken is None:
+            return f"{given}, and {receiver} has not received it"
+        return f"{given}, where {receiver} has received {_shown(self.taken)} in {_place(self.taken)}"
+
+
+def _shown(run: Run | None) -> str:
+    return "nothing" if run is None else "a tensor" if run.what == MANY else run.what
+
+
+def _place(run: Run | None) -> str:
+    return "" if run is None else f"{run.name} ({relative(run.file)}:{run.line})"
+
+
+def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
+    """The first difference between each two ranks, of each group and tag.
+
+    Args:
+        flows: rank -> its account.
+    """
+    # Group, tag, sender, receiver.
+    given: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
+    taken: dict[tuple[Group, int, int, int], Sequence[Run]] = {}
+    for rank, some in flows.items():
+        for flow in some:
+            if flow.given:
+                given[flow.group, flow.tag, rank, flow.peer] = flow.runs
+            else:
+                taken[flow.group, flow.tag, flow.peer, rank] = flow.runs
+    found = []
+    for group, tag, receiver in {(g, t, r) for g, t, s, r in taken if s == ANY}:
+        found += _from_any(given, taken, group, tag, receiver)
+    for key in sorted(given.keys() | taken.keys()):
+        _, tag, sender, receiver = key
+        if difference := _difference(given.get(key, ()), taken.get(key, ())):
+            found.append(Unmatched(sender, receiver, tag, *difference))
+    return found
+
+
+def _from_any(
+    given: dict[tuple[Group, int, int, int], Sequence[Run]],
+    taken: dict[tuple[Group, int, int, int], Sequence[Run]],
+    group: Group,
+    tag: int,
+    receiver: int,
+) -> list[Unmatched]:
+    """Take out of the account all that a rank has been sent where it receives from whoever sends: order says nothing."""
+    received = [taken.pop((group, tag, sender, receiver), ()) for sender in (*group.ranks, ANY)]
+    sent = [(sender, run) for sender in group.ranks for run in given.pop((group, tag, sender, receiver), ())]
+    whole = any(run.what == MANY for run in (*(run for runs in received for run in runs), *(run for _, run in sent)))
+
+    def kind(run: Run) -> str:
+        return MANY if whole else run.what  # where one side has lost them, numbers only can be compared
+
+    left: Counter[str] = Counter()
+    for run in (run for runs in received for run in runs):
+        left[kind(run)] += run.count
+    found = []
+    for sender, run in sent:
+        left[kind(run)] -= run.count
+        if left[kind(run)] < 0:
+            found.append(Unmatched(sender, receiver, tag, run, None))
+            left[kind(run)] = 0
+    for runs in received:
+        found += [Unmatched(ANY, receiver, tag, None, run) for run in runs if left.pop(kind(run), 0) > 0]
+    return found
+
+
+def _difference(given: Sequence[Run], taken: Sequence[Run]) -> tuple[Run | None, Run | None] | None:
+    """Where two sequences part first: the tensor of each side."""
+    ours = [(run.count, run) for run in reversed(given)]
+    theirs = [(run.count, run) for run in reversed(taken)]
+    while ours and theirs:
+        (count, one), (as_many, other) = ours.pop(), theirs.pop()
+        if one.what != other.what and MANY not in (one.what, other.what):
+            return one, other
+        if count > as_many:
+            ours.append((count - as_many, one))
+        elif as_many > count:
+            theirs.append((as_many - count, other))
+    if ours:
+        return ours[-1][1], None
+    return (None, theirs[-1][1]) if theirs else None
+
+
+def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
+    """The error where all ranks have returned, and something is left that was sent, or would have been received."""
+    lines = [one.text(who) for one in found[:_MOST_TOLD]]
+    if len(found) > _MOST_TOLD:
+        lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")
+    in_collectives = all(one.tag == COLLECTIVE for one in found)
+    undefined = "what they computed in them is undefined"
+    lines.append(f"all ranks returned: {undefined if in_collectives else 'a later receive could take what is left'}")
+    odd = set.intersection(*({one.sender, one.receiver} for one in found))
+    involved = {rank for one in found for rank in (one.sender, one.receiver)} - {ANY}
+    ranks = sorted(odd - {ANY} if len(odd) == 1 and len(found) > 1 else involved) or sorted(involved)
+    first = next((run for run in (found[0].given, found[0].taken) if run is not None), None)
+    error = RankFailure("\n".join(lines), ranks=ranks)
+    return error if first is None else raised_at(error, first.file, first.line, None)

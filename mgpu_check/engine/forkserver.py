@@ -1,0 +1,276 @@
+"""The fork server: one process that has imported torch and touches no device, from which every rank is forked.
+
+It is run by the launcher, and talks over a socket: a byte in, with the file descriptors of the new process, is a request
+to fork, another one the end; lines of JSON come out. It is its own program, and not `multiprocessing`'s fork server, because the ranks need
+more than that offers: a process group each, so that all they start dies with them; output that goes to a file per rank;
+exit states that reach the parent at once; and an end with the parent, however the parent ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from mgpu_check.processes.leftovers import children_but_managers, remove_all_names, remove_names
+from mgpu_check.processes.output import LOOK, thin_out
+from mgpu_check.processes.scratch import sweep
+
+FORK = b"F"
+END = b"E"
+FILES = 4  # stdout, stderr, stacks, record of collectives
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_TO_END = 5.0  # seconds that descendants are waited for
+_END_OF_PARENT = 5.0  # seconds that it may take from the end of its socket
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+class ForkServer:
+    """The loop of the server."""
+
+    def __init__(self, control: socket.socket, directory: str) -> None:
+        self.control = control
+        self.directory = directory
+        self.children: set[int] = set()
+        self.outputs: dict[int, list[int]] = {}
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_read, False)
+        os.set_blocking(self.wake_write, False)
+
+    def tell(self, **message: object) -> None:
+        try:
+            self.control.sendall(json.dumps(message).encode() + b"\n")
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the parent is gone: the end of its socket is what ends the loop
+
+    def serve(self) -> bool:
+        """Fork until there are no more requests; whether the parent has asked for the end, and has not just gone."""
+        signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        # The terminal's signals are for the parent, which then ends this server.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        selector = selectors.DefaultSelector()
+        selector.register(self.control, selectors.EVENT_READ)
+        selector.register(self.wake_read, selectors.EVENT_READ)
+        self.tell(event="ready")
+        while True:
+            for key, _ in selector.select(LOOK if self.outputs else None):
+                if key.fileobj is self.control:
+                    request, files, _, _ = socket.recv_fds(self.control, 1, 1 + FILES)
+                    if request != FORK:
+                        return request == END
+                    self.fork(files)
+                else:
+                    os.read(self.wake_read, 4096)
+            self.reap()
+            for outputs in self.outputs.values():
+                for output in outputs:
+                    thin_out(output)
+
+    def fork(self, files: list[int]) -> None:
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            for file in files:
+                os.close(file)
+            self.tell(event="forked", pid=None, refused=f"{error}; {_limits()}")
+            return
+        if pid == 0:
+            _become_child(self, files, server)
+        connection, stdout, stderr, *others = files
+        for file in (connection, *others):
+            os.close(file)
+        self.children.add(pid)
+        self.outputs[pid] = [stdout, stderr]
+        self.tell(event="forked", pid=pid)
+
+    def reap(self) -> None:
+        """Tell of the ranks that have ended, and end what they leave behind."""
+        ended = []
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if pid in self.children:
+                ended.append(pid)
+                self.children.discard(pid)
+                for output in self.outputs.pop(pid):
+                    os.close(output)
+                _kill_group(pid)
+                self.tell(event="exit", pid=pid, code=os.waitstatus_to_exitcode(status))
+        # A rank adopts what its children leave, and this process what the rank leaves: nothing here is of a living one.
+        for pid in children_but_managers():
+            if pid not in self.children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for pid in ended:
+            remove_names(self.directory, pid)
+
+    def end(self) -> None:
+        """Kill every descendant: the ranks, and what they started (this process inherits it when a rank ends)."""
+        for pid in self.children:
+            _kill_group(pid)
+        deadline = time.monotonic() + _TO_END
+        # Managers are left to themselves: they remove what they manage 2 s after the last who used it, and end.
+        while (left := children_but_managers()) and time.monotonic() < deadline:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                select.select([self.wake_read], [], [], 0.1)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.wake_read, 4096)
+        remove_all_names(self.directory)
+
+
+def _limits() -> str:
+    """How many processes and threads there may be, as far as it is known."""
+    most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    limits = ["of this user (ulimit -u) " + ("unlimited" if most == resource.RLIM_INFINITY else str(most))]
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[-1].rpartition(":")[2]
+        root = Path("/sys/fs/cgroup")
+        for place in (root / group.strip("/"), root, root / "pids"):
+            if (file := place / "pids.max").is_file():
+                limits.append(f"of the control group ({file}) {file.read_text(encoding='ascii').strip()}")
+                break
+    return "limits of processes and threads: " + ", ".join(limits)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
+    """Leave the server's life behind and become a rank. Does not return."""
+    code = 70
+    server.children.clear()  # they are not this process's, whatever becomes of it
+    try:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a test leaves is found at its end
+        if os.getppid() != parent:
+            os._exit(code)
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        outputs = [output for outputs in server.outputs.values() for output in outputs]
+        for file in (server.wake_read, server.wake_write, server.control.detach(), *outputs):
+            os.close(file)
+        connection, stdout, stderr, stacks, record = files
+        for file in files:  # as they came, other programs would have them
+            os.set_inheritable(file, False)
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        os.close(stdout)
+        os.close(stderr)
+        from mgpu_check.rank_side import worker
+
+        code = worker.main(connection, stacks, record, server.directory)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):  # the test may have closed them; the exit must be reached
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+@contextlib.contextmanager
+def _ending_with_parent(control: socket.socket, parent: int, directory: str) -> Iterator[None]:
+    """End this process if the parent ends meanwhile: it imports for seconds, and looks at its socket only then.
+
+    By a thread, which is gone when the first rank is forked; not by PDEATHSIG, which counts the end of the thread of the
+    parent that started this process.
+    """
+    read, write = os.pipe()
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(control, select.POLLRDHUP)
+        poll.register(read, 0)  # which is told of its end in any case
+        if any(fd == control.fileno() for fd, _ in poll.poll()):
+            _tidy(parent, directory)
+            os._exit(0)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(write)
+        thread.join()
+        os.close(read)
+
+
+def _tidy(parent: int, directory: str) -> None:
+    """Remove what the parent, which had no chance to, and processes that have ended like it, have left behind."""
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError, AttributeError):  # it is gone already; or this is not Linux
+        ended = os.pidfd_open(parent)
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        poll.poll(_END_OF_PARENT * 1000)  # its socket may be closed before its locks are
+    sweep(Path(directory).parent)
+
+
+def main(argv: list[str]) -> None:
+    """Import what the ranks will need, then serve until the parent closes its end of the socket."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    control, parent, directory, *preload = argv
+    server = ForkServer(socket.socket(fileno=int(control)), directory)
+    gc.disable()  # a quarter of the time that importing torch takes, and it would find nearly nothing
+    try:
+        with _ending_with_parent(server.control, int(parent), directory):
+            for name in preload:
+                module, _, function = name.partition(":")
+                imported = importlib.import_module(module)
+                if function:
+                    getattr(imported, function)()
+    except BaseException as error:
+        server.tell(event="failed", headline=f"{type(error).__name__}: {error}", text=traceback.format_exc())
+        return
+    # Objects of now are never collected again, so that the collector does not copy their pages into every child.
+    gc.freeze()
+    gc.enable()
+    asked = False
+    try:
+        asked = server.serve()
+    finally:
+        server.end()
+        if not asked:
+            _tidy(int(parent), directory)
+        os._exit(0)  # pytest waits for the end of this process, and torch takes a while to take itself apart
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,367 @@
+"""The pool: warm worlds by size, the node process, and what keeps them fresh."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mgpu_check.devices.placement import Seat, seats_for
+from mgpu_check.devices.visibility import Mask, Masks
+from mgpu_check.engine.failures import NODE
+from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.warm import Place, WarmWorlds
+from mgpu_check.engine.world import Function, World
+from mgpu_check.errors import AgentLost, StartupFailure
+from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import protocol
+from mgpu_check.processes.unpicklable import culprit, culprit_of
+
+__all__ = ["CannotTravel", "RankPool"]
+
+_LONGEST_GROUP_TIMEOUT = 1e8  # seconds
+
+Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
+"""Takes what each rank has told in a call: see `worker.tell`."""
+
+
+class CannotTravel(TypeError):
+    """A function, or an argument of a call, cannot be pickled."""
+
+
+class RankPool:
+    """Warm ranks of every world size up to `devices`, and the node process. Nothing starts before it is needed.
+
+    Args:
+        seats: where ranks can run; a number stands for that many devices of this machine.
+        simulate: backing device of the simulated node, or None on real devices.
+        timeout: seconds that a call gets where it does not say.
+        wrap: put around every function before it is sent; must travel by reference.
+        masks: how processes on real devices are told which ones they see.
+        memory: bytes of the smallest real device, as far as that is known when it is asked.
+        hear: called after a call in which ranks have told something, before its results are returned, or its error raised.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        seats: int | Sequence[Seat],
+        simulate: str | None,
+        timeout: float,
+        wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+        masks: Masks = lambda seats: Mask(),
+        memory: Callable[[], int | None] = lambda: None,
+        hear: Hear = lambda told: None,
+    ) -> None:
+        self.timeout = timeout
+        self.wrap = wrap
+        self.masks = masks
+        self.hear = hear
+        self.sizes: set[int] = set()
+        self._lock = threading.RLock()  # calls from several threads wait for each other
+        self._launcher = launcher
+        self._simulate = simulate
+        self._worlds = WarmWorlds(launcher, simulate is None, memory)
+        self._used: set[Place] = set()
+        self._made = 0
+        self._functions = 0
+        self.reseat(seats)
+
+    def reseat(self, seats: int | Sequence[Seat]) -> None:
+        """Have these seats from now on; a number stands for that many devices of this machine."""
+        self.seats = tuple(Seat(0, slot) for slot in range(seats)) if isinstance(seats, int) else tuple(seats)
+        self.available = self.seats
+
+    @property
+    def devices(self) -> int:
+        """How many devices the current test may use: the largest world size."""
+        return len(self.available)
+
+    def start(self) -> None:
+        """Begin to come up, in the background."""
+        self._launcher.start()
+
+    def function(self, function: Callable[..., Any], reused: bool = False) -> Function:
+        """Pickle `function`, by value where it cannot be imported elsewhere.
+
+        Args:
+            reused: it will be called many times in this test.
+
+        Raises:
+            CannotTravel: it, or something that it refers to, cannot be pickled.
+        """
+        name = getattr(function, "__name__", type(function).__name__)
+        self._functions += 1
+        wrapped = self.wrap(function)
+        try:
+            return Function(str(self._functions), transport.dumps(wrapped), name, reused)
+        except Exception as error:
+            raise CannotTravel(
+                f"{name} cannot run in another process: it refers to {culprit_of(function) or error}; "
+                "make files, locks, processes and the like inside of it"
+            ) from error
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        size: int | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank of a world of `size` ranks.
+
+        A parameter of `fn` called ``rank`` is given the `Rank`. Tensors on devices come back as CPU tensors.
+
+        Args:
+            size: world size, 1 to `devices`; default all. A size that was used before costs nothing to return to.
+            timeout: seconds for all ranks to return; default ``--rank-timeout``.
+
+        Returns:
+            One result per rank, in rank order.
+
+        Raises:
+            RankFailure: a rank raised. RankDied: a process ended. RankHang: not all returned in time.
+            ValueError: a size or timeout out of range. TypeError: `fn` or an argument cannot be sent.
+        """
+        size = self.devices if size is None else size
+        try:
+            seats_for(size, self.available)
+        except ValueError as error:
+            raise ValueError(f"ranks.run: {error}") from None
+        args, kwargs = _with_rank(fn, args, kwargs)
+        return self.call(self.function(fn), args, kwargs, size=size, timeout=timeout)
+
+    def call(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        size: int,
+        backend: str | None = None,
+        timeout: float | None = None,
+        host: int = 0,
+    ) -> list[Any]:
+        """As `run`, for a function that is pickled already; `size` 0 stands for the node process of `host`."""
+        timeout = self.timeout if timeout is None else timeout
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout={timeout!r} is not valid; choose a finite number of seconds above 0")
+        try:
+            arguments = transport.dumps((args, dict(kwargs)))
+        except Exception as error:
+            raise CannotTravel(
+                f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
+            ) from error
+        with self._lock:
+            world = self._world(self._place(size, backend, host))
+            if size:
+                self.sizes.add(size)
+            try:
+                results = world.run(function, arguments, self._surroundings(self._simulate), timeout)
+            finally:
+                if world.told:
+                    self.hear(world.told)
+        return [world.loaded(index, result) for index, result in enumerate(results)]
+
+    def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
+        """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
+        world = self._new_world(Place((), (Seat(host, 0),), None), simulate=None, masked=False)
+        try:
+            function = self.function(fn)
+            arguments = transport.dumps(((), {}))
+            (result,) = world.run(function, arguments, self._surroundings(None), 300.0)
+            return transport.loads(result)
+        finally:
+            world.discard()
+
+    def prepare(self, size: int, backend: str | None = None, host: int = 0) -> None:
+        """Have the world of `size` (0: the node process of `host`) up, so that it does not count as time of a test."""
+        with self._lock:
+            self._world(self._place(size, backend, host))
+
+    def _place(self, size: int, backend: str | None, host: int) -> Place:
+        seats = seats_for(size, self.available) if size else ()
+        hosts = {seat.host for seat in seats} or {host}
+        return Place(seats, tuple(seat for seat in self.available if seat.host in hosts), backend)
+
+    def _world(self, place: Place) -> World:
+        world = self._worlds.take(place)
+        if world is None:
+            self._worlds.make_room(place, len(self.seats), self._used)
+            try:
+                world = self._new_world(place, self._simulate)
+            except StartupFailure:
+                if not self._worlds.clear_devices(place):
+                    raise
+                world = self._new_world(place, self._simulate)
+        self._worlds.keep(place, world)
+        if place not in self._used:
+            self._used.add(place)
+            world.mark_output()
+        return world
+
+    def _new_world(self, place: Place, simulate: str | None, masked: bool = True) -> World:
+        self._made += 1
+        store = self._launcher.store(f"world-{self._made}")
+        surroundings = self._surroundings(simulate)
+        seats = place.seats or place.visible[:1]
+        hosts = sorted({seat.host for seat in seats})
+
+        def spec_of(index: int) -> protocol.RankSpec:
+            rank = None if index == NODE else index
+            seat = seats[rank or 0]
+            here = [other for other in place.visible if other.host == seat.host]
+            beside = [other for other in seats if other.host == seat.host]
+            node_index, local_index = hosts.index(seat.host), beside.index(seat)
+            device, devices = (here.index(seat), len(here)) if simulate else self._launcher.binding(seat, here)
+            environment = {
+                "RANK": str(rank or 0),
+                "LOCAL_RANK": str(local_index),
+                "GROUP_RANK": str(node_index),
+                "WORLD_SIZE": str(len(seats)),
+                "LOCAL_WORLD_SIZE": str(len(beside)),
+                "GROUP_WORLD_SIZE": str(len(hosts)),
+            }
+            if simulate and self._launcher.host_name(seat.host):
+                environment["NCCL_HOSTID"] = str(seat.host)  # hosts of a simulated run may well be one machine
+            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in surroundings.environment:
+                # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
+                # devices after each call, report such an error with its place, and replace the process ourselves.
+                environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
+            mask = self.masks(here) if masked and simulate is None else Mask()
+            environment.update(mask.environment)
+            return protocol.RankSpec(
+                index=rank,
+                size=len(seats),
+                local_index=local_index,
+                node_index=node_index,
+                device=device,
+                devices=devices,
+                simulate=simulate,
+                backend=place.backend,
+                store=store,
+                group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
+                # In the node process DataParallel has a thread for each device, as ranks are a process each.
+                threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.seats else len(here))),
+                surroundings=surroundings,
+                own_environment=environment,
+                uuids=mask.uuids,
+            )
+
+        return World(self._launcher, spec_of, range(len(seats)) if place.seats else [NODE], seats, self.timeout)
+
+    def _surroundings(self, simulate: str | None) -> protocol.Surroundings:
+        return self._launcher.surroundings(_surroundings(simulate))
+
+    def begin_test(self, available: Sequence[Seat] | None = None) -> None:
+        """Start the account of a new test.
+
+        Args:
+            available: the seats that it may use; default all.
+        """
+        self.available = self.seats if available is None else tuple(available)
+        self.sizes = set()
+        self._used = set()
+
+    def end_test(self, failed: bool) -> list[str]:
+        """Let the next test find fresh ranks; what this one left behind and could not be undone, in lines.
+
+        Raises:
+            RankDied: a rank died after it had done its part of the test. Warning: `hear` has made it an error.
+        """
+        left: list[str] = []
+        errors: list[BaseException] = []
+        with self._lock:
+            for place, world in self._worlds:
+                if place not in self._used:
+                    continue
+                try:
+                    left += world.end_test()
+                    if world.told:
+                        self.hear(world.told)
+                except BaseException as error:
+                    errors.append(error)
+                if failed or world.broken:
+                    self._worlds.let_go(place)
+            self._used = set()
+            if still := self._worlds.await_exits():
+                left.append(f"processes that do not end, and hold memory of its devices: {', '.join(map(str, still))}")
+        if errors:
+            raise errors[0]
+        return left
+
+    def died_idle(self) -> list[str]:
+        """A line for each world of which a process ended while no test used it. Those worlds are gone then."""
+        lines = [f"{loss} while no test used it" for loss in self._launcher.losses()]
+        for place, world in self._worlds:
+            try:
+                world.check_idle("while no test used it")
+            except AgentLost:
+                self._worlds.let_go(place)  # as one loss takes many worlds with it, it is told once
+            except AssertionError as error:
+                lines.append(str(error))
+                self._worlds.let_go(place)
+        return lines
+
+    def explain(self, error: BaseException) -> None:
+        """Give a failure that ranks have just raised the best text that they can make of it."""
+        for _, world in self._worlds:
+            world.explain(error)
+
+    def stopped(self) -> BaseException | None:
+        """After something from outside has interrupted a call: an error that says where its ranks were."""
+        return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
+
+    def output(self) -> list[tuple[str, str, str]]:
+        """What the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
+        found = []
+        for place, world in self._worlds:
+            if place in self._used:
+                for index, process in world.processes.items():
+                    who = "node process" if index == NODE else world.who.full([index])
+                    for name in ("stdout", "stderr"):
+                        if text := process.output(name):
+                            found.append((who, name, text))
+        return found
+
+    def close(self) -> None:
+        """End every process, and remove every file, of the pool."""
+        self._worlds.close()
+        self._launcher.close()
+
+
+def _surroundings(simulate: str | None) -> protocol.Surroundings:
+    """Those of this process now, as its ranks are to have them."""
+    environment = dict(os.environ)
+    environment.pop("PYTEST_CURRENT_TEST", None)  # it differs for each test and phase, and means this process
+    if simulate == "cpu":
+        # It says which real devices may be used, often none; of the simulated ones there are as many as asked for.
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:
+        directory = os.sep
+    return protocol.Surroundings(tuple(sys.path), directory, environment)
+
+
+def _with_rank(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, with the rank's placeholder where `fn` has a parameter of that name."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return args, kwargs
+    if "rank" not in parameters or "rank" in kwargs:
+        return args, kwargs
+    placeholder = protocol.Placeholder("rank")
+    position = list(parameters).index("rank")
+    if parameters["rank"].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
+        return args, {**kwargs, "rank": placeholder}
+    return (*args[:position], placeholder, *args[position:]), kwargs

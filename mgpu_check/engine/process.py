@@ -1,0 +1,168 @@
+"""One process of the pool, as the pytest process holds it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from typing import IO
+
+from mgpu_check.processes.channel import Channel
+from mgpu_check.processes.clock import Clock
+from mgpu_check.processes.output import kept
+from mgpu_check.processes.record import SIZE, Record, parse
+from mgpu_check.processes.signals import CONNECTION_LOST
+from mgpu_check.processes.stacks import HALTED, clean
+
+__all__ = ["Process", "describe_exit", "halted"]
+
+STACKS_TIMEOUT = 1.0
+
+
+class Process:
+    """A process that runs `mgpu_check.rank_side.worker.main`.
+
+    Attributes:
+        exit_code: as in `subprocess`: None while it lives, as far as is known, and minus the signal's number where
+            one ended it.
+        server_end: how the fork server ended, where the process has ended with it.
+        killed: it was asked to end by `kill`, and may take its time.
+        lost: what became of the agent that held it, where that is gone; always None on one machine.
+    """
+
+    lost: str | None = None
+    server_end: str = ""
+    killed: bool = False
+
+    def __init__(
+        self, pid: int, connection: Channel, stdout: IO[bytes], stderr: IO[bytes], stacks: IO[bytes], record: IO[bytes]
+    ) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.exit_code: int | None = None
+        self._streams = {"stdout": stdout, "stderr": stderr}
+        self._stacks = stacks
+        self._record = record
+        self._command = _command(pid)
+
+    def mark_output(self) -> None:
+        """Let `output` start from here. What was written before is gone: a run may be long."""
+        for stream in self._streams.values():
+            os.ftruncate(stream.fileno(), 0)  # the process writes at the end, wherever that is
+
+    def output(self, name: str) -> str:
+        """What the process wrote to "stdout" or "stderr" since `mark_output`: of much, the beginning and the end."""
+        return kept(self._streams[name].fileno())
+
+    def ask_for_stacks(self, signal_number: int) -> None:
+        """Have the process write the stacks of its threads; `stacks` gives them."""
+        self._stacks_start = os.fstat(self._stacks.fileno()).st_size
+        self._signal(signal_number)
+
+    def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
+        """The stacks asked for; waits until they are written. `HALTED`, or empty, where the process cannot write them."""
+        if self.halted():
+            return HALTED
+        deadline = Clock.now() + timeout
+        size = self._stacks_start
+        while True:
+            Clock.sleep(0.005)
+            now = os.fstat(self._stacks.fileno()).st_size
+            if (now == size and now > self._stacks_start) or Clock.now() > deadline:
+                break
+            size = now
+        return self._stacks_since(self._stacks_start)
+
+    def last_words(self) -> str:
+        """What the process wrote as a fatal signal ended it: the stacks of its threads."""
+        return self._stacks_since(0)
+
+    def _stacks_since(self, start: int) -> str:
+        size = os.fstat(self._stacks.fileno()).st_size
+        return clean(os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace"))
+
+    def record(self) -> Record:
+        """The collectives that the process has entered in the current call."""
+        return parse(self.record_bytes())
+
+    def record_bytes(self) -> bytes:
+        """The same as it lies in its file."""
+        return os.pread(self._record.fileno(), SIZE, 0)
+
+    def cause(self) -> str:
+        """How the process ended, in words."""
+        return self.server_end or describe_exit(self.exit_code)
+
+    def replaced_by(self) -> str:
+        """The command of the program that runs in the place of this process, by `exec`; empty where there is none."""
+        command = _command(self.pid)
+        return "" if command == self._command else command
+
+    def runnable(self) -> bool:
+        """Whether the main thread computes, or waits for a processor, rather than for something to happen."""
+        return _state(self.pid) == "R"
+
+    def halted(self) -> bool:
+        """Whether a signal, or a debugger, has stopped the process."""
+        return halted(self.pid)
+
+    def kill(self) -> None:
+        """End the process and the process group that it leads."""
+        self.killed = True
+        if self.exit_code is None:
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                # Not yet leader of a group, or gone.
+                self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        try:
+            os.kill(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        """Let go of the files. The process itself must have been killed."""
+        self.connection.close()
+        self._stacks.close()
+        self._record.close()
+        for stream in self._streams.values():
+            stream.close()
+
+
+def describe_exit(code: int | None) -> str:
+    """An exit code in words: "exit code 3", "signal SIGSEGV"."""
+    if code is None:
+        return "unknown cause"
+    if code == CONNECTION_LOST:
+        return "its connection to the pytest process was closed"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def halted(pid: int) -> bool:
+    """Whether a signal, or a debugger, has stopped a process."""
+    return _state(pid) in ("T", "t")
+
+
+def _command(pid: int) -> str:
+    """As it was typed; nothing where the process is gone."""
+    try:
+        with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
+            return shlex.join(file.read().rstrip("\0").split("\0"))
+    except OSError:
+        return ""
+
+
+def _state(pid: int) -> str:
+    """One letter, as in proc(5); nothing where the process is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""

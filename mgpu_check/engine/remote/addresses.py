@@ -1,0 +1,113 @@
+"""Where the driver listens: no wider than the processes of the run need to reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from mgpu_check.engine.remote.variables import Place
+
+__all__ = ["is_loopback", "listen_at", "listener_for", "rendezvous_of", "words_of_parent"]
+
+_BACKLOG = 1024
+_LOOPBACKS = ("127.0.0.1", "::1")
+_LOCAL_NAMES = re.compile(r"localhost6?(\.localdomain6?)?|.*\.localhost", re.IGNORECASE)
+
+
+def words_of_parent() -> list[str]:
+    """The command line of the process that has launched this one; empty where it cannot be read."""
+    try:
+        text = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in text.removesuffix(b"\0").split(b"\0")]
+
+
+def rendezvous_of(words: Sequence[str], endpoint: str = "") -> str:
+    """The host at which torchrun's own processes meet, as its command line says, or else `endpoint`; may be empty."""
+    for index, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in ("--rdzv-endpoint", "--rdzv_endpoint"):
+            endpoint = value if equals else "".join(words[index + 1 : index + 2])
+    if _number(endpoint) is not None:
+        return endpoint
+    return endpoint.rpartition(":")[0].strip("[]") or endpoint
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine alone. The machine's own name is not, whatever it is looked up as here."""
+    number = _number(host)
+    return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
+
+
+def listener_for(place: Place, rendezvous: str = "") -> tuple[socket.socket, str]:
+    """A socket for the driver, on a port that is free, and the address at which all agents reach it.
+
+    Args:
+        rendezvous: the host at which the launcher's own processes meet, where that is known.
+    """
+    if place.alone or is_loopback(place.address) or is_loopback(rendezvous):
+        given = [host for host in (place.address, rendezvous) if _number(host) is not None and is_loopback(host)]
+        for host in (*given, *_LOOPBACKS):
+            with contextlib.suppress(OSError):
+                return listen_at(host), host
+    for host in (*_numbers_of(place.address), *_nearest_to(place.address)):
+        with contextlib.suppress(OSError):
+            # A name may be spelled as others know it, but its number here is not one of this machine alone.
+            return listen_at(host), place.address if "%" in host else host
+    # This machine knows its own name as one of itself alone, and cannot tell by which address the others reach it.
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
+        ), place.address
+    return socket.create_server(("", 0), backlog=_BACKLOG), place.address
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def listen_at(host: str, port: int = 0) -> socket.socket:
+    """A socket that accepts what comes to this address of the machine.
+
+    Raises:
+        OSError: it is none of this machine, or the port is taken.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was in use a moment ago is free
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _numbers_of(host: str) -> list[str]:
+    """The addresses of `host` but for those that mean "this machine" wherever they are used."""
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
+    return [host for host in dict.fromkeys(found) if not is_loopback(host)]
+
+
+def _nearest_to(host: str) -> list[str]:
+    """The address of this machine from which it reaches `host`, which is another one."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing
+            own = str(probe.getsockname()[0])
+            return [] if is_loopback(own) else [own]
+    return []

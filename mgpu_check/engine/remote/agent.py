@@ -1,0 +1,257 @@
+"""An agent: a launched process that has ranks as its children, on behalf of the driver."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mgpu_check.engine.launcher import LocalLauncher
+from mgpu_check.engine.process import Process, describe_exit
+from mgpu_check.engine.remote import exit_codes as verdict
+from mgpu_check.engine.remote.credentials import Key, Stranger
+from mgpu_check.engine.remote.joining import Refused, Run, connect
+from mgpu_check.engine.remote.keyfile import UnusableKey
+from mgpu_check.engine.remote.lines import Lines, line, shut, tune
+from mgpu_check.engine.remote.meeting import Announced, End
+from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.versions import versions
+from mgpu_check.errors import StartupFailure
+
+__all__ = ["MISUSE", "NO_DRIVER", "main"]
+
+NO_DRIVER = 70
+"""Exit code of an agent of which the driver is gone without a word."""
+
+MISUSE = 4
+"""Exit code of an agent that must not join: as pytest's for a wrong command line."""
+
+_LEAST_TIMEOUT = 60.0  # whatever is asked for: the agents of a run start within as much of each other
+_SEND_TIMEOUT = 10.0
+_END_TIMEOUT = 15.0
+_PR_SET_PDEATHSIG = 1
+_METHODS = frozenset(
+    {"mark_output", "output", "ask_for_stacks", "stacks", "last_words", "record_bytes"}
+    | {"replaced_by", "runnable", "kill", "close"}
+)
+
+
+def main(
+    place: Place,
+    arguments: Sequence[str],
+    preload: Sequence[str],
+    simulate: str | None,
+    timeout: float,
+    key: Callable[[], Key | None],
+) -> int:
+    """Be the agent at `place` until the run is over; its exit code.
+
+    Args:
+        arguments: of the driver, which the agent of rank 0 starts.
+        preload, simulate: as for `LocalLauncher`.
+        timeout: seconds to wait for a driver.
+        key: gives the key of the user, None where the network is trusted; raises `UnusableKey`.
+    """
+    if place.launcher == "torchrun" and not _bound_to_parent():
+        return NO_DRIVER
+    # Until there is a driver to tell, the agent just ends, even while it waits in the store; its fork server follows.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    code = verdict.of_earlier_attempt(os.environ)
+    if code is not None:
+        verdict.leave(code, place, os.environ)
+        return verdict.share_of(code, place)
+    launcher = LocalLauncher(preload, simulate)
+    launcher.start()  # it imports torch while this process does
+    run: Run | None = None
+    try:
+        try:
+            run = Run(place, key(), arguments, max(timeout, _LEAST_TIMEOUT))
+            joined = run.join()
+        except (UnusableKey, Refused) as refusal:
+            return _leave_early(place, str(refusal), MISUSE)
+        except (StartupFailure, RuntimeError, OSError) as failure:  # of the store, too: torch raises RuntimeError
+            return _leave_early(place, str(failure), NO_DRIVER)
+        code = joined.code if isinstance(joined, End) else Agent(joined, launcher, place, run.driver).serve()
+        run.note_end(code)
+    finally:
+        launcher.close()
+    if run.process is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.process.wait(_END_TIMEOUT)
+    if code is None:
+        return _leave_early(place, _end_of(run.process), NO_DRIVER)
+    verdict.leave(code, place, os.environ)
+    return verdict.share_of(code, place)
+
+
+def _leave_early(place: Place, why: str, code: int) -> int:
+    print(f"mgpu-check: rank {place.rank} on {socket.gethostname()}: {why}", file=sys.stderr)
+    return code
+
+
+def _bound_to_parent() -> bool:
+    """Have this process end with the one that launched it; false if that has ended already."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    return os.getppid() == parent
+
+
+def _end_of(driver: subprocess.Popen[bytes] | None) -> str:
+    if driver is None or driver.poll() is None:
+        return "the driver is gone without a word"
+    return f"the driver has ended without a word, by {describe_exit(driver.returncode)}"
+
+
+class _Left(Exception):
+    """The launcher has told this process to end."""
+
+
+class Agent:
+    """What has joined the driver."""
+
+    def __init__(self, connection: socket.socket, launcher: LocalLauncher, place: Place, driver: Announced) -> None:
+        self.connection = connection
+        self.launcher = launcher
+        self.place = place
+        self.driver = driver
+        self.lines = Lines()
+        self.processes: dict[int, Process] = {}
+        self.ended: set[int] = set()
+        tune(connection, control=True)
+        connection.settimeout(_SEND_TIMEOUT)
+
+    def serve(self) -> int | None:
+        """Do what the driver says until the run is over; its exit code, None if the driver is gone without a word."""
+        wake, wake_write = socket.socketpair()
+        for end in (wake, wake_write):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        try:
+            self.say(agent=self.description())
+            while True:
+                code = self.step(wake)
+                if code is not None:
+                    return code
+        except (OSError, EOFError, ValueError):
+            return None
+        except _Left:
+            return self.left()
+        finally:
+            signal.set_wakeup_fd(-1)
+            shut(self.connection)
+
+    def description(self) -> dict[str, Any]:
+        """What the driver is to know of this agent."""
+        import torch
+
+        place = self.place
+        return {
+            "rank": place.rank,
+            "local_rank": place.local_rank,
+            "local_size": place.local_size,
+            "node": place.node,
+            "host": socket.gethostname(),
+            "launcher": place.launcher,
+            "final": place.final,
+            "address": place.address,
+            "port": place.port,
+            "devices": torch.cuda.device_count(),
+            "versions": versions(),
+        }
+
+    def say(self, **message: Any) -> None:
+        self.connection.sendall(line(message))
+
+    def step(self, wake: socket.socket) -> int | None:
+        """Wait for the next thing to do, and do it; the exit code of the run if that was its end."""
+        with selectors.PollSelector() as selector:
+            for one in (self.connection.fileno(), wake.fileno(), *self.launcher.waitables()):
+                selector.register(one, selectors.EVENT_READ)
+            ready = {key.fileobj for key, _ in selector.select()}
+        if wake.fileno() in ready:
+            self.signals(wake.recv(4096))
+        self.launcher.collect()
+        if self.connection.fileno() in ready:
+            data = self.connection.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self.lines.feed(data)
+            while (message := self.lines.next()) is not None:
+                if message["do"] == "end":
+                    return int(message["code"])
+                self.obey(message)
+        for number, process in self.processes.items():
+            if process.exit_code is not None and number not in self.ended:
+                self.ended.add(number)
+                self.say(event="exit", id=number, code=process.exit_code)
+        return None
+
+    def signals(self, numbers: bytes) -> None:
+        if signal.SIGTERM in numbers:
+            raise _Left
+        if signal.SIGINT in numbers:
+            self.say(event="interrupt")
+
+    def left(self) -> int | None:
+        """End for the launcher; but rank 0, where no other will take its place, not before the driver has reported."""
+        with contextlib.suppress(OSError):
+            self.say(event="leaving")
+        self.launcher.close()
+        if self.place.rank != 0 or not self.place.final:
+            raise SystemExit(128 + signal.SIGTERM)
+        self.connection.settimeout(_END_TIMEOUT)
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            while (message := self.lines.next()) is None or message["do"] != "end":
+                if message is None:
+                    data = self.connection.recv(1 << 16)
+                    if not data:
+                        raise EOFError
+                    self.lines.feed(data)
+            return int(message["code"])
+        return None
+
+    def obey(self, message: dict[str, Any]) -> None:
+        if message["do"] == "launch":
+            self.launch(message["id"])
+        elif message["do"] == "call" and message["method"] in _METHODS:
+            process = self.processes.get(message["id"])
+            value: Any = ""
+            if process is not None:
+                if message["method"] == "close":
+                    process.kill()
+                value = getattr(process, message["method"])(*message["arguments"])
+                if message["method"] == "close":
+                    del self.processes[message["id"]]
+                    self.ended.discard(message["id"])
+            if isinstance(value, bytes):
+                value = base64.b64encode(value).decode()
+            self.say(event="answer", request=message["request"], value=value)
+
+    def launch(self, number: int) -> None:
+        """Have the fork server make a process, and give it a connection to the driver of its own."""
+        try:
+            connection = connect(self.driver, attempts=3)
+            try:
+                tune(connection, control=False)
+                connection.sendall(line({"launch": number}))
+                connection.settimeout(None)
+                mine, other = socket.socketpair()
+                other.close()
+                self.processes[number] = self.launcher.fork(mine, connection)
+            finally:
+                connection.close()
+        except (OSError, Stranger, StartupFailure) as error:
+            self.say(event="failed", id=number, text=str(error))
+        else:
+            self.say(event="launched", id=number, pid=self.processes[number].pid)

@@ -1,0 +1,333 @@
+"""The driver's side of all connections: a thread that accepts them, proves them, and listens to the agents."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from mgpu_check.engine.remote.credentials import Key
+from mgpu_check.engine.remote.lines import line, shut, tune
+from mgpu_check.engine.remote.listener import Door
+from mgpu_check.engine.remote.members import Agent, AgentGone, Launch, Launched
+from mgpu_check.errors import StartupFailure
+
+__all__ = ["Hub"]
+
+_SEND_TIMEOUT = 10.0
+_TO_FINISH, _TO_UNWIND = 3.0, 7.0
+_MOST_WARNINGS = 16
+_LEFT = "was ended by its launcher"
+
+
+class Hub:
+    """The agents that have joined, by rank.
+
+    Attributes:
+        patience: seconds that the run waits without any agent.
+        over: why the run cannot go on, None as long as it can.
+        host_names: rank of an agent -> what reports call its host, where that is not its own name.
+        lost: how many agents were lost since all were there; the first of them is the cause.
+        refused: the address of a process that wanted to join with another key -> how often.
+        warn: told, once for each such address, what has happened.
+    """
+
+    def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
+        """Nothing is accepted yet.
+
+        Args:
+            parent: file descriptor of the process of the launcher on this host, readable when it has ended.
+        """
+        self.size = size
+        self.patience = patience
+        self.agents: dict[int, Agent] = {}
+        self.over: str | None = None
+        self.lost = 0
+        self.complete = False
+        self.host_names: dict[int, str] = {}
+        self.refused: Counter[str] = Counter()
+        self.warn: Callable[[str], None] = lambda text: None
+        self.changed = threading.Condition()
+        self.ends_read, self._ends_write = socket.socketpair()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._ended: list[tuple[Callable[[int | None], None], int | None]] = []
+        self._numbers = itertools.count(1)
+        self.port: int = listener.getsockname()[1]
+        self._parent = parent
+        self._left: list[Agent] = []
+        self._untold: list[str] = []
+        self._first = ""
+        self._selector = selectors.DefaultSelector()
+        self._door = Door(listener, key, self._selector, self._admit, self._refuse)
+        self._interrupted = False
+        self._closing = False
+        self._stopped = False
+        self._alone_since = time.monotonic()
+        self._over_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="mgpu-check agents", daemon=True)
+        for one in (self.ends_read, self._ends_write, self._wake_read):
+            one.setblocking(False)
+
+    def start(self) -> None:
+        """Begin to accept agents."""
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda: self._wake_read.recv(4096))
+        if self._parent is not None:
+            self._selector.register(self._parent, selectors.EVENT_READ, self._parent_ended)
+        self._thread.start()
+
+    # What the main thread calls.
+
+    def await_agents(self, ranks: Iterable[int], timeout: float) -> list[int]:
+        """Wait for the agents of `ranks`; those that are still missing."""
+        wanted = list(ranks)
+
+        def missing() -> list[int]:
+            return [rank for rank in wanted if rank not in self.agents]
+
+        with self.changed:
+            self.changed.wait_for(lambda: not missing() or self.over is not None, timeout)
+            return missing()
+
+    def launch(self, rank: int) -> tuple[Agent, int, Future[Launched]]:
+        """Have the agent of `rank` start a process."""
+        with self.changed:
+            agent = self.agents.get(rank)
+            if agent is None:
+                raise AgentGone
+            number = next(self._numbers)
+            launch = agent.launches[number] = Launch()
+        agent.send(do="launch", id=number)
+        return agent, number, launch.future
+
+    def ask(self, agent: Agent, process: int, method: str, *arguments: Any) -> Future[Any]:
+        """Have an agent call a method of its `Process`."""
+        number = next(self._numbers)
+        future: Future[Any] = Future()
+        with self.changed:
+            if agent.gone is not None:
+                future.set_exception(AgentGone(agent.gone))
+                return future
+            agent.answers[number] = future
+        agent.send(do="call", id=process, method=method, arguments=arguments, request=number)
+        return future
+
+    def watch(self, agent: Agent, process: int, ended: Callable[[int | None], None]) -> None:
+        """Have `ended` called, by `collect`, with the exit code of a process; None if its agent is lost first."""
+        with self.changed:
+            agent.processes[process] = ended
+            if process in agent.exits:
+                self._note_end(agent, process, agent.exits.pop(process))
+            elif agent.gone is not None:
+                self._note_end(agent, process, None)
+
+    def collect(self) -> None:
+        """Tell of the processes that have ended."""
+        with contextlib.suppress(BlockingIOError):
+            while self.ends_read.recv(4096):
+                pass
+        with self.changed:
+            ended, self._ended = self._ended, []
+        for call, code in ended:
+            call(code)
+
+    def untold(self) -> list[str]:
+        """Losses that no failure has told yet: of those that came one after another, the first."""
+        with self.changed:
+            untold, self._untold = self._untold, []
+        return untold
+
+    def finish(self, code: int) -> None:
+        """Tell all agents that the run is over, with this exit code, and wait until they have heard it."""
+        with self.changed:
+            if self._closing:
+                return
+            self._closing = True
+            agents = list(self.agents.values())
+        for agent in agents:
+            agent.send(do="end", code=code)
+        with self.changed:
+            self.changed.wait_for(lambda: not self.agents, _TO_UNWIND)
+        for agent in self._left:
+            with contextlib.suppress(OSError):
+                agent.connection.sendall(line({"do": "end", "code": code}))
+            shut(agent.connection)
+        self._stopped = True
+        with contextlib.suppress(OSError):  # the thread has seen it already, and closed both ends
+            self._wake_write.send(b"\0")
+        self._thread.join()
+
+    # What follows runs in the thread.
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+            self._close()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)  # nobody would ever answer the main thread
+
+    def _loop(self) -> None:
+        while not self._stopped:
+            for key, _ in self._selector.select(1.0):
+                key.data()
+            now = time.monotonic()
+            self._door.send_away_the_late()
+            if not self.agents and not self._closing and now - self._alone_since > self.patience:
+                self._end(f"no agent has been connected for {self.patience:g} s")
+            if self._over_since is not None and not self._closing and now - self._over_since > _TO_FINISH:
+                self._unwind(now)
+
+    def _close(self) -> None:
+        agents = [agent.connection for agent in [*self.agents.values(), *self._left]]
+        ends = [self.ends_read, self._ends_write, self._wake_read, self._wake_write]
+        self._door.close()
+        self._selector.close()
+        for one in [*agents, *ends]:
+            one.close()
+
+    def _unwind(self, now: float) -> None:
+        """Leave what the main thread is at; and if it does not, leave altogether: nobody is left to tell."""
+        assert self._over_since is not None
+        if now - self._over_since > _TO_FINISH + _TO_UNWIND:
+            os._exit(70)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        if not self._interrupted:
+            self._interrupted = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def _end(self, reason: str) -> None:
+        with self.changed:
+            if self.over is None:
+                self.over, self._over_since = reason, time.monotonic()
+            self.changed.notify_all()
+
+    def _parent_ended(self) -> None:
+        assert self._parent is not None
+        self._selector.unregister(self._parent)
+        self._end("torchrun has ended on the host of rank 0")
+
+    def _admit(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Take over a connection that has shown the key: of a process that was launched, or of a new agent."""
+        if "launch" in message:
+            number = message["launch"]
+            with self.changed:
+                launch = next((a.launches[number] for a in self.agents.values() if number in a.launches), None)
+            if launch is None:
+                raise LookupError("nobody waits for it any more")
+            tune(connection, control=False)
+            launch.connection = connection
+            launch.complete()
+            return
+        agent = Agent(connection, message["agent"])
+        if not 0 <= agent.rank < self.size:
+            raise ValueError("a rank that is none of this run")
+        tune(connection, control=True)
+        connection.settimeout(_SEND_TIMEOUT)
+        if (before := self.agents.get(agent.rank)) is not None:
+            self._lose(before, "another has taken its place")
+        self._selector.register(agent.connection, selectors.EVENT_READ, lambda: self._listen(agent))
+        with self.changed:
+            self.agents[agent.rank] = agent
+            if len(self.agents) == self.size:
+                self.lost, self.complete = 0, True
+            self.changed.notify_all()
+        if self._closing:
+            agent.send(do="end", code=70)
+
+    def _refuse(self, address: str) -> None:
+        if address not in self.refused and len(self.refused) < _MOST_WARNINGS:
+            self.warn(
+                f"refused a process at {address} that wanted to join with another key than this run has: either it is not "
+                "yours, or the hosts do not share the key file (--agent-key-file)"
+            )
+        if address in self.refused or len(self.refused) < _MOST_WARNINGS:
+            self.refused[address] += 1
+
+    def _listen(self, agent: Agent) -> None:
+        if agent.gone is not None:
+            return
+        try:
+            data = agent.connection.recv(1 << 16, socket.MSG_DONTWAIT)
+            if not data:
+                raise EOFError
+            agent.lines.feed(data)
+            while agent.gone is None and (message := agent.lines.next()) is not None:
+                self._take(agent, message)
+        except BlockingIOError:
+            return
+        except (EOFError, OSError, ValueError, LookupError, TypeError):
+            self._lose(agent, "was lost")
+
+    def _take(self, agent: Agent, message: dict[str, Any]) -> None:
+        event = message["event"]
+        if event == "launched":
+            launch = agent.launches[message["id"]]
+            launch.pid = int(message["pid"])
+            launch.complete()
+        elif event == "failed":
+            agent.launches[message["id"]].fail(StartupFailure(str(message["text"])))
+        elif event == "exit":
+            with self.changed:
+                self._note_end(agent, message["id"], message["code"])
+        elif event == "answer":
+            future = agent.answers.pop(message["request"], None)
+            if future is not None:
+                future.set_result(message["value"])
+        elif event == "interrupt":
+            self.interrupt()
+        elif event == "leaving":
+            self._lose(agent, _LEFT)
+
+    def name(self, agent: Agent) -> str:
+        """What reports call the host of an agent."""
+        return self.host_names.get(agent.rank, agent.host)
+
+    def _note_end(self, agent: Agent, process: int, code: int | None) -> None:
+        call = agent.processes.pop(process, None)
+        if call is None:
+            agent.exits[process] = code  # it died before the main thread could ask for it
+        else:
+            self._ended.append((call, code))
+            with contextlib.suppress(BlockingIOError):
+                self._ends_write.send(b"\0")
+
+    def _lose(self, agent: Agent, how: str) -> None:
+        self._selector.unregister(agent.connection)
+        with self.changed:
+            if self.agents.get(agent.rank) is agent:
+                del self.agents[agent.rank]
+            self.lost += 1
+            name = f"the agent of rank {agent.rank} on {self.name(agent)} {how}"
+            if self.lost == 1:
+                self._first = name
+                if not self._closing:
+                    self._untold.append(name)
+            agent.gone = name if self.lost == 1 else f"with its agent, after {self._first}"
+            if not self.agents:
+                self._alone_since = time.monotonic()
+            for future in agent.answers.values():
+                future.set_exception(AgentGone(name))
+            for launch in agent.launches.values():
+                launch.fail(AgentGone(name))
+            for process in list(agent.processes):
+                self._note_end(agent, process, None)
+            self.changed.notify_all()
+        if agent.told["final"] and not self._closing:
+            self._end(f"{name}, and {agent.told['launcher']} starts none again")
+        if how == _LEFT:
+            self._left.append(agent)  # it may wait for the end of the run, if that is near
+        else:
+            shut(agent.connection)
+            agent.connection.close()

@@ -1,0 +1,135 @@
+"""The driver: the pytest process of a run that a launcher has launched; how it comes to be, and what it knows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mgpu_check.engine.remote.addresses import words_of_parent
+from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.credentials import Key
+from mgpu_check.engine.remote.current import become
+from mgpu_check.engine.remote.launcher import AgentLauncher
+from mgpu_check.engine.remote.variables import OF_LAUNCHERS, Place
+from mgpu_check.engine.remote.versions import versions
+
+__all__ = ["Driver", "is_driver", "start_driver", "take_over"]
+
+_VARIABLE = "_MGPU_CHECK_DRIVER"
+_PATIENCE = 300.0
+
+
+def start_driver(
+    place: Place, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    """Start the driver in a session of its own: torchrun ends this process with all of its group, to start it anew.
+
+    Args:
+        trusting: where everybody can read the key; empty where nobody can.
+    """
+    read, write = os.pipe()
+    # What becomes of this process says nothing; what becomes of torchrun does.
+    parent = os.pidfd_open(os.getppid()) if place.launcher == "torchrun" else None
+    passed = [read, listener.fileno(), *([] if parent is None else [parent])]
+    told: dict[str, Any] = {"listener": listener.fileno(), "size": place.size, "parent": parent}
+    told |= {"key": key.secret.hex(), "trusting": trusting, "command": _command_of(place)}
+    with os.fdopen(write, "w") as pipe:
+        json.dump(told, pipe)
+    gone = {name for name in os.environ if OF_LAUNCHERS.fullmatch(name)}
+    environment = {name: value for name, value in os.environ.items() if name not in gone}
+    environment[_VARIABLE] = str(read)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "mgpu_check", *arguments],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=passed,
+            start_new_session=True,
+        )
+    finally:
+        for fd in passed:
+            if fd != listener.fileno():
+                os.close(fd)
+
+
+def _command_of(place: Place) -> list[str]:
+    """The words that launched the process at `place`, up to the name of this package."""
+    plain = [sys.executable, "-m", "mgpu_check"]
+    if place.launcher == "srun":
+        return ["srun", f"--ntasks={place.size}", *plain]
+    if place.launcher == "torchrun":
+        words = words_of_parent()
+        ends = [i for i, word in enumerate(words) if os.path.basename(word) in ("mgpu_check", "mgpu-check")]
+        if not ends:
+            return plain
+        end = ends[0] + 1
+        start = 1 if os.path.basename(words[1]) == "torchrun" else 0  # its interpreter comes first
+        return [os.path.basename(words[1]) if start else words[0], *words[start + 1 : end]]
+    return plain
+
+
+@dataclass
+class Driver:
+    """What the pytest process knows as driver of a launched run.
+
+    Attributes:
+        size: how many ranks were launched.
+        environment: of this process as it started.
+        command: the words by which such a run is launched, on each host.
+        trusting: address of the store that holds the key of the run, for everybody to read; empty where nobody can.
+        exit_code: that of the run, when it is known.
+    """
+
+    size: int
+    hub: Hub
+    environment: Mapping[str, str]
+    command: tuple[str, ...]
+    trusting: str = ""
+    exit_code: int = 70
+
+    def __enter__(self) -> Driver:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hub.finish(self.exit_code)
+
+    def launcher(self, patience: float) -> AgentLauncher:
+        """The launcher of this run, which waits `patience` seconds for agents."""
+        self.hub.patience = patience
+        return AgentLauncher(self.hub, f"{secrets.token_hex(4)}", versions(), self.environment)
+
+
+def is_driver() -> bool:
+    """Whether this process was started as one."""
+    return _VARIABLE in os.environ
+
+
+def take_over() -> Driver:
+    """Become the driver that this process was started as."""
+    with os.fdopen(int(os.environ.pop(_VARIABLE))) as file:
+        told = json.load(file)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # it may be ignored here, as in what a script has in its background
+    key = Key(bytes.fromhex(told["key"]), "the agent of rank 0")
+    hub = Hub(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
+    terminal = os.dup(2)  # pytest will have taken the other
+    hub.warn = lambda text: _print(terminal, text)
+    hub.start()
+    driver = Driver(told["size"], hub, dict(os.environ), tuple(told["command"]), told["trusting"])
+    become(driver)
+    return driver
+
+
+def _print(fd: int, text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(fd, f"mgpu-check: {text}\n".encode())

@@ -1,0 +1,173 @@
+"""How an agent comes to a driver: it finds the one that is announced, or, for rank 0, starts one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+
+from mgpu_check.engine.remote.addresses import listener_for, rendezvous_of, words_of_parent
+from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, present
+from mgpu_check.engine.remote.driver import start_driver
+from mgpu_check.engine.remote.keyfile import REMEDY
+from mgpu_check.engine.remote.meeting import Announced, End, Meeting
+from mgpu_check.engine.remote.variables import Place
+from mgpu_check.errors import StartupFailure
+
+__all__ = ["Refused", "Run", "connect"]
+
+_CONNECT_TIMEOUT = 10.0
+_PROOF_TIMEOUT = 60.0
+_RETRY = 0.1
+_GONE_TIMEOUT = 60.0
+_KNOCK_TIMEOUT = 5.0
+
+
+class Refused(Exception):
+    """What is announced is no driver of ours, or not for us. The text says what to do."""
+
+
+def connect(driver: Announced, attempts: int = 1) -> socket.socket:
+    """A connection to `driver`, proven on both sides.
+
+    Args:
+        attempts: more than one where nobody else would try again: strangers may be so many that one of ours is sent away.
+
+    Raises:
+        OSError, Stranger: it is gone, or another has its address.
+    """
+    connection = socket.create_connection((driver.address, driver.port), _CONNECT_TIMEOUT)
+    try:
+        present(connection, driver.key, _PROOF_TIMEOUT)
+    except ConnectionResetError:
+        connection.close()
+        if attempts == 1:
+            raise
+        return connect(driver, attempts - 1)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+class Run:
+    """The run as one agent sees it.
+
+    Attributes:
+        process: the driver, where this agent has started it.
+        driver: the one to join; to be asked for only after `join` has returned a connection.
+    """
+
+    def __init__(self, place: Place, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
+        """Meet the others; rank 0 starts the driver, unless one is left from an earlier attempt.
+
+        Args:
+            key: of the user, None where the network is trusted.
+            timeout: seconds to wait for the store, and for a driver.
+
+        Raises:
+            RuntimeError, OSError: the store cannot be reached.
+        """
+        self.process: subprocess.Popen[bytes] | None = None
+        self._place = place
+        self._timeout = timeout
+        self._meeting = Meeting(place, timeout, key)
+        self._own = key
+        self._driver: Announced | None = None
+        if place.rank == 0:
+            self._driver = self._left() or self._start(arguments)
+
+    @property
+    def driver(self) -> Announced:
+        assert self._driver is not None
+        return self._driver
+
+    def _left(self) -> Announced | None:
+        """A driver that an earlier process has started, and that is still there."""
+        try:
+            announced = self._meeting.driver()
+            if announced is not None:
+                connect(announced).close()
+            return announced
+        except (OSError, Stranger):
+            return None
+
+    def _start(self, arguments: Sequence[str]) -> Announced:
+        rendezvous = ""
+        if self._place.launcher == "torchrun":
+            rendezvous = rendezvous_of(words_of_parent(), os.environ.get("PET_RDZV_ENDPOINT", ""))
+        listener, address = listener_for(self._place, rendezvous)
+        with listener:
+            announced = self._meeting.announce(address, listener.getsockname()[1])
+            trusting = "" if self._own else f"{self._place.address}:{self._place.port}"
+            self.process = start_driver(self._place, listener, announced.key, trusting, arguments)
+        return announced
+
+    def join(self) -> socket.socket | End:
+        """Connect to the driver as soon as there is one; or say how the run has ended.
+
+        Raises:
+            Refused: this process must not join what is announced.
+            StartupFailure: there is no driver in time.
+        """
+        deadline = time.monotonic() + self._timeout
+        reason = "none was announced"
+        gone = ""  # name of the driver that was found to be gone
+        while time.monotonic() < deadline:
+            if self.process is not None and (code := self.process.poll()) is not None:
+                return End(code if code >= 0 else None)
+            if self._place.rank != 0:
+                self._driver = self._announced()
+            if self._driver is not None:
+                end = self._meeting.ended(self._driver)
+                if end is not None and (end.code is not None or self._place.final):
+                    return end
+                if end is not None and gone != self._driver.name:
+                    # It may be that of an earlier attempt, and the next is about to be announced.
+                    gone, reason = self._driver.name, "the one that was announced has ended without a word"
+                    deadline = min(deadline, time.monotonic() + _GONE_TIMEOUT)
+                try:
+                    return connect(self._driver)
+                except ConnectionRefusedError as error:
+                    if self._place.rank == 0 and self.process is None:
+                        return End(None)  # it was there a moment ago, and nobody but this agent would start another
+                    reason = str(error) if end is None else reason
+                except (OSError, Stranger) as error:
+                    reason = str(error) if end is None else reason
+            time.sleep(_RETRY)
+        if gone:
+            return End(None)
+        at = "" if self._driver is None else f" at {self._driver.address} port {self._driver.port}"
+        raise StartupFailure(f"no driver was found{at} within {self._timeout:g} s: {reason}")
+
+    def _announced(self) -> Announced | None:
+        try:
+            return self._meeting.driver()
+        except WrongKey as error:
+            self._knock()
+            raise Refused(
+                f"the driver {error} than the one in {self._own.source if self._own else 'the store'}: the hosts do not share that file, or somebody else has "
+                f"written to the launcher's store; {REMEDY}"
+            ) from None
+        except Stranger as error:
+            raise Refused(f"the driver {error}: start all processes of a run with the same options") from None
+
+    def _knock(self) -> None:
+        """Have the driver see that somebody has another key: its user may look at the terminal of rank 0 only."""
+        claimed = self._meeting.claimed()
+        if claimed is not None and self._own is not None:
+            try:
+                with socket.create_connection(claimed, _KNOCK_TIMEOUT) as connection:
+                    present(connection, self._own, _KNOCK_TIMEOUT)
+            except (OSError, OverflowError, ValueError, Stranger):
+                pass  # who has announced it is no driver at all
+
+    def note_end(self, code: int | None) -> None:
+        """Tell those that come late how the run has ended, `code` None if the driver is gone without a word."""
+        if self._place.rank == 0 and self._driver is not None:
+            try:
+                self._meeting.end(self._driver, code)
+            except RuntimeError:
+                pass  # the launcher has taken its store away

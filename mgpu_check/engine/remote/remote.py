@@ -1,0 +1,92 @@
+"""A process of the pool that an agent holds, as the pytest process holds it: see `mgpu_check.engine.process.Process`."""
+
+from __future__ import annotations
+
+import base64
+from concurrent.futures import Future
+from typing import Any
+
+from mgpu_check.engine.process import STACKS_TIMEOUT, Process
+from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.members import Agent, AgentGone
+from mgpu_check.processes.channel import Channel
+from mgpu_check.processes.record import Record, parse
+
+__all__ = ["RemoteProcess"]
+
+_ANSWER_TIMEOUT = 5.0
+_NOBODY_KNOWS = 75
+
+
+class RemoteProcess(Process):
+    """Asks the agent for what a local process finds in its files."""
+
+    def __init__(self, hub: Hub, agent: Agent, number: int, pid: int, connection: Channel) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.exit_code: int | None = None
+        self._hub = hub
+        self._agent = agent
+        self._number = number
+        self._stacks_asked: Future[Any] | None = None
+        self._closed = False
+        hub.watch(agent, number, self._ended)
+
+    def _ended(self, code: int | None) -> None:
+        self.exit_code = code
+        if code is None:
+            self.exit_code, self.lost = _NOBODY_KNOWS, self._agent.gone
+
+    def _ask(self, method: str, *arguments: Any, timeout: float = _ANSWER_TIMEOUT, default: Any = "") -> Any:
+        try:
+            return self._hub.ask(self._agent, self._number, method, *arguments).result(timeout)
+        except (AgentGone, TimeoutError):
+            return default
+
+    def cause(self) -> str:
+        if self.lost is None:
+            return super().cause()
+        self._hub.untold()  # the failure tells it
+        return self.lost
+
+    def mark_output(self) -> None:
+        self._hub.ask(self._agent, self._number, "mark_output")
+
+    def output(self, name: str) -> str:
+        return str(self._ask("output", name))
+
+    def ask_for_stacks(self, signal_number: int) -> None:
+        self._hub.ask(self._agent, self._number, "ask_for_stacks", signal_number)
+        self._stacks_asked = self._hub.ask(self._agent, self._number, "stacks")
+
+    def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
+        assert self._stacks_asked is not None
+        try:
+            return str(self._stacks_asked.result(timeout + _ANSWER_TIMEOUT))
+        except (AgentGone, TimeoutError):
+            return ""
+
+    def last_words(self) -> str:
+        return str(self._ask("last_words"))
+
+    def record(self) -> Record:
+        return parse(base64.b64decode(self._ask("record_bytes")))
+
+    def replaced_by(self) -> str:
+        return str(self._ask("replaced_by"))
+
+    def runnable(self) -> bool:
+        return bool(self._ask("runnable", default=False))
+
+    def halted(self) -> bool:
+        return False  # it is asked of idle processes between any two tests: not worth the way to another machine
+
+    def kill(self) -> None:
+        if self.exit_code is None and not self._closed:
+            self._hub.ask(self._agent, self._number, "kill")
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.connection.close()
+            self._hub.ask(self._agent, self._number, "close")

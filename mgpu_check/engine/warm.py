@@ -1,0 +1,145 @@
+"""The worlds that are kept warm between calls, and how many of them a device can bear."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+
+from mgpu_check.devices.placement import Seat
+from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.world import World
+
+__all__ = ["Place", "WarmWorlds"]
+
+# Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
+_LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
+
+# On real devices each process has a context and communicators, of half a GiB and more. They get an eighth of the memory.
+_BYTES_OF_PROCESS = 640 << 20
+_SHARE = 8
+_LEAST_PROCESSES = 2
+_UNKNOWN_MEMORY = 16 << 30
+
+_EXIT_TIMEOUT = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """What tells one world from another.
+
+    Attributes:
+        seats: of its ranks, in rank order; empty for a node process.
+        visible: the seats whose devices its processes see, on all hosts where it has any.
+    """
+
+    seats: tuple[Seat, ...]
+    visible: tuple[Seat, ...]
+    backend: str | None
+
+    @property
+    def occupied(self) -> tuple[Seat, ...]:
+        """The seats on whose devices it may have a context."""
+        return self.seats or self.visible
+
+
+class WarmWorlds:
+    """Worlds by their place, the least recently used first.
+
+    Args:
+        real: they are on real devices, whose memory is shared, and which may refuse a second process.
+        memory: bytes of the smallest device, as far as that is known when it is asked.
+    """
+
+    def __init__(self, launcher: Launcher, real: bool, memory: Callable[[], int | None]) -> None:
+        self._launcher = launcher
+        self._real = real
+        self._memory = memory
+        self._worlds: dict[Place, World] = {}
+        self._alone = False
+        """Whether devices were seen to bear one process only."""
+
+    def __iter__(self) -> Iterator[tuple[Place, World]]:
+        return iter(list(self._worlds.items()))
+
+    def take(self, place: Place) -> World | None:
+        """The world of a place, which is not kept any more; None where there is none that can be used."""
+        world = self._worlds.pop(place, None)
+        if world is not None and world.broken:
+            world.discard()
+            return None
+        return world
+
+    def keep(self, place: Place, world: World) -> None:
+        """Keep a world, as the one that was used last."""
+        self._worlds[place] = world
+
+    def get(self, place: Place) -> World | None:
+        return self._worlds.get(place)
+
+    def let_go(self, place: Place) -> None:
+        """End a world."""
+        self._worlds.pop(place).discard()
+
+    def make_room(self, place: Place, seats: int, used: set[Place]) -> None:
+        """Let worlds go where they are too many beside a new one.
+
+        Args:
+            seats: how many there are.
+            used: by the current test. Of these, devices that are full may cost some, too.
+
+        Raises:
+            RankDied: a process of one that was used has ended already.
+        """
+        wanted, most = max(len(place.seats), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * seats)
+        for other in list(self._worlds):
+            if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
+                break
+            if other not in used:
+                self.let_go(other)
+        if self._real:
+            most = 1 if self._alone else _most_on_device(self._memory())
+            for seat in place.occupied:
+                beside = [other for other in self._worlds if seat in other.occupied]
+                for other in sorted(beside[: max(0, len(beside) + 1 - most)], key=lambda other: other in used):
+                    self._worlds[other].check_alive("while no call used it")
+                    self.let_go(other)
+            self.await_exits()
+
+    def clear_devices(self, place: Place) -> bool:
+        """Let all worlds go that have devices of `place`, from now on whenever another needs them; whether there were any.
+
+        Where devices are in compute mode exclusive-process, or full, a second process is refused.
+        """
+        if not self._real:
+            return False
+        beside = [other for other in self._worlds if set(other.occupied) & set(place.occupied)]
+        for other in beside:
+            self.let_go(other)
+        self._alone |= bool(beside)
+        self.await_exits()
+        return bool(beside)
+
+    def await_exits(self) -> list[int]:
+        """Wait until those that were ended are gone, and their memory free; the processes that still are not.
+
+        On real devices that takes seconds, and the devices are others' next.
+        """
+        if not self._real:
+            return []
+        deadline = time.monotonic() + _EXIT_TIMEOUT
+        while (ending := self._launcher.ending()) and wait(
+            self._launcher.waitables(), max(0.0, deadline - time.monotonic())
+        ):
+            self._launcher.collect()
+        return ending
+
+    def close(self) -> None:
+        """End all of them."""
+        for place in list(self._worlds):
+            self.let_go(place)
+
+
+def _most_on_device(memory: int | None) -> int:
+    return max(_LEAST_PROCESSES, (memory or _UNKNOWN_MEMORY) // _SHARE // _BYTES_OF_PROCESS)

@@ -1,0 +1,307 @@
+"""A world: the processes of one world size, with their own default process group; or the node process alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mgpu_check.devices.placement import Seat
+from mgpu_check.engine.answers import agree
+from mgpu_check.engine.balance import imbalance, unmatched
+from mgpu_check.engine.failures import NODE, Ending, Finished, Raised, alike, disagreement, error_of, last_collectives
+from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.world_processes import EXIT_TIMEOUT, Crew
+from mgpu_check.errors import RankFailure
+from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import protocol
+from mgpu_check.processes.channel import Garbled, frame
+from mgpu_check.processes.clock import Clock, ready
+
+__all__ = ["Abandoned", "Function", "World"]
+
+_MEET_TIMEOUT = 1.0
+_REST_TIMEOUT = 10.0  # for what the engine itself asks of a rank that should be idle, or the timeout of calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """A function as it is sent.
+
+    Attributes:
+        key: its name among those of a test.
+        reused: it will be called again, and the ranks are to keep it until the test ends.
+    """
+
+    key: str
+    pickled: bytes
+    name: str
+    reused: bool
+
+
+class Abandoned(Exception):
+    """All ranks gave up the test ("skip", "xfail") or the example ("reject") alike."""
+
+    def __init__(self, failure: protocol.Failure) -> None:
+        super().__init__(failure.headline)
+        self.failure = failure
+
+
+class World(Crew):
+    """Warm processes that run the same function each.
+
+    A world is *broken* once it may not be used again: a process died, was killed, or they are out of lockstep.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        spec_of: Callable[[int], protocol.RankSpec],
+        indices: Sequence[int],
+        seats: Sequence[Seat],
+        timeout: float,
+    ) -> None:
+        """Start a process for each of `indices`: ranks, or `NODE`; on the seat that stands in its place.
+
+        Args:
+            timeout: seconds that a call usually gets; what the engine asks for on its own gets no more.
+
+        Raises:
+            StartupFailure: one did not come up.
+        """
+        self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # by the ranks of the last call, if by any
+        self._failed: tuple[BaseException, dict[int, Ending], Callable[[dict[int, Ending]], BaseException]] | None = (
+            None
+        )
+        self._running: tuple[str, float] | None = None  # the function, and since when
+        self._rest_timeout = min(_REST_TIMEOUT, timeout)
+        self._numbers = itertools.count()
+        self._known: set[str] = set()
+        self._surroundings: protocol.Surroundings | None = None
+        super().__init__(launcher, spec_of, indices, seats)
+
+    def run(
+        self,
+        function: Function,
+        arguments: bytes,
+        surroundings: protocol.Surroundings,
+        timeout: float,
+    ) -> list[bytes]:
+        """Call a function on every process; the pickled results, in rank order.
+
+        Args:
+            function: sent once only, until `end_test`, if it is to be called again.
+
+        Raises:
+            RankFailure, RankDied, RankHang: see there.
+            Abandoned: every rank skipped the test, or rejected the example.
+        """
+        doing = function.name
+        self.check_alive("before " + doing)
+        self._failed = None
+        self.told = {}
+        number = next(self._numbers)
+        call = protocol.Call(
+            number,
+            function.key,
+            None if function.key in self._known else function.pickled,
+            arguments,
+            function.reused,
+            None if surroundings == self._surroundings else surroundings,
+        )
+        if function.reused:
+            self._known.add(function.key)
+        self._surroundings = surroundings
+        started = Clock.now()
+        self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
+        self._running = doing, started
+        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
+        settling = not late and any(isinstance(a, protocol.Outcome) and not a.settled for a in answers.values())
+        if settling:
+            answers, late = self._settle(answers, number, started + timeout)
+        self._running = None
+        timed_out = bool(late) and Clock.now() - started >= timeout
+        # Before any is killed, because that makes those fail that wait for it.
+        fine = not late and all(_went_well(answer, number) for answer in answers.values())
+        records = {} if fine else self._records()
+        endings: dict[int, Ending] = {}
+        deadline = Clock.now() + EXIT_TIMEOUT
+        for index, answer in answers.items():
+            if isinstance(answer, protocol.Outcome) and answer.number != number:
+                self._garbled[index] = "it answers another call"
+            if not isinstance(answer, protocol.Outcome) or index in self._garbled:
+                endings[index] = self._died(index, deadline)
+            else:
+                endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
+        for index, stopped in self._interrupt(late, since=started).items():
+            endings[index] = dataclasses.replace(stopped, settling=settling)
+        ordered = (answers.get(index) for index in self.processes)
+        outcomes = [answer for answer in ordered if isinstance(answer, protocol.Outcome)]
+        if any(outcome.told for outcome in outcomes):
+            self.told = {i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Outcome)}
+        in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
+        complete = len(outcomes) == len(self.processes)
+        left = unmatched(dict(zip(self.processes, (o.flows for o in outcomes), strict=True))) if complete else []
+        self.broken = not complete or not in_lockstep or bool(left) or not all(o.reusable for o in outcomes)
+        if all(isinstance(end, Finished) for end in endings.values()):
+            if left and agree(outcomes):
+                raise imbalance(left, self.who)
+            if not in_lockstep:
+                # No error yet: sends and receives count too, and a rank may well have more of them.
+                self._meet(
+                    {index: sum(outcome.lockstep[:-1]) for index, outcome in zip(self.processes, outcomes, strict=True)}
+                )
+            if not agree(outcomes):
+                self.broken = True
+                raise disagreement(self.who, self._records())
+            return [outcome.value for outcome in outcomes if outcome.value is not None]
+        kinds = {end.failure.kind if isinstance(end, Raised) else "error" for end in endings.values()}
+        first = next(iter(endings.values()))
+        if len(kinds) == 1 and isinstance(first, Raised) and first.failure.kind != "error":
+            raise Abandoned(first.failure)
+
+        def told(endings: dict[int, Ending]) -> BaseException:
+            return error_of(endings, self.who, doing, timeout if timed_out else None, records)
+
+        error = told(endings)
+        self._failed = (error, endings, told)
+        raise error
+
+    def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
+        """Wait, after a call in which all went well, for the devices of its ranks; the answers anew, and who is late.
+
+        Raises:
+            RankDied: one ended instead.
+            RankFailure: a rank has begun a collective that others will never enter.
+        """
+        outcomes = {index: answer for index, answer in answers.items() if isinstance(answer, protocol.Outcome)}
+        if len(outcomes) < len(self.processes) or not all(_went_well(answer, number) for answer in outcomes.values()):
+            return answers, []
+        flows = {index: outcomes[index].flows for index in self.processes}
+        if unmatched(flows) or not agree(list(outcomes.values())):
+            return answers, []  # what is pending never ends, and why is known
+        if len({outcome.lockstep for outcome in outcomes.values()}) > 1:
+            self._meet({index: sum(outcome.lockstep[:-1]) for index, outcome in outcomes.items()})
+            self.broken = True  # until all have answered, as before
+        unsent = self._send(lambda _: protocol.Settle())
+        return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
+
+    def loaded(self, index: int, result: bytes) -> object:
+        """The result of a process.
+
+        Raises:
+            RankFailure: it cannot be made again in this process.
+        """
+        try:
+            value: object = transport.loads(result)
+        except BaseException as error:  # code of the result's own class runs here
+            who = self.who.full([index if self.who.size else NODE])
+            text = f"{type(error).__name__}: {error}"
+            raise RankFailure(
+                f"{who} returned what cannot be loaded in the pytest process: {text}", ranks=[index]
+            ) from None
+        return value
+
+    def stopped(self) -> BaseException | None:
+        """End a call that something from outside has interrupted; an error that says where the ranks were, if one was."""
+        if self._running is None or len(self._answers) == len(self.processes):
+            return None
+        doing, since = self._running
+        self._running = None
+        records = self._records()
+        late = [index for index in self.processes if index not in self._answers]
+        endings: dict[int, Ending] = dict(self._interrupt(late, since))
+        for index, answer in self._answers.items():
+            if isinstance(answer, protocol.Outcome):
+                endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
+        return error_of(endings, self.who, doing, round(Clock.now() - since, 1), records)
+
+    def check_idle(self, when: str) -> None:
+        """As of any crew; but a call that Ctrl-C has interrupted is answered still, to nobody."""
+        if self._running is None:
+            super().check_idle(when)
+
+    def _meet(self, entered: dict[int, int]) -> None:
+        """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.
+
+        Raises:
+            RankDied: one ended instead.
+            RankFailure: they cannot meet; `entered` says how many operations each had entered.
+        """
+        when = "after it had returned, with operations of the default group pending"
+        self.broken = True
+        records = self._records()
+        answers, late = self._ask(protocol.Meet(), _MEET_TIMEOUT, when)
+        errors = [
+            f"{self.who([index])}: {line}"
+            for index, answer in answers.items()
+            if isinstance(answer, protocol.Rested)
+            for line in answer.dirt
+        ]
+        if late or errors:
+            counts = ", ".join(f"rank {index}: {count}" for index, count in entered.items())
+            text = (
+                "ranks entered different numbers of operations of the default process group, and could not meet in a "
+                f"barrier afterwards: one has begun a collective that others never entered ({counts})"
+            )
+            raise RankFailure("\n".join([text, *errors, *last_collectives(records, self.who)]), ranks=entered)
+        self.broken = False
+
+    def explain(self, error: BaseException) -> None:
+        """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
+        if self._failed is None or self._failed[0] is not error:
+            return
+        _, endings, told = self._failed
+        better = dict(endings)
+        for ranks in alike(better):
+            ending, text = better[ranks[0]], self._explanation(ranks[0])
+            if text:
+                assert isinstance(ending, Raised)
+                better[ranks[0]] = Raised(dataclasses.replace(ending.failure, text=text))
+        error.args = told(better).args
+
+    def _explanation(self, index: int) -> str:
+        channel = self.processes[index].connection
+        deadline = Clock.now() + self._rest_timeout
+        try:
+            channel.send(frame(protocol.Explain()))
+            while ready([channel.fileno()], deadline):
+                if (text := channel.receive()) is not None:
+                    return str(text)
+        except (EOFError, OSError, Garbled):
+            pass
+        self.broken = True  # an answer that comes late would be taken for that to the next message
+        return ""
+
+    def end_test(self) -> tuple[str, ...]:
+        """Undo what the test left; what cannot be undone is returned, and breaks the world.
+
+        Raises:
+            RankDied: a process ended after it had answered.
+            RankHang: one does not answer any more.
+        """
+        self._known.clear()
+        self.told = {}
+        if self.broken:
+            return ()
+        when = "after its part of the test was done"
+        self.check_alive(when)
+        self.broken = True
+        answers, late = self._ask(protocol.EndTest(), self._rest_timeout, when)
+        if late:
+            records = self._records()
+            stopped = self._interrupt(late, since=Clock.now() - self._rest_timeout)
+            raise error_of(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records)
+        self.broken = False
+        self.told = {
+            i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Rested) and answer.told
+        }
+        dirt = {line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.dirt}
+        self.broken |= bool(dirt)
+        return tuple(sorted(dirt))
+
+
+def _went_well(answer: object, number: int | None = None) -> bool:
+    """Whether it is the answer to a call, to that of the given number, of a rank that returned."""
+    return isinstance(answer, protocol.Outcome) and answer.failure is None and number in (None, answer.number)

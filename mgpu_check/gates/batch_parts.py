@@ -1,0 +1,197 @@
+"""In a rank alone in its world: what one device gives for parts of the batch, as hypotheses of what ranks have done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mgpu_check.gates.batches import has_padding, samples_in, seed_everything, tensors_of, with_tensors
+from mgpu_check.gates.observing import observe
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.rounding import one_thread
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Alternative", "Division", "Hypotheses", "run_hypotheses"]
+
+Alter = Callable[[Any], Any]
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Division:
+    """One way to divide the batch over ranks, and what one device gives for each part alone.
+
+    Attributes:
+        name: "every 2nd sample", …
+        along: the dimension that is divided.
+        windows: into how many micro-batches each part is divided again; 1 for none.
+        parts: for each rank, for each of its windows, the results; not a number where a part cannot be computed.
+        counts: samples (or positions) in the part of each rank.
+    """
+
+    name: str
+    along: int
+    windows: int
+    parts: list[list[Values]]
+    counts: list[int]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another batch that ranks may have taken together, and what one device gives for it."""
+
+    name: str
+    values: Values
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """What ranks may have done with the batch; and whether it has padding, so that parts of one size may count unlike."""
+
+    divisions: list[Division]
+    alternatives: list[Alternative]
+    padded: bool = False
+
+
+def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: int) -> Hypotheses:
+    """Run the reference, or the step at world size 1, on parts of the batch, and on batches that mistakes make of it.
+
+    Args:
+        windows: micro-batches of each rank, where the step accumulates gradients.
+    """
+    size = scenario.world_size
+    divisions: list[Division] = []
+    with full_precision(), one_thread():
+        for name, along, part in _ways(size):
+            for count in dict.fromkeys((1, windows)):
+                divided = _divide(rank, program, scenario, name, along, part, count)
+                if divided is not None:
+                    divisions.append(divided)
+        alternatives = [
+            Alternative(name, values)
+            for name, alter in _alternatives(size)
+            if (values := _run(rank, program, scenario, alter)) is not None
+        ]
+        seed_everything(1000 * scenario.seed)
+        batch = scenario.batches[0] if program.batch is None else program.batch(scenario.samples)
+    return Hypotheses(divisions, alternatives, has_padding(batch))
+
+
+def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:
+    yield (
+        "every " + (f"{size}th" if size > 3 else {2: "2nd", 3: "3rd"}.get(size, "")) + " sample",
+        0,
+        (lambda leaf, index: leaf[index::size]),
+    )
+    yield "blocks of samples", 0, lambda leaf, index: leaf.tensor_split(size)[index]
+    yield "chunks of samples", 0, lambda leaf, index: _chunk(leaf, size, index, 0)
+    yield "blocks of positions", 1, lambda leaf, index: leaf.tensor_split(size, dim=1)[index]
+    yield "every other position", 1, lambda leaf, index: leaf[:, index::size]
+
+
+def _chunk(leaf: torch.Tensor, size: int, index: int, dim: int) -> torch.Tensor:
+    chunks = leaf.chunk(size, dim)
+    return chunks[index] if index < len(chunks) else leaf.narrow(dim, 0, 0)
+
+
+def _divide(
+    rank: Rank,
+    program: Program,
+    scenario: Scenario,
+    name: str,
+    along: int,
+    part: Callable[[torch.Tensor, int], torch.Tensor],
+    windows: int,
+) -> Division | None:
+    parts: list[list[Values]] = []
+    counts: list[int] = []
+    for index in range(scenario.world_size):
+        mine: list[Values] = []
+        held: list[int] = []
+        for window in range(windows):
+
+            def alter(batch: Any, index: int = index, window: int = window, held: list[int] = held) -> Any:
+                cut = _cut(batch, along, lambda leaf: part(leaf, index))
+                held.append(_extent(cut, along))
+                return _cut(cut, 0, lambda leaf: leaf.tensor_split(windows)[window]) if windows > 1 else cut
+
+            values = _run(rank, program, dataclasses.replace(scenario, world_size=1), alter)
+            if values is None and held and held[0]:
+                return None
+            mine.append({} if values is None else values)
+        parts.append(mine)
+        counts.append(held[0] if held else 0)
+    if sum(counts) == 0:
+        return None
+    return Division(name, along, windows, parts, counts)
+
+
+def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Values | None:
+    try:
+        seen = observe(rank, program, scenario, of_reference=program.reference is not None, alter=alter)
+    except Exception:  # this hypothesis cannot be tried
+        return None
+    return seen.values
+
+
+def _cut(batch: Any, along: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`batch` with each tensor cut that has the dimension that is divided.
+
+    Raises:
+        ValueError: none has.
+    """
+    leaves = tensors_of(batch)
+    extent = _extent(batch, along)
+    new = [part(leaf) if _divisible(leaf, along, extent) else leaf for leaf in leaves]
+    if not extent or all(one is other for one, other in zip(new, leaves, strict=True)):
+        raise ValueError("nothing to divide")
+    return with_tensors(batch, new)
+
+
+def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
+    return leaf.dim() > along and leaf.shape[along] == extent
+
+
+def _extent(batch: Any, along: int) -> int:
+    """Length of the dimension that is divided: of samples, or of the positions of the first tensor that has some."""
+    if along == 0:
+        return samples_in(batch)
+    lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]
+    return lengths[0] if lengths else 0
+
+
+def _alternatives(size: int) -> Iterator[tuple[str, Alter]]:
+    def selected(order: Callable[[int], list[int]]) -> Alter:
+        def alter(batch: Any) -> Any:
+            return _cut(batch, 0, lambda leaf: leaf[order(len(leaf))])
+
+        return alter
+
+    yield "truncated", selected(lambda n: list(range(n - n % size)))
+    yield "padded", selected(lambda n: [place % n for place in range(-(-n // size) * size)])
+    yield "first shard only", selected(lambda n: list(range(0, n, size)))
+    yield "first block only", selected(lambda n: list(range(-(-n // size))))
+    for place in range(4):
+        yield f"first of {place}", _with_first_part(size, place)
+
+
+def _with_first_part(size: int, place: int) -> Alter:
+    """One tensor of the batch has its first part in place of every part."""
+
+    def alter(batch: Any) -> Any:
+        leaves = tensors_of(batch)
+        extent = samples_in(batch)
+        leaf = leaves[place]
+        if not _divisible(leaf, 0, extent):
+            raise ValueError("nothing to repeat")
+        lengths = [len(chunk) for chunk in leaf.chunk(size)]
+        leaves[place] = torch.cat([leaf[:length] for length in lengths])
+        return with_tensors(batch, leaves)
+
+    return alter

@@ -1,0 +1,173 @@
+"""The gate for evaluation: after training, every rank gives the same answer to the same question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gates.worlds import World, check_count, noting, sizes_of, world_sizes_of
+from mgpu_check.mistakes.report import Finding, Observable, Report
+from mgpu_check.processes.rank_lists import few, named
+from mgpu_check.processes.scratch import Scratch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from mgpu_check.gates.evaluation import Compared
+
+__all__ = ["assert_evaluation_agrees"]
+
+_PER_RANK = 4
+_SHOWN = 4
+
+
+def assert_evaluation_agrees(
+    ranks: World,
+    step: Callable[..., Any],
+    *,
+    build: Callable[[], nn.Module],
+    batch: Callable[[int], Any],
+    evaluate: Callable[[nn.Module, Any], Any] | None = None,
+    steps: int = 3,
+    sizes: int | Iterable[int] | None = None,
+    world_sizes: Iterable[int] | None = None,
+) -> None:
+    """Assert that, after some steps of training, the models of all ranks answer alike in evaluation mode.
+
+    On each rank: ``build()`` under one seed, `steps` times ``step(model, batch, rank)`` on global batches that are made
+    under one seed, ``model.eval()``, and ``evaluate(model, batch)`` under ``torch.no_grad()`` on one more global batch,
+    the same on all ranks; without TF32. Answers must be equal to the bit, on all ranks. Where parameters and buffers are
+    equal to the bit, answers may differ as rounding errors do; how far those lead is measured on the evaluation (Monte
+    Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997). Each rank answers twice, under seeds that differ between ranks:
+    an answer must not depend on random numbers.
+
+    DistributedDataParallel with BatchNorm does not have this property by itself: it broadcasts buffers before each forward
+    pass in training, and each rank's running statistics differ again after the last one. Broadcast buffers before
+    evaluation, or convert to SyncBatchNorm; or let `evaluate` do on one rank, or on each rank's share, what the training
+    code does.
+
+    Args:
+        ranks: the fixture.
+        step: the user's parallel training step, called on every rank; it takes its share of the global batch itself, and
+            leaves what it has learned in `model`. A class is called with (model, rank) first, and the object then for
+            each batch.
+        build: the model, not yet on a device.
+        batch: ``batch(n)``: a global batch of n samples, with new samples for each step.
+        evaluate: what the model answers: tensors, or mappings or lists of these. Default: ``model(x)`` of the first tensor
+            of the batch, on the device of the model.
+        steps: of training.
+        sizes: of global batches, one or several; default 4 * world size.
+        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
+
+    Raises:
+        ScalingMismatch: at the smallest world size and batch where ranks answer otherwise. ``.ranks`` are those that
+            differ from rank 0, or from themselves when asked again.
+        ValueError: an argument is not valid, `build`, `batch` or `evaluate` do not give what they should, or `step` leaves
+            all parameters as they were.
+    """
+    __tracebackhide__ = True
+    check_count("assert_evaluation_agrees", "steps", steps)
+    numbers = sizes_of("assert_evaluation_agrees", sizes)
+    worlds = world_sizes_of(ranks, world_sizes)
+    # Here, because it imports torch, which this process may do without until it has a gate to run.
+    from mgpu_check.gates.evaluation import Evaluated
+
+    for size in worlds:
+        for samples in numbers or [_PER_RANK * size]:
+            program = Evaluated(step, build, batch, evaluate, steps, samples)
+            compared = _run(ranks, program, size, measure=False)
+            if _wrong(compared) and not _of(compared, "parameter", "buffer"):
+                compared = _run(ranks, program, size, measure=True)
+            if wrong := _wrong(compared):
+                report = _report(compared, wrong, {"world size": size, "samples": samples, "steps": steps})
+                at_fault = sorted({rank for row in wrong for rank in row.wrong})
+                raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
+
+
+def _run(ranks: World, program: Any, size: int, *, measure: bool) -> list[Compared]:
+    __tracebackhide__ = True
+    from mgpu_check.gates.evaluation import compare_ranks, train_and_evaluate
+
+    with Scratch.new("evaluate") as root:
+        with noting(f"the evaluation of {program.samples} samples after {program.steps} steps at world size {size}"):
+            problems = ranks.run(train_and_evaluate, program, root, measure, size=size)
+        for problem in filter(None, problems):
+            raise ValueError(problem)
+        compared: list[Compared] = ranks.run(compare_ranks, root, size, size=1)[0]
+    if unequal := [row for row in compared if row.kind == "batches"]:
+        raise ValueError(
+            f"batch({program.samples}) differs on {named(unequal[0].wrong)} from that of rank 0, under the same "
+            "seed; make it from torch's generator, from Python's or NumPy's, or from one with a seed of its own"
+        )
+    if _of(compared, "untouched"):
+        raise ValueError(
+            "step(model, batch, rank) leaves all parameters of the model as build() has made them, on all ranks; train the "
+            "model that it is given, in place"
+        )
+    return compared
+
+
+def _of(compared: Sequence[Compared], *kinds: str) -> list[Compared]:
+    """What differs, of these kinds."""
+    return [row for row in compared if row.kind in kinds and row.wrong]
+
+
+def _wrong(compared: Sequence[Compared]) -> list[Compared]:
+    """Answers that differ by more than rounding errors may."""
+    return [row for row in _of(compared, "answer", "repeated") if not row.rounding]
+
+
+def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object]) -> Report:
+    initial, parameters, buffers = (_of(compared, kind) for kind in ("initial", "parameter", "buffer"))
+    repeated = [row for row in wrong if row.kind == "repeated"]
+    findings, remarks = [], []
+    if initial:
+        evidence = f"before the first step, {_listed(initial)}"
+        findings.append(Finding("different-initialization", evidence))
+    elif parameters:
+        evidence = f"equal before the first step, and different after the last: {_listed(parameters)}"
+        findings.append(Finding("gradients-not-synchronized", evidence))
+    if buffers and not initial:
+        findings.append(Finding("buffers-drift", _listed(buffers)))
+        remarks.append(
+            "DistributedDataParallel broadcasts buffers before a forward pass in training, so that running statistics "
+            "differ after the last one: before evaluation, broadcast them (torch.distributed.broadcast of each of "
+            "model.buffers() from rank 0), or train with torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+        )
+    if repeated:
+        evidence = (
+            f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; is "
+            "dropout on (model.eval() undone, functional.dropout without training=), or anything drawn?"
+        )
+        findings.append(
+            Finding("evaluation-differs", evidence.replace("on rank 0", "first").replace("on rank 1", "then"))
+        )
+    elif not findings:
+        evidence = (
+            f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {wrong[0].detail}"
+        )
+        findings.append(Finding("evaluation-differs", evidence))
+    observables = []
+    for row in compared:
+        if row.kind in ("parameter", "buffer", "answer"):
+            name = row.name if row.kind == "answer" else f"{row.kind} {row.name}"
+            relations: dict[str, bool | None] = {"ranks agree": not row.wrong or row.rounding}
+            if row.kind == "answer":
+                relations["repeatable"] = not any(other.name == row.name for other in repeated)
+            observables.append(Observable(name, relations, row.detail))
+    # What was learned before what was answered: it is the cause.
+    first = (parameters or buffers or list(wrong))[0]
+    what = "answers otherwise when asked again" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
+    return Report(
+        f"ranks do not answer alike in evaluation mode: {what} on {named(first.wrong)}"
+        + ("" if first.kind == "repeated" else f": {first.detail}"),
+        case,
+        observables,
+        findings,
+        remarks,
+    )
+
+
+def _listed(rows: Sequence[Compared]) -> str:
+    return few([f"{row.name} on {named(row.wrong)}" for row in rows], _SHOWN)

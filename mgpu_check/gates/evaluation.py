@@ -1,0 +1,208 @@
+"""What a trained model answers on a rank, and how the answers of ranks compare. In the ranks: it imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from mgpu_check.gates.batches import seed_everything
+from mgpu_check.gates.flattening import Opaque, flattened
+from mgpu_check.gates.observing import plain_copy
+from mgpu_check.gates.program import bound
+from mgpu_check.gates.states import digest_of_value
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.compare import difference, show
+from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
+from mgpu_check.processes.rank_lists import few, grouped
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
+
+_SEED = 7
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The user's functions, and how they are to be called."""
+
+    step: Callable[..., Any]  # or a class, see `bound`
+    build: Callable[[], Any]
+    batch: Callable[[int], Any]
+    evaluate: Callable[[Any, Any], Any] | None
+    steps: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One thing that all ranks should have alike.
+
+    Attributes:
+        kind: "initial", "parameter", "buffer", "answer", or "repeated" for what a rank answers when asked again; "batches"
+            and "untouched" tell of functions that cannot be used.
+        wrong: the ranks that differ from rank 0; of "repeated", from themselves.
+        detail: the element that is furthest off, with the values of the ranks.
+        rounding: they differ, and no more than rounding errors may.
+    """
+
+    kind: str
+    name: str
+    wrong: tuple[int, ...]
+    detail: str
+    rounding: bool
+
+
+def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank: Rank) -> str:
+    """Train on this rank, evaluate, and keep all that is to be compared. Returns what is wrong with the user's functions.
+
+    Args:
+        measure: find out how far rounding errors may move the answers, too.
+    """
+    seed_everything(_SEED)
+    model = program.build()
+    if not isinstance(model, nn.Module):
+        return f"build() returned a {type(model).__name__}; return a torch.nn.Module"
+    seen: dict[str, Any] = {"initial": _state(model)}
+    batches = []
+    for number in range(program.steps + 1):
+        seed_everything(_SEED + 1 + number)
+        batches.append(program.batch(program.samples))
+    *training, held = batches
+    seen["batches"] = digest_of_value(
+        str({name: digest_of_value(v) for name, v in flattened(batches, strict=False).items()})
+    )
+    seed_everything(_SEED)
+    step = bound(program.step, model, rank)
+    for batch in training:
+        step(batch)
+    state = _state(model)
+    parameters = {name for name, _ in model.named_parameters()}
+    seen["parameter"] = {name: value for name, value in state.items() if name in parameters}
+    seen["buffer"] = {name: value for name, value in state.items() if name not in parameters}
+    model.eval()
+    with torch.no_grad(), full_precision():
+        # Of seeds that differ between ranks, and from one time to the next, an answer does not depend.
+        for kind, seed in (("answer", 1000), ("again", 2000)):
+            seed_everything(_SEED + seed + rank.index)
+            try:
+                seen[kind] = _answer(program, model, held)
+            except Opaque as error:
+                return f"of what evaluate(model, batch) returned, {error}"
+        seen["granted"] = _granted(program, model, held, rank) if measure else {}
+    if not any(isinstance(value, torch.Tensor) for value in seen["answer"].values()):
+        return "evaluate(model, batch) returned no tensor or float; return what the model answers"
+    directory.mkdir(exist_ok=True)
+    torch.save(seen, directory / f"{rank.index}.pt")
+    return ""
+
+
+def _state(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: plain_copy(value) for name, value in named}
+
+
+def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
+    if program.evaluate is not None:
+        return flattened(program.evaluate(model, batch), "answer", take=plain_copy)
+    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+    if first is None:
+        raise ValueError(
+            "batch(n) holds no tensor to call the model with; pass evaluate=, a function of model and batch"
+        )
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), first.device)
+    return flattened(model(first.to(device)), "answer", take=plain_copy)
+
+
+def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
+    """How far rounding errors may move each element of the answers: by Monte Carlo arithmetic, see `Perturbed`."""
+    seed_everything(_SEED + 1000 + rank.index)
+    usual = {n: v.double() for n, v in _answer(program, model, batch).items() if _is_real(v)}
+    spread = deviations(sum(value.numel() for value in usual.values()))
+    moved = {name: torch.zeros_like(value) for name, value in usual.items()}
+    generator = torch.Generator().manual_seed(_SEED)
+    for sign in (1, -1) * PAIRS:
+        seed_everything(_SEED + 1000 + rank.index)
+        # The model answers in its own dtypes: float64 stands for itself, not for a narrower one.
+        with Perturbed(sign * spread, generator, unit_roundoff(torch.float64)):
+            answers = _answer(program, model, batch)
+        for name, value in usual.items():
+            if name in answers and answers[name].shape == value.shape:
+                moved[name] = torch.maximum(moved[name], (answers[name].double() - value).abs().nan_to_num(0.0))
+    # A few draws may understate an element, not all of the tensor.
+    return {
+        name: value.clamp_min(float(value.square().mean().sqrt())) for name, value in moved.items() if value.numel()
+    }
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+
+
+def compare_ranks(directory: Path, size: int) -> list[Compared]:
+    """Compare what `size` ranks have kept. Called on one rank."""
+    seen: list[dict[str, Any]] = [torch.load(directory / f"{r}.pt", weights_only=False) for r in range(size)]
+    batches = grouped((one["batches"], rank) for rank, one in enumerate(seen))
+    found = [] if len(batches) == 1 else [Compared("batches", "batch", tuple(batches[1][1]), "", False)]
+    if not any(_trained(one) for one in seen):
+        found.append(Compared("untouched", "parameters", tuple(range(size)), "", False))
+    ranks = [f"on rank {rank}" for rank in range(size)]
+    for kind in ("initial", "parameter", "buffer", "answer"):
+        found += _compared(kind, [one[kind] for one in seen], ranks, seen[0]["granted"] if kind == "answer" else {})
+    for rank, one in enumerate(seen):
+        rows = _compared("repeated", [one["answer"], one["again"]], ["first", "then"], one["granted"])
+        found += [dataclasses.replace(row, wrong=(rank,)) for row in rows if row.wrong]
+    return found
+
+
+def _trained(seen: Mapping[str, Any]) -> bool:
+    initial = seen["initial"]
+    return any(digest_of_value(value) != digest_of_value(initial.get(n)) for n, value in seen["parameter"].items())
+
+
+def _compared(
+    kind: str, states: list[dict[str, Any]], owners: list[str], granted: Mapping[str, torch.Tensor]
+) -> Iterator[Compared]:
+    for name in dict.fromkeys(name for state in states for name in state):
+        values = [state.get(name) for state in states]
+        digests = [digest_of_value(value) for value in values]
+        wrong = tuple(index for index, digest in enumerate(digests) if digest != digests[0])
+        detail, rounding = _detail(values, owners, wrong, granted.get(name)) if wrong else ("", False)
+        yield Compared(kind, name, wrong, detail, rounding)
+
+
+def _detail(
+    values: list[Any], owners: list[str], wrong: tuple[int, ...], granted: torch.Tensor | None
+) -> tuple[str, bool]:
+    """All values where they are furthest apart; and whether that is within what is granted."""
+    if len({_kind(value) for value in values}) > 1 or not isinstance(values[0], torch.Tensor):
+        texts = [_kind(value) if isinstance(value, torch.Tensor) else repr(value)[:40] for value in values]
+        return _said(texts, owners), False
+    if values[0].is_complex():
+        values, granted = [torch.view_as_real(value.resolve_conj()) for value in values], None
+    first = values[0]
+    rounding = granted is not None and all(difference(values[i], first, 2 * granted) is None for i in wrong)
+    found = next(filter(None, (difference(values[i], first) for i in wrong)), None)
+    if found is None:
+        return "only the sign of zeros or the bits of NaN differ", True
+    where = f"element {list(found.worst)} is " if found.worst else ""
+    return where + _said([show(value[found.worst].item(), value.dtype) for value in values], owners), rounding
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return type(value).__name__
+
+
+def _said(texts: list[str], owners: list[str]) -> str:
+    pairs = [f"{text} {owner}" for text, owner in zip(texts, owners, strict=True)]
+    return few(pairs, _SHOWN_RANKS)

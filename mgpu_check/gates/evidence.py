@@ -1,0 +1,252 @@
+"""All that is known of a failure, and how far a hypothesis explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_check.gates.batch_parts import Alternative, Division, Hypotheses
+from mgpu_check.gates.events import Event, Trace
+from mgpu_check.gates.measuring import Expected
+from mgpu_check.gates.observing import Observation
+from mgpu_check.gates.relations import Verdict
+from mgpu_check.gates.scenario import Scenario
+
+__all__ = ["Evidence"]
+
+_LOOSE = 1e-4
+"""Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
+
+
+@dataclass
+class Evidence:
+    """What was seen of a failure.
+
+    Attributes:
+        seen: of each rank, with all values.
+        traces: of each rank, what it has called.
+        hypotheses: what one device gives for parts of the batch.
+        wrong_alone: the step differs from the reference at world size 1 already.
+        shardwise: the reference knows the world size, and goes through the batch as ranks do.
+        elsewhere: another world size, and what rank 0 has left there.
+        further: the same case with other random numbers.
+        right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
+    """
+
+    scenario: Scenario
+    expected: Expected
+    verdict: Verdict
+    seen: Sequence[Observation]
+    traces: Sequence[Trace]
+    hypotheses: Hypotheses
+    wrong_alone: bool = False
+    right_when_small: bool | None = None
+    further: Sequence[Evidence] = ()
+    elsewhere: tuple[int, Observation] | None = None
+    shardwise: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.scenario.world_size
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        return {**self.expected.single.kinds, **self.seen[0].kinds}
+
+    def wrong(self, *kinds: str) -> list[str]:
+        """Names of what differs from one device, in the order of the model; of some kinds, or of all."""
+        return [name for name in self.verdict.wrong if not kinds or self.kinds.get(name) in kinds]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of floating-point values that differ, and that a hypothesis would have to explain."""
+        wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
+        return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
+
+    @property
+    def gradient_like(self) -> bool:
+        """Whether what differs is gradients, or parameters, rather than metrics."""
+        return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
+
+    @property
+    def broken(self) -> list[str]:
+        """Names of what is wrong by not being finite where it is on one device."""
+        return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
+
+    @property
+    def account(self) -> bool:
+        """Whether what the step returns stands for gradients or parameters."""
+        return any(self.kinds.get(name) in ("grads", "params") for name in self.verdict.skipped)
+
+    def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
+        for rank, trace in enumerate(self.traces):
+            for event in trace.of(*kinds):
+                yield rank, event
+
+    def first(self, *kinds: str) -> Event | None:
+        return next((event for _, event in self.events(*kinds)), None)
+
+    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()) -> bool:
+        """Whether what differs is the results of all parts combined in that way; see `combined`."""
+        if not self.explains(self.combined(division, how, factor), names):
+            return False
+        for other in self.further:
+            same = next(
+                (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
+                None,
+            )
+            if same is None or not other.explains(
+                other.combined(same, how, factor, self.names), names or self.names, False
+            ):
+                return False
+        return True
+
+    def is_alternative(self, alternative: Alternative) -> bool:
+        """Whether what differs is what one device gives for another batch."""
+        if not self.explains([dict(alternative.values)] * self.size):
+            return False
+        for other in self.further:
+            same = next((a for a in other.hypotheses.alternatives if a.name == alternative.name), None)
+            if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
+                return False
+        return True
+
+    def explains(
+        self, values: Sequence[Mapping[str, torch.Tensor]], names: Collection[str] = (), telling: bool = True
+    ) -> bool:
+        """Whether each rank has left `values`, of that rank, where it differs from one device.
+
+        Args:
+            telling: no where they are what one device gives, too: they explain nothing then.
+        """
+        tells = not telling
+        for name in names or self.names:
+            exact = self.expected.exact[name]
+            for rank, one in enumerate(self.seen):
+                got, value = one.values.get(name), values[rank].get(name)
+                if got is None or value is None or got.shape != value.shape:
+                    return False
+                if not self._near(name, got.double(), value.double()):
+                    return False
+                tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
+        return tells
+
+    def _near(self, name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+        tolerance = self.expected.tolerance.get(name)
+        slack = _LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
+        if tolerance is not None and tolerance.shape == one.shape:
+            allowed = 4 * tolerance + min(slack, 1e-2)
+        else:
+            allowed = torch.full_like(one, slack)
+        same = (one == other) | (one.isnan() & other.isnan())
+        return bool((same | ((one - other).abs() <= allowed)).all())
+
+    def factor(self, names: Collection[str] = ()) -> float | None:
+        """The one number by which everything that differs is off, on all ranks; None if there is none."""
+        found = self._factor(names or self.names, {})
+        if found is None:
+            return None
+        # One number has some ratio to any other: it is one only if it comes again.
+        again = [other._factor(names or self.names, {}) for other in self.further]
+        return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
+
+    def factor_of_updates(self) -> float | None:
+        """The same of what the step adds to the parameters, as a learning rate changes it."""
+        return self._factor(self.names, self.expected.single.initial)
+
+    def factor_elsewhere(self) -> tuple[int, float] | None:
+        """Another world size, and the factor there."""
+        if self.elsewhere is None:
+            return None
+        size, seen = self.elsewhere
+        there = Evidence(self.scenario, self.expected, self.verdict, [seen], (), self.hypotheses)
+        ratio = there._factor(self.names, {})
+        return None if ratio is None else (size, ratio)
+
+    def _factor(self, names: Collection[str], before: Mapping[str, torch.Tensor]) -> float | None:
+        ratios: list[torch.Tensor] = []
+        for name in names:
+            start = before.get(name.removeprefix("returned "), torch.zeros(())).double()
+            exact = self.expected.exact[name] - start
+            for one in self.seen:
+                got = one.values.get(name)
+                if got is None or got.shape != exact.shape:
+                    return None
+                usable = exact.isfinite() & (exact.abs() > 1e-2 * exact.abs().max()) & (exact != 0)
+                ratios.append(((got.double() - start)[usable] / exact[usable]).flatten())
+        both = torch.cat(ratios) if ratios else torch.empty(0)
+        if not len(both) or not bool(both.isfinite().all()):
+            return None
+        middle = float(both.median())
+        if middle == 0 or abs(middle - 1) < 1e-3:
+            return None
+        return middle if bool(((both - middle).abs() <= 2e-3 * abs(middle)).all()) else None
+
+    def weights_of_windows(self, division: Division) -> list[float] | None:
+        """How much each micro-batch counts, 1 where it counts as it should; None where no weights explain what is wrong.
+
+        By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
+        """
+        if not self.names:
+            return None
+        columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
+        got: list[torch.Tensor] = []
+        for name in self.names:
+            value = self.seen[0].values.get(name)
+            for window, column in enumerate(columns):
+                parts = [part[window].get(name) for part in division.parts]
+                if value is None or any(part is None or part.shape != value.shape for part in parts):
+                    return None
+                stacked = torch.stack([part.double() for part in parts if part is not None])
+                column.append(stacked.mean(0).flatten() / division.windows)
+            assert value is not None
+            got.append(value.double().flatten())
+        matrix = torch.stack([torch.cat(column) for column in columns], dim=1)
+        right = torch.cat(got)
+        if not bool(matrix.isfinite().all() & right.isfinite().all()) or len(right) <= 2 * division.windows:
+            return None
+        found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
+        if bool(((matrix @ found - right).abs() > _LOOSE * right.abs().max()).any()):
+            return None
+        return [float(weight) for weight in found]
+
+    def combined(
+        self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()
+    ) -> list[dict[str, torch.Tensor]]:
+        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
+        results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.size)]
+        for name in names or self.names:
+            parts = [self._of_rank(name, windows) for windows in division.parts]
+            if any(part is None for part in parts):
+                continue
+            known = [part for part in parts if part is not None]
+            if len({part.shape for part in known}) > 1:
+                continue
+            stacked = torch.stack(known)
+            for rank in range(self.size):
+                if how == "own":
+                    value = known[rank]
+                elif how == "first":
+                    value = known[0]
+                elif how == "last":
+                    value = known[-1]
+                elif how == "mean":
+                    value = stacked.mean(0)
+                elif how == "sum":
+                    value = stacked.sum(0)
+                elif how == "root of sum of squares":
+                    value = stacked.square().sum(0).sqrt()
+                else:
+                    value = stacked.amax(0) if how == "max" else stacked.amin(0)
+                results[rank][name] = factor * value
+        return results
+
+    def _of_rank(self, name: str, windows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+        """The mean over a rank's micro-batches; zero where a part without samples has no result."""
+        exact = self.expected.exact[name]
+        values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
+        if len({value.shape for value in values}) > 1:
+            return None
+        return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)

@@ -1,0 +1,316 @@
+"""A failure looked into: run again with everything on record, weighed against known mistakes, and put into a report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from mgpu_check.errors import CheckFailure, RankFailure, RankHang
+from mgpu_check.gates.batch_parts import Hypotheses, run_hypotheses
+from mgpu_check.gates.causes import collectives, control, data, gradients, steps
+from mgpu_check.gates.events import Trace
+from mgpu_check.gates.evidence import Evidence
+from mgpu_check.gates.measuring import Expected
+from mgpu_check.gates.observing import Observation
+from mgpu_check.gates.program import wants_world_size
+from mgpu_check.gates.relations import PARITY, RANDOM, Verdict, allowed_for, close, judge, repeats
+from mgpu_check.gates.running import run_step, run_traced
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trial, Trials
+from mgpu_check.mistakes.report import Finding, Observable, Report
+from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.diagnosis import diagnose
+
+__all__ = ["investigate", "report_of_hang"]
+
+_SMALL = 2.0**-10
+_FURTHER = 2
+_LARGE = 1_000_000
+_LIKELY = 2
+"""Causes that a report names."""
+_THEMES = (collectives.causes, data.causes, gradients.causes, steps.causes, control.causes)
+_ENTERED = re.compile(r"(\w+) #\d+ (?:of ranks [\d, ]+ )?\(([^)]*)\)(?:, (\w+\[[^\]]*\]))?")
+
+
+def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
+    """The report of a failure; runs the step a few more times."""
+    if failed.verdict is None:
+        assert failed.error is not None
+        return _report_of_error(trials, failed.scenario, failed.error)
+    evidence = _gather(trials, failed, sizes)
+    findings: dict[str, tuple[float, Finding]] = {}
+    for theme in _THEMES:
+        for certainty, finding in theme(evidence):
+            if finding.mistake not in findings or certainty > findings[finding.mistake][0]:
+                findings[finding.mistake] = certainty, finding
+    ranked = sorted(findings.values(), key=lambda entry: -entry[0])
+    return _report(trials, evidence, [finding for _, finding in ranked[:_LIKELY]])
+
+
+def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> Report:
+    """The report of ranks that did not return."""
+    text = str(hang).split("\n\n", maxsplit=1)[0].replace(run_step.__name__, name)
+    first = text.splitlines()[0]
+    finding = _of_parting(text) or Finding(
+        "decision-per-rank", f"{first}; the others wait for it in a collective that it does not enter"
+    )
+    findings = [finding]
+    if scenario.samples % scenario.world_size and finding.mistake == "decision-per-rank":
+        uneven = (
+            f"{scenario.samples} samples do not divide by {scenario.world_size} ranks, and where they do, it terminates"
+        )
+        findings.insert(0, Finding("uneven-steps", uneven))
+    return Report(
+        f"{name} does not scale: {first}",
+        scenario.described,
+        findings=findings,
+        remarks=["terminates: NO", *text.splitlines()[1:]],
+    )
+
+
+def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> Report:
+    text = str(error).split("\n\n", maxsplit=1)[0]
+    lines = text.splitlines()
+    finding = _of_parting(text) or _of_words(str(error))
+    if finding is not None and finding.mistake == "decision-per-rank" and scenario.samples % scenario.world_size:
+        uneven = f"{scenario.samples} samples do not divide by {scenario.world_size} ranks; {finding.evidence}"
+        finding = Finding("uneven-steps", uneven)
+    return Report(
+        f"{trials.name} does not scale: {lines[0]}",
+        scenario.described,
+        findings=[finding] if finding else [],
+        remarks=["terminates: NO, as it does on one device", *lines[1:]],
+    )
+
+
+def _of_parting(text: str) -> Finding | None:
+    """By the collectives that ranks have entered, where they are not the same."""
+    line = next((line for line in text.splitlines() if " entered " in line and ", where " in line), None)
+    if line is None:
+        last = [match for match in _ENTERED.findall(text) if match]
+        if len({(name, site) for name, site, _ in last}) == 1 and len({shape for _, _, shape in last}) > 1:
+            return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(text))
+        if len({(name, site) for name, site, _ in last}) > 1 or ("finished" in text and last):
+            return Finding("decision-per-rank", "ranks do not take part in the same collectives: " + _short(text))
+        return None
+    entered = _ENTERED.findall(line)
+    names = {name for name, _, _ in entered}
+    shapes = {shape for _, _, shape in entered}
+    if len(names) == 1 and len(shapes) > 1:
+        gathers = "gather" in line or "scatter" in line or "all_to_all" in line
+        return Finding("uneven-gather" if gathers else "decision-per-rank", line)
+    return Finding("decision-per-rank", line)
+
+
+_WORDS = (
+    ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
+    ("Expected to mark a variable ready only once", "gradients-not-synchronized"),
+    ("must be contiguous", "strided-view"),
+    ("Tensors must be contiguous", "strided-view"),
+    ("op.preamble.length <= op.nbytes", "uneven-gather"),
+    ("Expected more than 1 value per channel when training", "batch-statistics-per-rank"),
+    ("same number of elements", "uneven-gather"),
+    ("Sizes of tensors must match", "uneven-gather"),
+    ("Default process group has not been initialized", "wrong-process-group"),
+)
+
+
+def _of_words(text: str) -> Finding | None:
+    """By what torch says, where that is known to come from one mistake."""
+    for words, mistake in _WORDS:
+        if words in text:
+            line = next(line for line in text.splitlines() if words in line)
+            return Finding(mistake, _short(line.strip()))
+    if "all_gather" in text and "SIGABRT" in text:
+        return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
+    return None
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:240]
+
+
+def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
+    scenario, program = failed.scenario, trials.program
+    expected = trials.expected(scenario, deep=True)
+    size = 1 if program.single_process else scenario.world_size
+    seen: Sequence[Observation]
+    traces: Sequence[Trace] = ()
+    try:
+        pairs = trials.ranks.run(run_traced, program, scenario, size=size)
+        seen, traces = [one for one, _ in pairs], [trace for _, trace in pairs]
+    except (CheckFailure, RankHang):  # it does not fail in the same way each time
+        seen = failed.seen
+    verdict = judge(expected, seen, trials.kinds, trials.tolerance)
+    if verdict.holds:
+        assert failed.verdict is not None
+        seen, verdict = failed.seen, failed.verdict
+    _repeat(trials, scenario, expected, seen, verdict)
+    elsewhere = _at_another_size(trials, scenario, expected, seen, verdict, sizes)
+    _in_other_order(trials, scenario, seen, verdict)
+    windows = max((len(trace.of("backward")) for trace in traces), default=1) // max(1, scenario.steps)
+    try:
+        hypotheses = trials.ranks.run(run_hypotheses, program, scenario, max(1, windows), size=1)[0]
+    except (CheckFailure, RankHang):
+        hypotheses = Hypotheses([], [])
+    further = _with_other_seeds(trials, scenario, max(1, windows)) if hypotheses.divisions else []
+    shardwise = wants_world_size(program.reference)
+    alone = (
+        expected.own is not None
+        and not shardwise
+        and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
+    )
+    small = _when_small(trials, scenario)
+    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, alone, small, further, elsewhere, shardwise)
+
+
+def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Evidence]:
+    """The same case with other random numbers: what explains the failure must explain what is seen there, too."""
+    found: list[Evidence] = []
+    if scenario.batches:
+        return found
+    for seed in range(scenario.seed + 1, scenario.seed + 1 + _FURTHER):
+        other = replace(scenario, seed=seed)
+        try:
+            expected, seen = trials.expected(other), trials.on_ranks(other, whole=True)
+            if expected.single.batch == trials.expected(scenario).single.batch:
+                return found  # the user's own seeds rule: it is the same case again
+            if sum(value.numel() for value in seen[0].values.values()) > _LARGE:
+                return found
+            hypotheses = trials.ranks.run(run_hypotheses, trials.program, other, windows, size=1)[0]
+        except (CheckFailure, RankHang):
+            continue
+        verdict = judge(expected, seen, trials.kinds, trials.tolerance)
+        found.append(Evidence(other, expected, verdict, seen, (), hypotheses))
+    return found
+
+
+def _when_small(trials: Trials, scenario: Scenario) -> bool | None:
+    """Whether the step is right for the same batch scaled down, so that no limit on a norm is reached."""
+    if scenario.change not in ("", "scaled"):
+        return None
+    small = replace(scenario, change="scaled", factor=_SMALL)
+    try:
+        return judge(trials.expected(small), trials.on_ranks(small), trials.kinds, trials.tolerance).holds
+    except (CheckFailure, RankHang):
+        return None
+
+
+def _repeat(
+    trials: Trials, scenario: Scenario, expected: Expected, seen: Sequence[Observation], verdict: Verdict
+) -> None:
+    try:
+        again = trials.on_ranks(scenario, whole=True)
+    except (CheckFailure, RankHang):
+        verdict.remarks.append("a second run fails")
+        return
+    repeats(verdict, expected, seen, again, trials.tolerance)
+
+
+def _at_another_size(
+    trials: Trials,
+    scenario: Scenario,
+    expected: Expected,
+    seen: Sequence[Observation],
+    verdict: Verdict,
+    sizes: Sequence[int],
+) -> tuple[int, Observation] | None:
+    """What rank 0 leaves at the next other world size; adds whether each observable is the same there."""
+    other = min((size for size in sizes if size not in (1, scenario.world_size)), default=None)
+    if other is None:
+        return None
+    try:
+        there: Observation = trials.on_ranks(replace(scenario, world_size=other), whole=True)[0]
+    except (CheckFailure, RankHang):
+        return None
+    low, high = sorted((other, scenario.world_size))
+    for name, relations in verdict.relations.items():
+        if name == RANDOM:
+            continue
+        allowed = 2 * allowed_for(expected, name, trials.tolerance)
+        relations[f"same at {low} and {high}"] = close(there.values.get(name), seen[0].values.get(name), allowed)
+    return other, there
+
+
+def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observation], verdict: Verdict) -> None:
+    """Whether it matters which rank a sample lands on, where it does not matter to one device."""
+    if scenario.batches or scenario.change or scenario.samples < 2:
+        return
+    permuted = replace(scenario, change="permuted")
+    try:
+        one, other = trials.expected(scenario, deep=True), trials.expected(permuted)
+        there = trials.on_ranks(permuted)
+    except (CheckFailure, RankHang):
+        return
+    for name, relations in verdict.relations.items():
+        exact, moved = one.exact.get(name), other.exact.get(name)
+        if exact is None or moved is None or exact.shape != moved.shape:
+            continue
+        allowed = allowed_for(one, name, trials.tolerance) + allowed_for(other, name, trials.tolerance)
+        if difference(exact, moved, allowed) is None:
+            relations["any order"] = close(there[0].values.get(name), seen[0].values.get(name), 2 * allowed)
+
+
+def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> Report:
+    verdict, scenario = evidence.verdict, evidence.scenario
+    wrong = [name for name in verdict.relations if name in verdict.wrong or name in verdict.split] or [
+        name for name, relations in verdict.relations.items() if False in relations.values()
+    ]
+    parted = sum(verdict.relations[name].get(PARITY) is False for name in wrong)
+    first = _first_parting(evidence)
+    where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""
+    ranks = "1 rank" if scenario.world_size == 1 else f"{scenario.world_size} ranks"
+    devices = f"{scenario.world_size} devices" if trials.program.single_process else ranks
+    what = (
+        f"{parted} of {len(verdict.relations)} results on {devices} differ from one device"
+        if parted
+        else f"{len(wrong)} of {len(verdict.relations)} results differ between ranks, or from run to run"
+    )
+    observables = [
+        Observable(name, relations, verdict.details.get(name, "")) for name, relations in verdict.relations.items()
+    ]
+    return Report(
+        f"{trials.name} does not scale: {what}{where}",
+        scenario.described,
+        observables,
+        findings,
+        list(_remarks(evidence, not findings)),
+    )
+
+
+def _first_parting(evidence: Evidence) -> str:
+    """The first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
+    # Gradients first: where ranks update parameters of their own, the others follow after the optimizer's step.
+    for of_gradients in (True, False):
+        for step, exact in enumerate(evidence.expected.snapshots):
+            allowed = evidence.expected.allowances[step]
+            for name, value in exact.items():
+                if name not in evidence.verdict.wrong or name.startswith("gradient of") is not of_gradients:
+                    continue
+                for rank, one in enumerate(evidence.seen):
+                    if step >= len(one.snapshots):
+                        return f"optimizer step {step + 1}, which rank {rank} does not do"
+                    if not close(one.snapshots[step].get(name), value, allowed[name]):
+                        return f"{name} in optimizer step {step + 1} on rank {rank}"
+    return ""
+
+
+def _patterns(evidence: Evidence) -> Iterator[str]:
+    """What the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
+    for name in evidence.names[:1]:
+        for rank in evidence.verdict.wrong[name][:1]:
+            got, exact = evidence.seen[rank].values.get(name), evidence.expected.exact[name]
+            if got is not None and got.shape == exact.shape:
+                for line in diagnose(got, exact, evidence.expected.tolerance[name], rank=rank):
+                    yield f"{name} on rank {rank} {line}"
+
+
+def _remarks(evidence: Evidence, unexplained: bool) -> Iterator[str]:
+    yield "terminates: yes"
+    if unexplained:
+        yield from _patterns(evidence)
+    if evidence.wrong_alone:
+        yield "the step differs from the reference at world size 1 already"
+    yield from evidence.verdict.remarks
+    yield from evidence.expected.remarks

@@ -1,0 +1,211 @@
+"""The gate for data loading: over all ranks, each epoch gives each sample once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gates.coverage import Accepted, Coverage, Visits, coverage_of, same_orders
+from mgpu_check.gates.worlds import World, check_count, noting, world_sizes_of
+from mgpu_check.mistakes.report import Finding, Observable, Report
+from mgpu_check.processes.rank_lists import named
+
+if TYPE_CHECKING:
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["assert_loader_covers"]
+
+
+def assert_loader_covers(
+    ranks: World,
+    make_loader: Callable[[Rank], Any],
+    *,
+    epochs: int = 2,
+    world_sizes: Iterable[int] | None = None,
+    padding: bool = False,
+    dropped: bool = False,
+    uneven: bool = False,
+    key: Callable[[Any], Iterable[Hashable]] | None = None,
+) -> None:
+    """Assert that the loaders of all ranks together give each sample once per epoch.
+
+    Which samples there are is found by running the same code at world size 1. A sample is known by its content: all leaves
+    of a batch (tensors, arrays, lists of texts or numbers) have one row per sample along dim 0. At each world size must
+    hold, for every epoch:
+
+    - *all seen*, *only once*: each sample on exactly one rank; *known*: none that world size 1 does not give;
+    - *as many batches* on all ranks: in a loop with collectives, a rank that has more waits forever;
+    - *repeatable*: run again under the same seeds, each rank is given the same samples (looked at for the smallest size);
+
+    and over the epochs, where the order at world size 1 changes or a sampler is seen that is to shuffle:
+
+    - *epochs differ*: no rank visits its samples in the same order in all of them.
+
+    Args:
+        ranks: the fixture.
+        make_loader: called on every rank with its `Rank`, as training code makes it. Returns the loader, any iterable of
+            batches, which is iterated once per epoch as it is; or is a generator function that yields the loader (not
+            its batches) once per epoch: ``for epoch in range(epochs): sampler.set_epoch(epoch); yield loader``. The seeds of all ranks
+            are the same when it is called.
+        epochs: how many to look at; from 2 on, their orders are compared.
+        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
+        padding: accept that samples are repeated so that all ranks have as many samples, or full batches: at most
+            world size * batch size - 1 of them, with as many samples on each rank.
+        dropped: accept that at most world size * batch size - 1 samples of an epoch are on no rank (``drop_last``).
+        uneven: accept different numbers of batches, as in an evaluation without collectives in its loop.
+        key: ids of the samples of a batch, hashable and comparable between processes (a tensor of ids will do): where
+            samples are augmented at random, padded to the longest of their batch, or batches have no rows.
+
+    Raises:
+        ScalingMismatch: at the smallest world size at which anything of that does not hold; also at world size 1, where
+            each worker process of a loader reads the whole of an IterableDataset. ``.ranks`` are those at fault.
+        ValueError: an argument is not valid, or world size 1 does not say what the samples are: it gives none, or others in
+            each epoch.
+    """
+    __tracebackhide__ = True
+    check_count("assert_loader_covers", "epochs", epochs, ", and 2 or more to compare their orders")
+    if not callable(make_loader):
+        raise ValueError(
+            f"make_loader is a {type(make_loader).__name__}; give a function that makes the loader, so that each rank has one"
+        )
+    if key is not None and not callable(key):
+        raise ValueError(
+            f"key is {key!r}; give a function from a batch to the ids of its samples, such as lambda batch: batch['id']"
+        )
+    sizes = world_sizes_of(ranks, world_sizes)
+    accepted = Accepted(padding=padding, dropped=dropped, uneven=uneven)
+
+    def visits_of(size: int, *, inline: bool = False) -> list[Visits]:
+        # Here, because it imports torch, which this process may do without until it has a gate to run.
+        from mgpu_check.gates.samples import visit
+
+        with noting(f"the loader at world size {size}, {epochs} epochs"):
+            visits: list[Visits] = ranks.run(visit, make_loader, epochs, key, inline, size=size)
+        for problem in filter(None, (one.problem for one in visits)):
+            raise ValueError(problem)
+        return visits
+
+    (alone,) = visits_of(1, inline=True)
+    expected = _expected(alone, dropped)
+    shuffled = alone.shuffles or len({epoch.samples for epoch in alone.epochs}) > 1
+    repeated_at = min((size for size in sizes if size > 1), default=None)
+    for size in sizes if not alone.workers else sorted({1, *sizes}):
+        visits = visits_of(size)
+        again = visits_of(size) if size == repeated_at else None
+        _judge(expected, alone, visits, again, accepted, shuffled)
+
+
+def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
+    """How often each sample is to be seen in an epoch: as often as by one rank.
+
+    Raises:
+        ValueError: one rank sees nothing, or other samples in each epoch.
+    """
+    counts = [epoch.counts for epoch in alone.epochs]
+    union = counts[0].copy()
+    for count in counts[1:]:
+        union |= count
+    if not union:
+        raise ValueError("make_loader gives no samples at world size 1; give it a dataset that has some")
+    differ = next((number for number, count in enumerate(counts) if count != counts[0]), None)
+    if differ is not None and alone.bare and not counts[differ] & counts[0]:
+        raise ValueError(
+            f"at world size 1, what make_loader yields for epoch {differ} has no sample in common with what it yields for "
+            "epoch 0; if it yields batches, return a loader, or a list of the batches, in place of yielding them; if it "
+            "yields loaders whose samples are augmented at random, pass key=, a function from a batch to the ids of its "
+            "samples"
+        )
+    if differ is not None and not dropped:
+        others = (counts[differ] - counts[0]).total() or (counts[0] - counts[differ]).total()
+        raise ValueError(
+            f"at world size 1, epoch {differ} of make_loader differs from epoch 0 in {others} of {union.total()} samples, "
+            "so that it cannot be told which samples there are; where samples are augmented at random, pass key=, a "
+            "function from a batch to the ids of its samples; where drop_last drops others each time, pass dropped=True; "
+            "samplers that draw with replacement cover nothing by design"
+        )
+    return union
+
+
+def _judge(
+    expected: Counter[Hashable],
+    alone: Visits,
+    visits: Sequence[Visits],
+    again: Sequence[Visits] | None,
+    accepted: Accepted,
+    shuffled: bool,
+) -> None:
+    """Raise if anything is wrong at this world size."""
+    __tracebackhide__ = True
+    labels = {sample: text for visit in (*visits, alone) for sample, text in visit.labels.items()}
+    workers = max(visit.workers for visit in visits)
+    epochs = []
+    for number in range(len(alone.epochs)):
+        parts = [visit.epochs[number] for visit in visits]
+        coverage = coverage_of(expected, parts, accepted, labels, workers)
+        if again is not None:
+            _repeatable(coverage, visits, again, number)
+        epochs.append(coverage)
+    order = _order(visits, len(expected), shuffled or any(visit.shuffles for visit in visits))
+    rows = [(f"epoch {number}", coverage) for number, coverage in enumerate(epochs)]
+    rows += [("all epochs", order)] if len(epochs) > 1 else []
+    observables = [Observable(name, one.relations, "; ".join(one.details)) for name, one in rows]
+    wrong = next((observable for observable in observables if not observable.right), None)
+    if wrong is None:
+        return
+    # Where the epochs of some ranks differ and of others do not, that is why the ranks' shares do not fit together.
+    partly = 0 < len(order.ranks) < len(visits)
+    ordered = [order, *epochs] if partly else [*epochs, order]
+    findings: dict[str, Finding] = {}
+    for finding in (finding for coverage in ordered for finding in coverage.findings):
+        findings.setdefault(finding.mistake, finding)
+    remarks = list(dict.fromkeys(remark for coverage in ordered for remark in coverage.remarks))
+    case: dict[str, object] = {"world size": len(visits), "samples": expected.total()}
+    if workers:
+        case["workers"] = workers
+    report = Report(
+        f"the loader does not give each sample once at world size {len(visits)}: {wrong.name}: {wrong.detail}"
+        if wrong.name != "all epochs"
+        else f"the loader does not shuffle at world size {len(visits)}: {wrong.detail}",
+        case,
+        observables,
+        tuple(findings.values()),
+        remarks,
+    )
+    at_fault = sorted({rank for coverage in ordered for rank in coverage.ranks})
+    raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
+
+
+def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Visits], number: int) -> None:
+    """Add whether each rank is given the same samples when all is run again under the same seeds."""
+    others = [
+        rank
+        for rank, (first, second) in enumerate(zip(visits, again, strict=True))
+        if first.epochs[number].counts != second.epochs[number].counts
+    ]
+    coverage.relations["repeatable"] = not others
+    if others:
+        coverage.details.append(
+            f"run again under the same seeds, {named(others)} {'gets' if len(others) == 1 else 'get'} other samples"
+        )
+        coverage.remarks.append(
+            "an epoch that cannot be repeated can be neither resumed nor debugged: seed the generator that draws the order, "
+            "from one seed for all ranks"
+        )
+        coverage.ranks.update(others)
+
+
+def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
+    """Whether the order changes from epoch to epoch, where it should."""
+    same, told = same_orders(visits, samples)
+    result = Coverage({"epochs differ": None if not shuffled or (same and not told) else not same})
+    if result.relations["epochs differ"] is False:
+        who = "all ranks" if len(same) == len(visits) else f"{named(same)} only"
+        evidence = f"{who}: the same order in each of {len(visits[0].epochs)} epochs"
+        result.details.append(evidence)
+        result.ranks.update(same)
+        result.findings.append(Finding("epochs-not-reshuffled", evidence))
+    elif shuffled and same:
+        result.details.append("too few samples or epochs to tell")
+    return result

@@ -1,0 +1,128 @@
+"""In a rank alone in its world: what a step must give on one device, and how far rounding may lead from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mgpu_check.gates.draws import Notes, entered
+from mgpu_check.gates.observing import Observation, observe
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.rounding import Measured, measured, one_thread
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.numerics.steps import Measurement, full_precision
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Expected", "largest_factor", "measure"]
+
+_FACTORS = tuple(2.0**power for power in range(30, -1, -1))
+
+
+@dataclass
+class Expected:
+    """What one device gives.
+
+    Attributes:
+        single: the run in the precision of the step: of the reference, or of the step itself.
+        own: that of the step, where `single` is that of a reference; None if the step cannot run alone.
+        by_reference: whether `single` is that of a reference.
+        exact: floating-point results, in float64.
+        tolerance: name -> for each element of `exact`.
+        undetermined: names of results that rounding changes in a way that is not to be measured.
+        narrow: the narrow dtypes in which the step computes.
+        drawn: the shapes in which the step draws random numbers.
+        snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
+        remarks: what could not be measured.
+    """
+
+    single: Observation
+    own: Observation | None
+    by_reference: bool = False
+    exact: dict[str, torch.Tensor] = field(default_factory=dict)
+    tolerance: dict[str, torch.Tensor] = field(default_factory=dict)
+    undetermined: set[str] = field(default_factory=set)
+    narrow: tuple[str, ...] = ()
+    drawn: tuple[tuple[int, ...], ...] = ()
+    snapshots: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    allowances: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all results are finite."""
+        return all(bool(value.isfinite().all()) for value in self.single.values.values())
+
+
+def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False, alone: bool = True) -> Expected:
+    """Run the reference, or the step, as it is, in float64, and perturbed; see `numerics.steps` for what that tells.
+
+    Args:
+        deep: measure what each step of an optimizer leaves, too.
+        alone: beside a reference, run the step at world size 1, too, whose arithmetic may be less exact.
+    """
+    remarks: list[str] = []
+    with full_precision(), one_thread():
+        notes = Notes()
+        by_reference = program.reference is not None
+        main = measured(rank, program, scenario, by_reference, deep, notes)
+        drawn = tuple(notes.drawn)
+        own = None
+        if by_reference and not alone:
+            remarks.append("the step does not run at world size 1")
+        elif by_reference:
+            notes.drawn.clear()
+            try:
+                own = measured(rank, program, scenario, False, deep, notes)
+                drawn = tuple(notes.drawn)
+            except Exception as error:
+                remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
+    remarks += main.remarks
+    if not main.precise:
+        remarks.append(
+            "the step does not run in float64, or draws other random numbers there; the reference is float32, as it is"
+        )
+    expected = Expected(
+        main.single,
+        None if own is None else own.single,
+        by_reference,
+        undetermined=main.undetermined | (own.undetermined if own else set()),
+        drawn=drawn,
+        narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
+        remarks=remarks,
+    )
+    stages = [_with_tolerance_of(stage, place, own) for place, stage in enumerate(main.stages)]
+    *earlier, last = stages
+    expected.exact, expected.tolerance = last
+    expected.snapshots = [exact for exact, _ in earlier]
+    expected.allowances = [tolerance for _, tolerance in earlier]
+    return expected
+
+
+def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:
+    """By how much the batch can be scaled so that all results of one device stay finite, if it computes in float16.
+
+    None where it does not, or is finite at no scale.
+    """
+    notes = Notes()
+    observe(rank, program, scenario, of_reference=False, around=lambda model: entered(notes))
+    if torch.float16 not in notes.seen:
+        return None
+    for factor in _FACTORS:
+        scaled = Scenario(1, scenario.samples, 1, "scaled", factor, scenario.seed, scenario.batches)
+        seen = observe(rank, program, scaled)
+        if all(bool(value.isfinite().all()) for value in seen.values.values()):
+            return factor
+    return None
+
+
+def _with_tolerance_of(
+    stage: Measurement, place: int, own: Measured | None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Exact values and tolerances; these as large as the step's own arithmetic needs, if that is less exact."""
+    tolerance = dict(stage.tolerance)
+    if own is not None and place < len(own.stages):
+        for name, value in own.stages[place].tolerance.items():
+            if name in tolerance and tolerance[name].shape == value.shape:
+                tolerance[name] = torch.maximum(tolerance[name], value)
+    return stage.reference, tolerance

@@ -1,0 +1,325 @@
+"""In a rank: run the user's step, and take down all that it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mgpu_check.gates.batches import make_batches, seed_everything, tensors_of, wider
+from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.numerics.compare import as_real
+from mgpu_check.numerics.memory import digest_of
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["KINDS", "Observation", "observe", "plain_copy"]
+
+Nudge = Callable[[int, str, torch.Tensor], None]
+
+KINDS = ("grads", "params", "buffers", "optimizer", "returned", "rng")
+"""What can be observed."""
+
+
+@dataclass
+class Observation:
+    """What one run leaves on one rank. Tensors are on the CPU.
+
+    Attributes:
+        values: by name: "gradient of head.weight", "head.weight", "buffer bn.running_mean", "exp_avg of head.weight",
+            "learning rate of group 0", "returned loss".
+        kinds: name -> one of `KINDS`.
+        digests: name -> checksum of the value.
+        initial: parameters and buffers as they were built.
+        others: what was returned and is no number or tensor, in text.
+        batch: checksum of the batches.
+        rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
+        optimizer_steps: how often an optimizer has stepped.
+        optimizers: how many have.
+        touched: kinds of which something was changed.
+        broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
+        normalized: modules that normalize by statistics of the batch.
+        snapshots: after each optimizer step, gradients and parameters, where asked for.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: dict[str, str] = field(default_factory=dict)
+    batch: str = ""
+    rng: str = ""
+    draws: bool = False
+    optimizer_steps: int = 0
+    optimizers: int = 0
+    touched: set[str] = field(default_factory=set)
+    broadcast: set[str] = field(default_factory=set)
+    normalized: list[str] = field(default_factory=list)
+    snapshots: list[dict[str, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, kind: str, name: str, value: torch.Tensor) -> None:
+        self.values[name] = value
+        self.kinds[name] = kind
+
+
+def observe(
+    rank: Rank,
+    program: Program,
+    scenario: Scenario,
+    *,
+    of_reference: bool = False,
+    double: bool = False,
+    deep: bool | str = False,
+    traced: bool = False,
+    nudge: Nudge | None = None,
+    alter: Callable[[Any], Any] | None = None,
+    around: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda model: contextlib.nullcontext(),
+) -> Observation:
+    """Build the model, make the batches, and run the step, or the reference, on each of them in turn.
+
+    Args:
+        double: in float64: the model and the batches are widened, and it is the default dtype.
+        deep: keep what each step of an optimizer leaves; "gradients" for these only.
+        traced: make a step that is a class inside of `around`.
+        nudge: called with the number of the optimizer's step, the name, and the gradient, which it may change for the
+            time of that step.
+        alter: done to each batch.
+        around: entered around the steps, not around building the model and the batches.
+    """
+    seed_everything(scenario.seed)
+    model = program.build()
+    modules = modules_of(model)
+    batches = make_batches(
+        program.batch,
+        scenario.batches,
+        scenario.samples,
+        scenario.steps,
+        scenario.change,
+        scenario.factor,
+        scenario.seed,
+    )
+    if alter is not None:
+        batches = [alter(batch) for batch in batches]
+    seen = Observation(batch=_digest_of_all(batches))
+    for prefix, module in modules.items():
+        for name, value in (*module.named_parameters(), *module.named_buffers()):
+            seen.initial[prefix + name] = plain_copy(value)
+    if double:
+        for module in modules.values():
+            module.double()
+            for value in (*module.parameters(), *module.buffers()):
+                if value.dtype == torch.complex64:
+                    value.data = value.data.to(torch.complex128)
+        batches = [wider(batch) for batch in batches]
+    make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
+    call = None if traced else make()
+    seed_everything(scenario.seed + 1)
+    before = torch.get_rng_state()
+    with _default_dtype(double), _Watch(modules, seen, deep, nudge) as watch, around(model):
+        call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
+        for number, batch in enumerate(batches):
+            if number:
+                gc.collect()  # a dead DistributedDataParallel would still answer to the next backward
+            suffix = f", step {number + 1}" if len(batches) > 1 else ""
+            _take_returned(seen, call(batch), suffix)
+    after = torch.get_rng_state()
+    seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
+    _take_state(seen, modules)
+    watch.take_optimizers(modules)
+    seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
+    return seen
+
+
+def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_size: int) -> Callable[[Any], Any]:
+    if of_reference:
+        assert program.reference is not None
+        return bound_reference(program.reference, model, world_size)
+    return bound(program.step, model, rank)
+
+
+def plain_copy(value: torch.Tensor) -> torch.Tensor:
+    """A copy on the CPU; of a DTensor the whole tensor, which is a collective; of complex numbers pairs of real ones."""
+    value = value.detach()
+    if hasattr(value, "full_tensor"):
+        value = value.full_tensor()
+    if value.layout != torch.strided:
+        value = value.to_dense()
+    value = value.to("cpu", copy=True).contiguous()
+    return as_real(value)
+
+
+def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:
+    for prefix, module in modules.items():
+        for name, parameter in module.named_parameters():
+            now = plain_copy(parameter)
+            if parameter.requires_grad or parameter.grad is not None:
+                if parameter.grad is not None:
+                    seen.touched.add("grads")
+                gradient = torch.zeros_like(now) if parameter.grad is None else plain_copy(parameter.grad)
+                seen.add("grads", f"gradient of {prefix}{name}", gradient)
+            seen.add("params", prefix + name, now)
+            before = seen.initial.get(prefix + name)
+            if before is None or not torch.equal(before.to(now.dtype), now):
+                seen.touched.add("params")
+        for name, buffer in module.named_buffers():
+            now = plain_copy(buffer)
+            seen.add("buffers", f"buffer {prefix}{name}", now)
+            before = seen.initial.get(prefix + name)
+            if before is None or not torch.equal(before.to(now.dtype), now):
+                seen.touched.add("buffers")
+        seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
+
+
+def _normalizes(module: nn.Module) -> bool:
+    kind = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm) and module.training
+
+
+def _take_returned(seen: Observation, returned: Any, suffix: str) -> None:
+    if returned is not None:
+        _take(seen, "returned", returned, suffix)
+        seen.touched.add("returned")
+
+
+def _take(seen: Observation, name: str, value: Any, suffix: str) -> None:
+    """Take down a returned value, part by part."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, (Mapping, list, tuple)):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, part in entries:
+            below = f"{name} {key}" if name == "returned" else f"{name}.{key}"
+            _take(seen, below, part, suffix)
+        return
+    if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
+        value = torch.from_numpy(np.array(value)) if (np := sys.modules.get("numpy")) else value
+    name += suffix
+    if isinstance(value, torch.Tensor):
+        seen.add("returned", name, plain_copy(value))
+    elif isinstance(value, (float, complex)):
+        wide = torch.complex128 if isinstance(value, complex) else torch.float64
+        seen.add("returned", name, plain_copy(torch.tensor(value, dtype=wide)))
+    elif isinstance(value, int) and abs(value) < 2**63:
+        seen.add("returned", name, torch.tensor(value))
+    elif isinstance(value, (int, str, bytes)):
+        seen.others[name] = repr(value)
+    elif value is not None:
+        raise Unusable(
+            f"step returned {name.removeprefix('returned ')} of type {type(value).__name__}; return tensors, numbers or "
+            "texts, in mappings, sequences or dataclasses"
+        )
+
+
+class _Watch:
+    """While it is entered: which optimizers step, and what DistributedDataParallel is called."""
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], seen: Observation, deep: bool | str, nudge: Nudge | None
+    ) -> None:
+        self._modules, self._seen, self._deep, self._nudge = modules, seen, deep, nudge
+        self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._optimizers: dict[int, Optimizer] = {}
+        self._stack = contextlib.ExitStack()
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> _Watch:
+        self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
+        self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self._stack.close()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._deep:
+            self._gradients = {
+                f"gradient of {name}": plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
+                for name, value in self._parameters()
+            }
+        if self._nudge is None:
+            return
+        for name, value in self._parameters():
+            if value.grad is not None and value.grad.layout == torch.strided:
+                gradient = getattr(value.grad, "_local_tensor", value.grad)
+                self._before_nudge.append((gradient, gradient.clone()))
+                self._nudge(self._seen.optimizer_steps, f"gradient of {name}", gradient)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self._seen.optimizer_steps += 1
+        for gradient, before in self._before_nudge:
+            gradient.copy_(before)
+        self._before_nudge.clear()
+        if self._deep:
+            after = {} if self._deep == "gradients" else {n: plain_copy(value) for n, value in self._parameters()}
+            self._seen.snapshots.append(self._gradients | after)
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for prefix, module in self._modules.items():
+            for name, value in module.named_parameters():
+                yield prefix + name, value
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
+            inside = {id(buffer) for buffer in module.buffers()}
+            for prefix, one in self._modules.items():
+                self._seen.broadcast |= {
+                    f"buffer {prefix}{name}" for name, buffer in one.named_buffers() if id(buffer) in inside
+                }
+
+    def take_optimizers(self, modules: Mapping[str, nn.Module]) -> None:
+        """Take down what the optimizers hold that have stepped."""
+        names = {id(value): name for name, value in self._parameters()}
+        self._seen.optimizers = len(self._optimizers)
+        for number, optimizer in enumerate(self._optimizers.values()):
+            which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
+            for index, group in enumerate(optimizer.param_groups):
+                if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
+                    rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
+                    self._seen.add("optimizer", f"learning rate of group {index}{which}", rate)
+                for place, parameter in enumerate(group["params"]):
+                    owner = names.get(id(parameter), f"parameter {place} of group {index}")
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        if isinstance(value, torch.Tensor):
+                            self._seen.add("optimizer", f"{key} of {owner}{which}", plain_copy(value))
+        self._optimizers.clear()
+
+
+@contextlib.contextmanager
+def _default_dtype(double: bool) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    if double:
+        torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _digest_of_all(batches: list[Any]) -> str:
+    """Of the tensors; of plain values and arrays, too, where nothing else is in the batches."""
+    tensors = tensors_of(batches)
+    return ",".join(map(digest_of, tensors)) if tensors else _text(batches)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_text, value))
+    if isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    return digest_of(torch.as_tensor(value)) if hasattr(value, "__array__") else type(value).__name__

@@ -1,0 +1,104 @@
+"""What the user hands to the gate, and how it is called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = [
+    "Program",
+    "Unusable",
+    "bound",
+    "bound_reference",
+    "is_class",
+    "modules_of",
+    "name_of",
+    "wants_world_size",
+]
+
+
+class Unusable(ValueError):
+    """What the user gave does not fit what the gate needs of it."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the user gives.
+
+    Attributes:
+        step: ``step(model, batch, rank)``; or a class that is called with (model, rank) first.
+        build: makes the model.
+        batch: ``batch(n)``; None where batches are drawn.
+        reference: ``reference(model, batch)`` on one device, or None.
+        single_process: one process drives all devices, as with nn.DataParallel.
+        gate: the function that the user has called, for messages.
+    """
+
+    step: Callable[..., Any]
+    build: Callable[[], Any]
+    batch: Callable[[int], Any] | None
+    reference: Callable[..., Any] | None = None
+    single_process: bool = False
+    gate: str = "assert_step_scales"
+
+
+def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
+    """What is to be called for each batch; a class, or a partial of one, is called with (model, rank) first."""
+    made = step(model, rank) if isinstance(_innermost(step), type) else step
+    return lambda batch: made(model, batch, rank)
+
+
+def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) -> Callable[[Any], Any]:
+    """The same of a reference, with the world size if it asks for that."""
+    given = {"world_size": world_size} if wants_world_size(reference) else {}
+    return lambda batch: reference(model, batch, **given)
+
+
+def wants_world_size(reference: Callable[..., Any] | None) -> bool:
+    """Whether a reference has a parameter of that name."""
+    return reference is not None and "world_size" in inspect.signature(reference).parameters
+
+
+def is_class(step: Callable[..., Any]) -> bool:
+    """Whether `step` makes the object that is called for each batch."""
+    return isinstance(_innermost(step), type)
+
+
+def name_of(step: Callable[..., Any]) -> str:
+    """What a report calls a step."""
+    inner = _innermost(step)
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def _innermost(step: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(step, functools.partial):
+        step = step.func
+    return step
+
+
+def modules_of(model: Any) -> dict[str, nn.Module]:
+    """Prefix of names -> module; of several where `build` returns several.
+
+    Raises:
+        Unusable: there is none, or one whose parameters have no values.
+    """
+    found: dict[str, nn.Module] = {}
+    if isinstance(model, nn.Module):
+        found = {"": model}
+    elif isinstance(model, (Mapping, list, tuple)):
+        several: Mapping[Any, Any] = model if isinstance(model, Mapping) else dict(enumerate(model))
+        found = {f"{key}.": module for key, module in several.items() if isinstance(module, nn.Module)}
+    if not found:
+        raise Unusable(f"build() returned {type(model).__name__}; return an nn.Module, or a tuple or mapping of them")
+    for prefix, module in found.items():
+        for name, parameter in module.named_parameters():
+            if parameter.is_meta:
+                raise Unusable(f"build() returned a model with {prefix}{name} on meta; give its parameters values")
+    return found

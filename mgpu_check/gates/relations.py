@@ -1,0 +1,305 @@
+"""Which relations hold between what ranks have left, and what one device has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from mgpu_check.gates.measuring import Expected
+from mgpu_check.gates.observing import Observation
+from mgpu_check.numerics.compare import Difference, difference, show
+from mgpu_check.processes.rank_lists import grouped, named
+
+__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
+
+PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
+RANDOM = "state of the random numbers"
+
+
+_SHARDED = ("grads", "params", "optimizer")
+
+
+@dataclass
+class Verdict:
+    """What holds for each observable.
+
+    Attributes:
+        relations: name -> relation -> whether it holds; None where it does not apply or cannot be told.
+        details: name -> element, values and ratio, of what is wrong.
+        wrong: name -> the ranks whose value is not that of one device.
+        split: names of values that ranks do not agree on.
+        skipped: name -> why it is not judged.
+        remarks: what else there is to know.
+    """
+
+    relations: dict[str, dict[str, bool | None]] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)
+    wrong: dict[str, list[int]] = field(default_factory=dict)
+    split: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return all(value is not False for relations in self.relations.values() for value in relations.values())
+
+
+def judge(
+    expected: Expected,
+    seen: Sequence[Observation],
+    kinds: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+) -> Verdict:
+    """Compare what each rank has left with what one device has, and ranks with each other.
+
+    Args:
+        seen: in rank order; without values on ranks other than 0 where those are many and equal.
+        kinds: what to look at, of `observing.KINDS`.
+        tolerance: what the user grants, as a fraction of the largest magnitude of a tensor: for all, or by name; None
+            for what was measured.
+    """
+    verdict = Verdict()
+    first = seen[0]
+    left_out = _left_out(expected, first)
+    returns = any(first.kinds[name] == "returned" for name in first.values)
+    names = {**expected.single.kinds, **first.kinds}
+    for name, kind in names.items():
+        if kind not in kinds:
+            continue
+        if kind in left_out:
+            verdict.skipped[name] = left_out[kind]
+            continue
+        if kind in _SHARDED and returns and _is_sharded(expected, seen, name):
+            verdict.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
+            continue
+        relations: dict[str, bool | None] = {}
+        allowed = allowed_for(expected, name, tolerance)
+        relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
+        relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
+        relations[FINITE] = _finite(expected, seen, name)
+        verdict.relations[name] = relations
+    if "rng" in kinds and (expected.single.draws or any(one.draws for one in seen)):
+        _take_random_state(verdict, seen)
+    if "returned" in kinds:
+        _judge_texts(verdict, expected, seen)
+    verdict.remarks += sorted({f"not judged: {reason}" for reason in verdict.skipped.values()})
+    return verdict
+
+
+def repeats(
+    verdict: Verdict,
+    expected: Expected,
+    seen: Sequence[Observation],
+    again: Sequence[Observation],
+    tolerance: float | Mapping[str, float] | None,
+) -> None:
+    """Add to `verdict` whether a second run has left the same."""
+    for name, relations in verdict.relations.items():
+        if name == RANDOM:
+            relations[REPEATS] = all(one.rng == other.rng for one, other in zip(seen, again, strict=True))
+            continue
+        if name in expected.undetermined:
+            continue  # rounding decides it, and some kernels add up in no fixed order
+        same = [
+            one.digests.get(name) == other.digests.get(name)
+            or close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
+            for one, other in zip(seen, again, strict=True)
+        ]
+        relations[REPEATS] = all(same)
+        if not all(same) and name not in verdict.details:
+            ranks = [rank for rank, equal in enumerate(same) if not equal]
+            verdict.details[name] = f"a second run gives other values, {named(ranks)}"
+
+
+def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
+    """Whether two values are equal within `allowed`. Without a value, which large ones are on ranks other than 0: no."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    if isinstance(allowed, torch.Tensor) and allowed.shape != one.shape:
+        allowed = 0.0  # neither has the shape of what one device has
+    return difference(one, other, allowed) is None
+
+
+def _judge_texts(verdict: Verdict, expected: Expected, seen: Sequence[Observation]) -> None:
+    """Whatever was returned that is no number: equal, or not."""
+    for name in {**expected.single.others, **seen[0].others}:
+        text = expected.single.others.get(name)
+        wrong = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
+        verdict.relations[name] = {PARITY: not wrong}
+        if wrong:
+            verdict.details[name] = f"got {seen[wrong[0]].others.get(name)}, expected {text}, {named(wrong)}"
+            verdict.wrong[name] = wrong
+
+
+def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
+    """Ranks may draw from streams of their own, on purpose; that is told, and only a second run must do the same."""
+    groups = grouped((one.rng, rank) for rank, one in enumerate(seen))
+    verdict.relations[RANDOM] = {}
+    if len(groups) > 1:
+        told = "; ".join(named(ranks) for _, ranks in groups)
+        verdict.remarks.append(
+            f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
+        )
+
+
+def _is_sharded(expected: Expected, seen: Sequence[Observation], name: str) -> bool:
+    """Whether ranks hold parts of what one device has whole."""
+    right = expected.single.values.get(name)
+    held = [one.digests.get(name) for one in seen]
+    if None in held and expected.single.kinds.get(name, seen[0].kinds.get(name)) == "optimizer":
+        return True
+    return right is not None and any(one.values[name].shape != right.shape for one in seen if name in one.values)
+
+
+def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
+    """Kinds that are not compared with one device, and why."""
+    out: dict[str, str] = {}
+    told = _account(first)
+    if told:
+        why = "what the step returns stands for them"
+        out["grads"] = f"gradients; {why}"
+        gradients = [first.values.get(f"gradient of {name}") for name in told]
+        parameters = [first.values.get(name) for name in told]
+        of_parameters = _tells(told, parameters)
+        # Returned gradients tell nothing of parameters; neither the one nor the other tells how the rest is kept.
+        if of_parameters or (not _tells(told, gradients) and "params" in first.touched):
+            out["params"] = f"parameters; {why}"
+            out["optimizer"] = f"the optimizer's state; {why}"
+    elif expected.by_reference and _returns_gradients(expected.single):
+        out["grads"] = "gradients; the reference returns those that are to be compared"
+    if expected.by_reference:
+        for kind, what in (("grads", "gradients"), ("params", "parameters")):
+            if kind in first.touched - expected.single.touched:
+                out.setdefault(kind, f"{what}; the reference leaves them as they were")
+        if first.optimizers != expected.single.optimizers:
+            out.setdefault("optimizer", "the optimizers' state; the reference has another number of optimizers")
+    return out
+
+
+def _returns_gradients(reference: Observation) -> bool:
+    """Whether something that it returns has the very bits of a gradient that it leaves."""
+    held = {
+        kind: [v for name, v in reference.values.items() if reference.kinds[name] == kind and v.numel() > 1]
+        for kind in ("returned", "grads")
+    }
+    return "grads" in reference.touched and any(
+        one.shape == value.shape and torch.equal(one, value) for one in held["returned"] for value in held["grads"]
+    )
+
+
+def _account(first: Observation) -> dict[str, torch.Tensor]:
+    """What the step returns as its account of gradients or parameters, by the parameter; empty if it returns none.
+
+    Tensors under the names of parameters, or one tensor that is all of them, one after the other.
+    """
+    parameters = {name: value for name, value in first.values.items() if first.kinds[name] == "params"}
+    returned = {  # of several steps the last
+        name.removeprefix("returned ").partition(", step ")[0]: value
+        for name, value in first.values.items()
+        if first.kinds[name] == "returned"
+    }
+    named = {name: returned[name] for name in parameters if name in returned}
+    if named:
+        return named
+    total = sum(value.numel() for value in parameters.values())
+    flat = next((value for value in returned.values() if value.dim() == 1 and value.numel() == total > 1), None)
+    if flat is None:
+        return {}
+    pieces = flat.split([value.numel() for value in parameters.values()])
+    return {name: piece.view_as(parameters[name]) for name, piece in zip(parameters, pieces, strict=True)}
+
+
+def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the account has the very bits of what is left in the model."""
+    return all(
+        value is not None and value.shape == one.shape and torch.equal(value, one)
+        for one, value in zip(told.values(), values, strict=True)
+    )
+
+
+def allowed_for(expected: Expected, name: str, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
+    """How far a value may be off: what the user grants, or what was measured."""
+    exact = expected.exact.get(name)
+    if exact is None:
+        return 0.0
+    relative = given.get(name) if isinstance(given, Mapping) else given
+    if relative is None:
+        return expected.tolerance[name]
+    finite = exact[exact.isfinite()]
+    return relative * float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _parity(
+    verdict: Verdict, expected: Expected, seen: Sequence[Observation], name: str, allowed: torch.Tensor | float
+) -> bool | None:
+    first = seen[0]
+    if name not in expected.single.values or name in expected.undetermined:
+        return None
+    right = expected.exact.get(name, expected.single.values[name])
+    if name not in first.values:
+        verdict.wrong[name] = list(range(len(seen)))
+        verdict.details[name] = "missing on rank 0"
+        return False
+    found: dict[int, str] = {}
+    for rank, one in enumerate(seen):
+        if rank and one.digests.get(name) == first.digests[name]:
+            if 0 in found:
+                found[rank] = found[0]
+            continue
+        value = one.values.get(name)
+        if value is None:
+            continue  # that it differs from rank 0's is said as such
+        if value.shape != right.shape:
+            found[rank] = f"has shape {list(value.shape)}, expected {list(right.shape)}"
+        elif (off := difference(value, right, allowed)) is not None:
+            found[rank] = _describe(off)
+    if not found:
+        return True
+    verdict.wrong[name] = sorted(found)
+    some = next(iter(found))
+    ranks = "" if len(found) == len(seen) else f", {named(found)}"
+    verdict.details[name] = found[some] + ranks
+    return False
+
+
+def _agreement(
+    verdict: Verdict,
+    expected: Expected,
+    seen: Sequence[Observation],
+    name: str,
+    kind: str,
+    allowed: torch.Tensor | float,
+) -> bool | None:
+    if len(seen) == 1:
+        return None
+    if len({one.digests.get(name) for one in seen}) == 1:
+        return True
+    if kind == "buffers" and name in seen[0].broadcast:
+        return None  # rank 0's count: the next forward sends them
+    values = [one.values.get(name) for one in seen]
+    if all(close(value, values[0], allowed) for value in values):
+        return True
+    verdict.split.append(name)
+    if name not in verdict.details:
+        others = [rank for rank, value in enumerate(values) if not close(value, values[0], allowed)]
+        verdict.details[name] = f"other values than on rank 0 on {named(others)}"
+    return False
+
+
+def _finite(expected: Expected, seen: Sequence[Observation], name: str) -> bool | None:
+    value = expected.exact.get(name)
+    if value is None:
+        return None
+    for one in seen:
+        got = one.values.get(name)
+        if got is not None and got.shape == value.shape and bool((value.isfinite() & ~got.isfinite()).any()):
+            return False
+    return True
+
+
+def _describe(off: Difference) -> str:
+    if not isinstance(off.expected, (int, float)) or not off.expected:
+        return str(off)
+    return f"{off} (ratio {show(off.got / off.expected, torch.float32)})"

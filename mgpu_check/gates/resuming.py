@@ -1,0 +1,159 @@
+"""The gate for checkpoints: a run that is interrupted and resumed goes on as if it had not been."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gates.restored import Entries, explained
+from mgpu_check.gates.worlds import World, check_count, check_tolerance, noting, world_sizes_of
+from mgpu_check.mistakes.report import Report
+from mgpu_check.processes.rank_lists import named
+from mgpu_check.processes.scratch import Scratch
+
+if TYPE_CHECKING:
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["assert_resume_continues"]
+
+_SEED, _OTHER_SEED = 20, 2_000_003
+# Rounding errors that are added, in unit roundoffs: no random one of a million is 6 standard deviations off. In pairs of
+# both directions.
+_SPREAD, _PAIRS = 6.0, 2
+
+
+def assert_resume_continues(
+    ranks: World,
+    train: Callable[[Rank, Path, int, int], Any],
+    *,
+    steps: int = 3,
+    world_sizes: Iterable[int] | None = None,
+    tolerance: float | None = None,
+) -> None:
+    """Assert that training `steps` steps, saving, loading, and training `steps` more is training 2 * `steps` in one go.
+
+    At each world size `train` runs, on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 * steps in
+    the directory where that has saved. All generators (torch on CPU and devices, Python, NumPy where imported) are
+    seeded alike before the runs that begin at 0, and otherwise before the resumed one, so that random numbers which
+    matter have to be restored too, and what is made anew (data, permutations) has to be made from seeds of its own.
+
+    Every entry of the state that the resumed run ends with must be, on each rank, that of the uninterrupted run. Bits are
+    compared first. Where they differ, floating-point numbers may be off as far as rounding errors lead, for code that is
+    right may round otherwise after a start: DistributedDataParallel reduces in other buckets in its first step. How far
+    is measured on four more uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D.
+    S. Parker, UCLA CSD-970002, 1997). Where two uninterrupted runs do not agree to the bit, 8 times their largest difference
+    in a tensor is granted, too. Where they differ by more than rounding explains (2^-10 of the largest magnitude in a
+    tensor, or 16 unit roundoffs of its dtype if that is more), or in what is no floating-point number, training cannot be
+    repeated, and nothing is told: seed what it draws from, and do not return what is no part of it, as a time of day.
+
+    The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank; `train`
+    and what it refers to travel anew with each call, globals of the test's module and of conftests included. Globals of
+    modules that ranks import, as of an installed package, stay: `train` must not keep state there.
+
+    Generators are not judged by themselves, since many a loader draws a seed that it does not use. Those from which steps
+    draw are named where results differ; return their states from `train` to have them held.
+
+    Args:
+        ranks: the fixture.
+        train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is above
+            0 it loads what an earlier call has saved in `directory` (a `pathlib.Path`, one for all ranks); at the end it
+            saves there, over what is there. Returns a mapping of names to what makes up the state: tensors on any device,
+            numbers, texts, lists and mappings of these, dataclasses, or objects with ``state_dict()``: model, optimizer,
+            scheduler, scaler, sampler; others by their attributes. Of a DTensor each rank's own part is held.
+            After a failure it is also called with `start` equal to `stop`, to see what loading restores.
+        steps: how many to train before and after; enough that an epoch ends, if the position in the data is to be seen.
+        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
+        tolerance: how far an element may be off, as a fraction of the largest magnitude in its tensor, from 0 to below 1,
+            in place of what is measured.
+
+    Raises:
+        ScalingMismatch: at the smallest world size at which the resumed run ends otherwise. ``.ranks`` are those where it
+            does.
+        ValueError: an argument is not valid, `train` returns no mapping, or what cannot be compared, the later steps
+            change nothing, or two uninterrupted runs do not end alike.
+    """
+    __tracebackhide__ = True
+    check_count("assert_resume_continues", "steps", steps)
+    check_tolerance("assert_resume_continues", tolerance, by_name=False)
+    for size in world_sizes_of(ranks, world_sizes):
+        with Scratch.new("resume") as root:
+            _check(ranks, train, steps, size, tolerance, root)
+
+
+def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path) -> None:
+    __tracebackhide__ = True
+    from mgpu_check.gates.states import Part, compare, train_and_keep
+
+    def run(start: int, stop: int, name: str, directory: str, seed: int, **how: Any) -> Path:
+        (root / directory).mkdir(exist_ok=True)
+        part = Part(start, stop, root / directory, seed, **how)
+        with noting(f"steps {start} to {stop} at world size {size}"):
+            problems = ranks.run(train_and_keep, train, part, root / name, size=size)
+        for problem in filter(None, problems):
+            raise ValueError(problem)
+        return root / name
+
+    def compared(got: Path, runs: list[Path], perturbed: Sequence[Path] = ()) -> Entries:
+        return Entries(ranks.run(compare, got, runs, half, list(perturbed), tolerance, size=size))
+
+    half = run(0, steps, "half", "checkpoint", _SEED)
+    shutil.copytree(root / "checkpoint", root / "saved")
+    resumed = run(steps, 2 * steps, "resumed", "checkpoint", _OTHER_SEED)
+    whole = [run(0, 2 * steps, name, f"of {name}", _SEED) for name in ("whole", "again")]
+    ends = compared(resumed, whole)
+    if ends.irreproducible:
+        raise ValueError(
+            f"two uninterrupted runs of steps 0 to {2 * steps} differ by more than rounding in {ends.irreproducible}; so "
+            "nothing can be told of a resumed one. Seed each generator that train makes (torch.Generator(), "
+            "numpy.random.default_rng()), and do not return what is no part of the state, as a time of day"
+        )
+    if not ends.state_moves:
+        raise ValueError(
+            f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so that nothing can be "
+            "told; train from step start to step stop, and return the model and the optimizer"
+        )
+    remarks = []
+    if ends.wrong and tolerance is None:
+        # Code that is right may round otherwise after a start: DistributedDataParallel reduces in other buckets in its
+        # first step than in later ones.
+        try:
+            perturbed = [
+                run(0, 2 * steps, name := f"perturbed {signs}{sign}", f"of {name}", _SEED, spread=spread, signs=signs)
+                for signs in range(_PAIRS)
+                for sign, spread in (("+", _SPREAD), ("-", -_SPREAD))
+            ]
+            ends = compared(resumed, whole, perturbed)
+        except (RankFailure, RankHang, ValueError) as error:
+            remarks.append(
+                f"compared to the bit, for how far rounding errors lead could not be measured: {_first(error)}"
+            )
+    if not ends.wrong:
+        return
+    loaded = None
+    try:
+        # Without steps in between nothing keeps one rank from saving while another loads.
+        for rank in range(size):
+            shutil.copytree(root / "saved", root / "apart" / str(rank))
+        loaded = compared(run(steps, steps, "loaded", "apart", _OTHER_SEED, apart=True), [half])
+    except (RankFailure, RankHang, ValueError) as error:
+        # What does not hold is known already; this is only to say why.
+        call = f"train(rank, directory, {steps}, {steps})"
+        remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
+    observables, findings = explained(ends, loaded)
+    name, detail, wrong = ends.first_wrong
+    report = Report(
+        f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {name} on "
+        f"{named(wrong)}: {detail}",
+        {"world size": size, "steps": f"{steps} + {steps}"},
+        observables,
+        findings,
+        remarks,
+    )
+    raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes)
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,263 @@
+"""In a rank alone in its world: one program as it is, in float64, and with rounding errors made large.
+
+What the perturbed runs change is not determined by the precision of the step; see `mgpu_check.numerics.steps`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mgpu_check.gates.batches import tensors_of, with_tensors
+from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
+from mgpu_check.gates.observing import Nudge, Observation, observe
+from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.perturbation import Perturbed, unfused
+from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Measured", "measured", "one_thread"]
+
+_LARGE = 1_000_000
+"""Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
+_ROUNDOFF = unit_roundoff(torch.float32)
+_OF_PARTS = 4.0
+"""What ranks round in a narrow dtype is their own parts, which may be larger than the sum that one device rounds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One program on one device: its run, and the values of each stage (optimizer steps where asked for, then the end).
+
+    Attributes:
+        undetermined: names of results that are no floating-point numbers, and that rounding changes.
+        precise: whether the exact values were computed in float64.
+        remarks: what could not be measured.
+    """
+
+    single: Observation
+    stages: list[Measurement]
+    undetermined: set[str]
+    precise: bool
+    remarks: list[str]
+
+
+def measured(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, notes: Notes
+) -> Measured:
+    """Run the step, or the reference, as often as it takes to tell how exactly it is determined.
+
+    Args:
+        deep: tell what each step of an optimizer leaves, too.
+        notes: is told of the dtypes and random numbers of the run as it is.
+    """
+    runs = _Runs(rank, program, scenario, of_reference)
+    runs.as_it_is(notes, deep)
+    runs.exactly()
+    pairs = PAIRS if runs.elements < _LARGE else PAIRS - 1
+    for pair in range(pairs):
+        runs.perturb(pair)
+    if runs.narrow:
+        runs.perturb(2 * pairs, coherent=True)
+    if nudge := runs.undecided():
+        # What they are moved by is the same each time; in large models, where all is slow, once will do.
+        for pair in range(pairs if runs.elements < _LARGE else 1):
+            runs.perturb(pairs + pair, nudge)
+    return runs.measured(deep)
+
+
+class _Runs:
+    """The runs of one program for one scenario.
+
+    Attributes:
+        narrow: whether it computes in dtypes narrower than float32.
+    """
+
+    def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> None:
+        self._run = lambda **how: observe(rank, program, scenario, of_reference=of_reference, **how)
+        self._singles: list[Observation] = []
+        self._moved: list[Observation] = []
+        self._failure: Exception | None = None
+        self._deep: bool | str = False
+        self._drew: list[str] = []
+        self._fused = False
+        self.narrow = False
+        self._precise = True
+
+    @property
+    def elements(self) -> int:
+        return sum(value.numel() for value in self._singles[0].values.values())
+
+    def as_it_is(self, notes: Notes, deep: bool) -> None:
+        """Two runs in the precision of the step: their errors are those that another order of the same sums has."""
+        own = Notes()
+        single = self._run(deep=deep, around=lambda model: entered(own))
+        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
+        notes.seen |= own.seen
+        notes.drawn += own.drawn
+        # The gradients of each optimizer step are needed to tell which parameters they do not decide.
+        self._deep = deep or ("gradients" if single.optimizer_steps else False)
+        self._singles = [single, self._run(deep=self._deep, alter=lambda batch: _moved(batch, 1.0, _generator(0)))]
+        self._spread = deviations(self.elements)
+
+    def exactly(self) -> None:
+        """In float64, unless the code insists on float32 somewhere."""
+        single, notes = self._singles[0], Notes()
+        self._exact = single
+        try:
+            exact = self._run(double=True, deep=self._deep, around=lambda model: entered(DrawsOfFloat32(), notes))
+        except Exception:
+            self._precise = False
+        else:
+            # Where float64 has operators of its own, as attention does on GPUs, it draws other numbers.
+            self._precise = _alike(single, exact) and notes.drew == self._drew
+        if self._precise:
+            self._exact = exact
+        elif self._deep == "gradients":
+            self._exact = self._run(deep=self._deep)
+        # Autocast leaves float64 alone: what is computed in a narrow dtype is perturbed in that dtype only.
+        self._in_double = self._precise and (bool(notes.seen) or not self.narrow)
+
+    def perturb(self, pair: int, nudge: Callable[[int], Nudge] | None = None, *, coherent: bool = False) -> None:
+        """Two runs, perturbed in opposite directions."""
+        for direction in (1, -1):
+            generator, by = _generator(pair + 1), direction * self._spread
+            try:
+                found = self._run(
+                    double=self._in_double,
+                    deep=self._deep,
+                    nudge=None if nudge is None else nudge(direction),
+                    alter=lambda batch, by=by, generator=generator: _moved(batch, by, generator),
+                    around=lambda model, by=by, generator=generator: _perturbed(
+                        model, by, generator, coherent, self._fused
+                    ),
+                )
+            except Exception as error:  # a perturbed count is none, for instance
+                self._failure = error
+                continue
+            if _alike(self._exact, found):
+                self._moved.append(found)
+
+    def undecided(self) -> Callable[[int], Nudge] | None:
+        """What moves gradients within their tolerance, in either direction; None if nowhere that changes their sign.
+
+        Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even where the
+        gradient is nothing but rounding errors.
+        """
+        slack: list[dict[str, torch.Tensor]] = []
+        for place in range(len(self._exact.snapshots)):
+            stage = self._assess(place)
+            slack.append(
+                {
+                    name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
+                    for name, value in stage.reference.items()
+                    if name.startswith("gradient of ")
+                }
+            )
+        if not any(bool((value != 0).any()) for stage_slack in slack for value in stage_slack.values()):
+            return None
+
+        def of_direction(direction: int) -> Nudge:
+            def nudge(step: int, name: str, gradient: torch.Tensor) -> None:
+                if step < len(slack) and name in slack[step] and slack[step][name].shape == gradient.shape:
+                    gradient.add_((direction * slack[step][name]).to(gradient.device, gradient.dtype))
+
+            return nudge
+
+        return of_direction
+
+    def measured(self, deep: bool) -> Measured:
+        """What all runs together tell."""
+        exact = self._exact
+        undetermined = {
+            name
+            for name, value in self._singles[0].values.items()
+            if not value.is_floating_point()
+            and any(not torch.equal(value, one.values[name]) for one in (exact, *self._moved))
+        }
+        remarks = []
+        if self._failure is not None:
+            said = next(iter(str(self._failure).splitlines()), "")
+            remarks.append(f"not all of it runs with its numbers perturbed: {type(self._failure).__name__}: {said}")
+        if not self._moved:
+            remarks.append("tolerances are those of one run: no perturbed one has left results to compare")
+        places = range(len(exact.snapshots)) if deep else ()
+        stages = [self._assess(place) for place in places]
+        return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
+
+    def _assess(self, place: int | None) -> Measurement:
+        """Of what was left at the end, or after an optimizer step."""
+
+        def stage(seen: Observation) -> Mapping[str, torch.Tensor]:
+            return seen.values if place is None else seen.snapshots[place]
+
+        names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
+        reference = {name: stage(self._exact)[name].double() for name in names}
+
+        def usable(several: Sequence[Observation]) -> list[dict[str, torch.Tensor]]:
+            # Infinities and NaN that the step has on one device are compared as such, and measured as if they were zero.
+            held = [stage(one) for one in several if place is None or place < len(one.snapshots)]
+            return [
+                {
+                    name: torch.where(reference[name].isfinite() & values[name].isfinite(), values[name].double(), 0.0)
+                    for name in names
+                }
+                for values in held
+            ]
+
+        (exact,) = usable([self._exact])
+        assessed = assess(exact, usable(self._singles), usable(self._moved), _ROUNDOFF, self._spread)
+        room = _OF_PARTS if self.narrow else 1.0
+        tolerance = {name: room * value for name, value in assessed.tolerance.items()}
+        return Measurement(reference, tolerance, assessed.amplification)
+
+
+def _alike(one: Observation, other: Observation) -> bool:
+    """Whether two runs have left the same things, finite in the same places, after as many steps."""
+    if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
+        return False
+    return all(
+        value.shape == other.values[name].shape and torch.equal(value.isfinite(), other.values[name].isfinite())
+        for name, value in one.values.items()
+    )
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
+    """The floating-point tensors of a batch, each element some roundoffs larger or smaller."""
+    with Perturbed(spread, generator, _ROUNDOFF, counts=True):
+        return with_tensors(
+            batch,
+            [leaf.clone() if leaf.is_floating_point() or leaf.is_complex() else leaf for leaf in tensors_of(batch)],
+        )
+
+
+@contextlib.contextmanager
+def _perturbed(model: Any, spread: float, generator: torch.Generator, coherent: bool, fused: bool) -> Iterator[None]:
+    apart = unfused() if fused else contextlib.nullcontext()
+    with apart, Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent), DrawsOfFloat32():
+        with torch.no_grad():
+            for module in modules_of(model).values():
+                for parameter in module.parameters():
+                    parameter.copy_(parameter.clone())
+        yield
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as ranks do that share a machine: small steps gain nothing from more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,45 @@
+"""In a rank: one case of the step as it is, and what of it goes back to the pytest process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mgpu_check.gates.events import Trace, traced
+from mgpu_check.gates.observing import Observation, observe
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["run_step", "run_traced"]
+
+_SMALL = 100_000
+"""Elements up to which the values of every rank travel; above, those of rank 0, and the others' checksums."""
+
+
+def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> Observation:
+    """The step on this rank; with the values of every rank where `whole`."""
+    with full_precision():
+        seen = observe(_placed(rank, program, scenario), program, scenario)
+    if not whole and rank.index and sum(value.numel() for value in seen.values.values()) > _SMALL:
+        seen.values, seen.initial = {}, {}
+    return seen
+
+
+def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observation, Trace]:
+    """The step on this rank, with what each optimizer step leaves, and what the step has called."""
+    with full_precision():
+        trace = Trace()
+        seen = observe(
+            _placed(rank, program, scenario),
+            program,
+            scenario,
+            deep=True,
+            traced=True,
+            around=lambda model: traced(model, trace),
+        )
+    return seen, trace
+
+
+def _placed(rank: Rank, program: Program, scenario: Scenario) -> Rank:
+    return dataclasses.replace(rank, size=scenario.world_size) if program.single_process else rank

@@ -1,0 +1,226 @@
+"""Which samples a rank's loader gives in each epoch. In the ranks: it imports torch."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from mgpu_check.gates.coverage import Epoch, Visits
+from mgpu_check.numerics.compare import as_real, plain
+from mgpu_check.numerics.memory import bytes_of
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Key", "MakeLoader", "visit"]
+
+Key = Callable[[Any], Iterable[Hashable]]
+MakeLoader = Callable[[Rank], Any]
+
+_SHOWN_VALUES, _SHOWN_CHARACTERS = 4, 40
+
+
+_BATCHES = "; if it yields batches, return a loader, or a list of the batches, in place of yielding them"
+
+
+class _Misuse(Exception):
+    """`make_loader` or `key` does not give what is asked for."""
+
+
+def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, rank: Rank) -> Visits:
+    """Iterate this rank's loader once per epoch, and say what it gave.
+
+    Args:
+        inline: where a loader has worker processes that read an IterableDataset, read it in this process instead.
+    """
+    visits = Visits()
+    made = make_loader(rank)
+    try:
+        for loader in _loaders(made, epochs):
+            visits.bare = isinstance(made, types.GeneratorType) and isinstance(loader, list | tuple)
+            visits.shuffles |= _shuffles(loader)
+            visits.workers = max(visits.workers, _workers(loader))
+            epoch = _epoch(_without_workers(loader) if inline else loader, key, visits.labels)
+            if not epoch.batches and hasattr(loader, "__next__") and any(one.batches for one in visits.epochs):
+                raise _Misuse(
+                    f"make_loader(rank) gave a {type(loader).__name__}, an iterator, which has nothing left for epoch "
+                    f"{len(visits.epochs)}; return the loader itself, not iter(loader)"
+                )
+            visits.epochs.append(epoch)
+        # Of a single epoch nothing else tells a list of batches from a batch that is a list.
+        more = next(made, None) if visits.bare and epochs == 1 else None
+        if more is not None and not _epoch(more, key, {}).counts & visits.epochs[0].counts:
+            raise _Misuse(f"make_loader(rank) yielded twice, though epochs is 1, and no sample both times{_BATCHES}")
+    except _Misuse as misuse:
+        visits.problem = str(misuse).removesuffix(_BATCHES) + (
+            _BATCHES if visits.bare or _BATCHES in str(misuse) else ""
+        )
+    if isinstance(made, types.GeneratorType):
+        made.close()
+    return visits
+
+
+def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
+    """What a loader gives in one epoch. Adds to `labels` how its samples are shown."""
+    batches = []
+    for batch in loader:
+        samples = list(_samples(batch, key))
+        labels.update(samples)
+        batches.append(tuple(sample for sample, _ in samples))
+    return Epoch(tuple(batches))
+
+
+def _loaders(made: Any, epochs: int) -> Iterator[Any]:
+    """The loader of each epoch: what a generator yields, or always the same."""
+    if not isinstance(made, types.GeneratorType):
+        for _ in range(epochs):
+            yield _iterable(made, "make_loader(rank) returned a", "")
+        return
+    for epoch in range(epochs):
+        try:
+            loader = next(made)
+        except StopIteration:
+            raise _Misuse(
+                f"make_loader(rank) yielded {epoch} loaders, and epochs is {epochs}; yield the loader once per epoch"
+            ) from None
+        yield _iterable(loader, "make_loader(rank) yielded a", _BATCHES)
+
+
+def _iterable(loader: Any, where: str, more: str) -> Any:
+    if isinstance(loader, torch.Tensor | Mapping) or not (
+        hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+    ):
+        raise _Misuse(
+            f"{where} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch{more}"
+        )
+    return loader
+
+
+def _shuffles(loader: Any) -> bool:
+    """Whether a sampler is seen that is to visit the samples in another order in each epoch."""
+    found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
+    found += [getattr(part, "sampler", None) for part in found]
+    return any(
+        isinstance(part, RandomSampler) or (hasattr(part, "set_epoch") and getattr(part, "shuffle", False) is True)
+        for part in found
+    )
+
+
+def _workers(loader: Any) -> int:
+    """Number of worker processes that each read an IterableDataset of their own."""
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return loader.num_workers
+    return 0
+
+
+def _without_workers(loader: Any) -> Any:
+    if not _workers(loader):
+        return loader
+    inline = copy.copy(loader)
+    inline.num_workers, inline.timeout = 0, 0
+    inline._iterator = None
+    return inline
+
+
+def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
+    """Each sample of a batch: what tells it from others, and how it is shown."""
+    if key is not None:
+        for given in key(batch):
+            identity = _plain_id(given)
+            yield identity, _cut(repr(identity))
+        return
+    columns = [column for leaf in tree_leaves(batch, is_leaf=_is_column) for column in _columns(leaf)]
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1:
+        raise _Misuse(
+            f"a batch of type {type(batch).__name__} has leaves of {sorted(lengths)} rows along dim 0, so its samples "
+            "cannot be told apart; pass key=, a function from a batch to the ids of its samples"
+            if lengths
+            else f"a batch of type {type(batch).__name__} has no tensor with rows; pass key=, a function from a batch "
+            "to the ids of its samples"
+        )
+    for row in zip(*columns, strict=True):
+        digest = hashlib.blake2b(digest_size=8)
+        for part, _ in row:
+            digest.update(part)
+        yield int.from_bytes(digest.digest(), "big"), _cut(row[0][1])
+
+
+def _is_column(node: Any) -> bool:
+    """Texts and numbers of a batch, one for each sample, are one leaf."""
+    return (
+        isinstance(node, list | tuple)
+        and bool(node)
+        and all(isinstance(part, str | bytes | int | float) for part in node)
+    )
+
+
+def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
+    """The rows of a leaf of a batch, each as bytes and as a text; nothing for what is not one thing per sample."""
+    if isinstance(leaf, Mapping):  # one that torch's pytree does not know, such as a UserDict
+        for part in tree_leaves(dict(leaf), is_leaf=_is_column):
+            yield from _columns(part)
+    elif isinstance(leaf, list | tuple):
+        yield [(repr(part).encode() + b"\0", repr(part)) for part in leaf]
+    elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype") and leaf.dtype.kind in "biufc":
+        yield from _columns(torch.as_tensor(leaf))
+    elif isinstance(leaf, torch.Tensor):
+        if leaf.dim():
+            yield _rows(plain(leaf))
+    elif not (leaf is None or isinstance(leaf, str | bytes | int | float)):
+        raise _Misuse(
+            f"a batch holds a {type(leaf).__name__}, whose samples cannot be told apart; pass key=, a function from a "
+            "batch to the ids of its samples"
+        )
+
+
+def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
+    if tensor.layout != torch.strided:
+        raise _Misuse("a batch holds a sparse tensor; pass key=, a function from a batch to the ids of its samples")
+    count = len(tensor)
+    real = as_real(tensor)
+    data = bytes_of(real)
+    width = len(data) // count if count else 0
+    # Of the same bytes, those of another dtype or shape are another sample.
+    kind = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()
+    flat = tensor.reshape(count, -1)[:, :_SHOWN_VALUES].tolist() if real.numel() else [[]] * count
+    more = real[:1].numel() > _SHOWN_VALUES
+    return [
+        (kind + data[i * width : (i + 1) * width], _values(flat[i], scalar=tensor.dim() == 1, more=more))
+        for i in range(count)
+    ]
+
+
+def _values(values: list[Any], *, scalar: bool, more: bool) -> str:
+    texts = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in values]
+    if scalar:
+        return texts[0] if texts else "[]"
+    return f"[{', '.join(texts)}{', …' if more else ''}]"
+
+
+def _plain_id(given: Any) -> Hashable:
+    """An id that equals itself in another process: tensors and NumPy's scalars hash by identity, or are no plain values."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()
+        given = _tuples(given)
+    try:
+        hash(given)
+    except TypeError:
+        raise _Misuse(
+            f"key(batch) gave a {type(given).__name__}, which is not hashable; give numbers or texts"
+        ) from None
+    identity: Hashable = given
+    return identity
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(part) for part in value) if isinstance(value, list) else value
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"

@@ -1,0 +1,150 @@
+"""The kinds of cases that a step is tried on, from those that are most likely to be right to those that provoke."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mgpu_check.gates.batches import samples_in
+from mgpu_check.gates.scenario import CHANGES, Scenario
+
+__all__ = ["SEVERAL_STEPS", "Family", "Sizes", "families"]
+
+Sizes = st.SearchStrategy[int] | int | Iterable[int] | str | Callable[[int], "st.SearchStrategy[int]"] | None
+"""Batch sizes to try, as a user says it."""
+
+SEVERAL_STEPS = "several steps"
+"""The family that is of no use where the step leaves the model as it is."""
+
+_KINDS = ("divisible", "uneven", "below")
+_DIVISIBLE = "divisible"
+_SEEDS = 3
+_MOST_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Family:
+    """Scenarios of one kind, and how many of them are tried."""
+
+    name: str
+    scenarios: st.SearchStrategy[Scenario]
+    examples: int
+
+
+def families(
+    world_sizes: Sequence[int],
+    sizes: Sizes,
+    drawn: st.SearchStrategy[Any] | None,
+    max_examples: int,
+) -> list[Family]:
+    """The kinds of scenarios, from those that are most likely to be right to those that provoke.
+
+    Args:
+        sizes: batch sizes; None for sizes below, at and above the world size, divisible by it and not.
+        drawn: strategy of batches, which then bring their size with them.
+        max_examples: of all families together, about.
+
+    Raises:
+        ValueError: `sizes` is none of what `Sizes` says.
+    """
+    of = _sizes(sizes)
+
+    @st.composite
+    def scenario(
+        draw: st.DrawFn,
+        kind: str = "",
+        changes: Sequence[str] = ("",),
+        steps: tuple[int, int] = (1, 1),
+        worlds: Sequence[int] = world_sizes,
+    ) -> Scenario:
+        world_size = draw(st.sampled_from(worlds))
+        samples = 0
+        batches: tuple[Any, ...] = ()
+        count = draw(st.integers(*steps))
+        if drawn is None:
+            samples = draw(of(world_size, kind))
+        else:
+            batches = tuple(draw(drawn) for _ in range(count))
+            samples = samples_in(batches[0])
+        change = draw(st.sampled_from(changes))
+        seed = draw(st.integers(0, _SEEDS - 1))
+        return Scenario(world_size, samples, count, change, seed=seed, batches=batches)
+
+    shares: list[tuple[str, st.SearchStrategy[Scenario], float]] = []
+    for world in world_sizes:  # each for itself, so that none is left to chance
+        if drawn is not None:
+            shares.append(("batches as drawn", scenario(worlds=(world,)), 0.45 / len(world_sizes)))
+            continue
+        for kind, share in (("divisible", 0.2), ("uneven", 0.2), ("below", 0.1)):
+            shares.append((kind, scenario(kind, worlds=(world,)), share / len(world_sizes)))
+    shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
+    shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS)), 0.15))
+    shares += [(change, scenario(changes=(change,)), 0.08) for change in CHANGES]
+    return [Family(name, strategy, max(1, round(share * max_examples))) for name, strategy, share in shares]
+
+
+def _sizes(sizes: Sizes) -> Callable[[int, str], st.SearchStrategy[int]]:
+    """From world size and kind to sizes of that kind, which may be none."""
+    if sizes is None or sizes == _DIVISIBLE:
+
+        def default(world: int, kind: str) -> st.SearchStrategy[int]:
+            divisible = st.integers(1, 4).map(lambda k: k * world)
+            if kind == "divisible":
+                return divisible
+            if sizes == _DIVISIBLE:
+                return st.nothing() if kind else divisible
+            if kind == "below":
+                return st.integers(1, world - 1) if world > 1 else st.nothing()
+            if world == 1:
+                return st.nothing() if kind == "uneven" else divisible
+            uneven = st.integers(world + 1, 4 * world + 3).filter(lambda n: n % world != 0)
+            return uneven if kind == "uneven" else st.one_of(divisible, uneven)
+
+        return default
+    given = _given(sizes)
+
+    def narrowed(world: int, kind: str) -> st.SearchStrategy[int]:
+        strategy = given(world)
+        if kind == "divisible":
+            return strategy.filter(lambda n: n % world == 0)
+        if kind == "below":
+            return strategy.filter(lambda n: 0 < n < world)
+        if kind == "uneven":
+            return strategy.filter(lambda n: n > world and n % world != 0)
+        return strategy
+
+    return narrowed
+
+
+def _given(sizes: Sizes) -> Callable[[int], st.SearchStrategy[int]]:
+    wanted = (
+        'give a strategy of integers, an integer, several of them, "divisible" (by the world size), or a function from '
+        "the world size to a strategy"
+    )
+    if isinstance(sizes, st.SearchStrategy):
+        strategy = sizes
+        return lambda world: strategy
+    if isinstance(sizes, (bool, str)):
+        raise ValueError(f"sizes={sizes!r} is no batch size; {wanted}")
+    if isinstance(sizes, int):
+        sizes = (sizes,)
+    if isinstance(sizes, Iterable):
+        several = list(sizes)
+        if not several or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in several):
+            raise ValueError(f"sizes={several!r} are not all positive integers; {wanted}")
+        ascending = sorted(set(several))
+        return lambda world: st.sampled_from(ascending)
+    if callable(sizes):
+        of_world = sizes
+
+        def made(world: int) -> st.SearchStrategy[int]:
+            found = of_world(world)
+            if callable(found) and not isinstance(found, st.SearchStrategy):
+                raise ValueError(f"sizes({world}) is {found!r}; let the function return a strategy, or integers")
+            return _given(found)(world)
+
+        return made
+    raise ValueError(f"sizes={sizes!r} is no batch size; {wanted}")

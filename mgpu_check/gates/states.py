@@ -1,0 +1,234 @@
+"""What makes up the state of a training run: taken on each rank, kept in files, compared there. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mgpu_check.gates.batches import seed_everything
+from mgpu_check.gates.flattening import Opaque, flattened
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.compare import difference
+from mgpu_check.numerics.memory import digest_of
+from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Part", "Row", "Train", "compare", "digest_of_value", "kept", "load", "train_and_keep"]
+
+Train = Callable[[Rank, Path, int, int], Any]
+
+GENERATORS = "random numbers of "
+# Of two runs, the largest difference is a poor estimate of how far a third may be off; each may be off on its own side.
+_ROOM = 8.0
+# Rounding errors of the run that is held, and of that which it is held against.
+_BOTH = 2.0
+# Between two runs that start alike, rounding explains this part of the largest magnitude in an entry; in dtypes that are
+# so narrow that this is hardly more than their unit roundoff, some of those. More comes of random numbers.
+_EXPLAINED, _ROUNDOFFS = 2.0**-10, 16.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """How one entry of the state compares, on one rank.
+
+    Attributes:
+        same: whether it is what it should be; None where two uninterrupted runs do not say what that is.
+        repeats: two uninterrupted runs agree, but for rounding; of generators that is not asked.
+        got, expected: digests, "" where there is no such entry.
+        moved: it differs from what it was at the earlier step.
+    """
+
+    name: str
+    same: bool | None
+    detail: str
+    got: str
+    expected: str
+    moved: bool
+    repeats: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the training, and how it is run.
+
+    Attributes:
+        directory: of the checkpoint.
+        apart: each rank has a checkpoint of its own, in `directory` under its index.
+        spread: of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
+        signs: seed of their signs.
+    """
+
+    start: int
+    stop: int
+    directory: Path
+    seed: int
+    apart: bool = False
+    spread: float = 0.0
+    signs: int = 0
+
+
+def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
+    """Run a part of the training, and keep the state that it returns. Returns what is wrong with that."""
+    seed_everything(part.seed)
+    generator = torch.Generator().manual_seed(part.signs)
+    # Training runs in the dtypes in which it is written: float64 stands for itself, not for a narrower one.
+    perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
+    with perturbed:
+        state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
+    # Before anything else here could draw: the generators as training leaves them.
+    generators = {f"{GENERATORS}{name}": value for name, value in _generators(rank).items()}
+    if not isinstance(state, Mapping):
+        return (
+            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping of names to what "
+            "makes up the state: tensors, numbers, state dicts, or objects with state_dict()"
+        )
+    try:
+        flat = flattened(state)
+    except Opaque as error:
+        return f"of what train returns, {error}"
+    if not flat:
+        return "train returned an empty mapping; return the model and the optimizer, at least"
+    torch.save({**flat, **generators}, kept(file, rank))
+    return ""
+
+
+def kept(directory: Path, rank: Rank) -> Path:
+    """Where the state of a rank is kept."""
+    directory.mkdir(exist_ok=True)
+    return directory / f"{rank.index}.pt"
+
+
+def load(directory: Path, rank: Rank) -> dict[str, Any]:
+    """What was kept there."""
+    state: dict[str, Any] = torch.load(kept(directory, rank), weights_only=False)
+    return state
+
+
+def _generators(rank: Rank) -> dict[str, str]:
+    """A digest of each generator that code draws from without being told to."""
+    states = {"torch (CPU)": digest_of(torch.get_rng_state()), "Python": _digest(repr(random.getstate()))}
+    if torch.cuda.is_available():
+        states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["NumPy"] = _digest(
+            repr([part if not hasattr(part, "tolist") else part.tolist() for part in numpy.random.get_state()])
+        )
+    return states
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def compare(
+    got: Path, runs: list[Path], earlier: Path, perturbed: list[Path], tolerance: float | None, rank: Rank
+) -> list[Row]:
+    """Compare the state kept in `got` with that of `runs`, which should all be the same, entry by entry.
+
+    Args:
+        runs: one or two.
+        earlier: a state that is not expected to be the same: what is as it was there, nothing has changed since.
+        perturbed: runs with rounding errors, which tell how far those lead.
+        tolerance: see `assert_resume_continues`.
+    """
+    new, old = load(got, rank), load(earlier, rank)
+    first, second = load(runs[0], rank), load(runs[-1], rank)
+    moved_runs = [load(run, rank) for run in perturbed]
+    rows = []
+    for name in dict.fromkeys([*first, *second, *new]):
+        noise = _noise(first.get(name), second.get(name)) if (name in first) == (name in second) else None
+        repeats = name.startswith(GENERATORS) or (
+            noise is not None and noise <= _explained(first.get(name), tolerance or 0.0)
+        )
+        if noise is None or not repeats:
+            same: bool | None = None
+            detail = _difference(second.get(name), first.get(name), 0.0, None)
+        elif name not in new or name not in first:
+            same, detail = False, "is missing" if name in first else "is there, where it should not be"
+        else:
+            granted = _ROOM * noise + _envelope(first[name], [run.get(name) for run in moved_runs])
+            detail = _difference(new[name], first[name], granted, tolerance)
+            same = not detail
+        moved = name not in old or bool(_difference(first.get(name), old[name], 0.0, None))
+        digests = digest_of_value(new.get(name)), digest_of_value(first.get(name))
+        rows.append(Row(name, same, detail, *digests, moved, repeats))
+    return rows
+
+
+def digest_of_value(value: Any) -> str:
+    """Equal for equal values; "" for what is not there."""
+    if value is None:
+        return ""
+    if isinstance(value, torch.Tensor):
+        return digest_of(value)
+    return f"{type(value).__name__} {value!r}"
+
+
+def _noise(one: Any, other: Any) -> float | None:
+    """The largest difference between two runs that should be the same; None where they cannot be compared."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return 0.0 if type(one) is type(other) and one == other else None
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    if digest_of_value(one) == digest_of_value(other):
+        return 0.0
+    if one.is_complex():
+        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    if not one.dtype.is_floating_point:
+        return None
+    same = (one == other) | (one.isnan() & other.isnan())  # infinities, too
+    return float(torch.where(same, 0.0, (one.double() - other.double()).abs().nan_to_num(torch.inf)).max())
+
+
+def _explained(value: Any, tolerance: float) -> float:
+    """How far two runs may be apart in this entry before it is more than rounding, or than what the user tolerates."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or not value.numel()
+        or not (value.is_floating_point() or value.is_complex())
+    ):
+        return 0.0
+    largest = float(value.abs().double().nan_to_num(0.0, 0.0, 0.0).max())
+    roundoff = torch.finfo(value.dtype).eps / 2
+    return max(_EXPLAINED, _ROUNDOFFS * roundoff, tolerance) * largest
+
+
+def _envelope(usual: Any, moved: list[Any]) -> torch.Tensor | float:
+    """How far rounding errors lead each element, from runs that have some; 0 for what is no floating-point number."""
+    if not isinstance(usual, torch.Tensor) or not usual.dtype.is_floating_point or not usual.numel():
+        return 0.0
+    envelope = torch.zeros(usual.shape, dtype=torch.float64)
+    for value in moved:
+        if isinstance(value, torch.Tensor) and value.shape == usual.shape:
+            envelope = torch.maximum(envelope, (value.double() - usual.double()).abs().nan_to_num(0.0))
+    # A few draws may understate an element, not all of the tensor.
+    return _BOTH * envelope.clamp_min(float(envelope.square().mean().sqrt()))
+
+
+def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
+    """How they differ by more than is granted, in words; nothing where they do not."""
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        same = type(got) is type(expected) and got == expected
+        return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"got {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+    if expected.is_complex():
+        got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    if tolerance is not None and expected.dtype.is_floating_point and expected.numel():
+        granted = tolerance * float(expected.double().abs().max())
+    found = difference(got, expected, granted)
+    return "" if found is None else str(found)
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) and len(value) == 32 else repr(value)
+    return text if len(text) <= 40 else text[:39] + "…"

@@ -1,0 +1,280 @@
+"""In the pytest process: scenarios run on ranks, and compared with one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.gates.batches import tensors_of
+from mgpu_check.gates.measuring import Expected, largest_factor, measure
+from mgpu_check.gates.observing import Observation
+from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
+from mgpu_check.gates.relations import Verdict, judge, repeats
+from mgpu_check.gates.running import run_step
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.worlds import World
+from mgpu_check.numerics.memory import digest_of
+
+__all__ = ["Trial", "Trials"]
+
+_KEPT = 64
+
+
+@dataclass
+class Trial:
+    """A scenario that has failed.
+
+    Attributes:
+        expected: what one device gives.
+        verdict: what does not hold; None where ranks did not return.
+        seen: what each rank has left.
+        error: what ranks have raised.
+    """
+
+    scenario: Scenario
+    expected: Expected
+    verdict: Verdict | None
+    seen: Sequence[Observation] = ()
+    error: RankFailure | None = None
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that are wrong; all where all are."""
+        if self.error is not None:
+            return self.error.ranks
+        assert self.verdict is not None
+        wrong = {rank for ranks in self.verdict.wrong.values() for rank in ranks}
+        return tuple(sorted(wrong or range(self.scenario.world_size)))
+
+
+class Trials:
+    """What is tried of one program, each scenario once.
+
+    Args:
+        kinds: what is compared.
+        tolerance: what the user grants; None for what is measured.
+        name: of the step.
+
+    Attributes:
+        completed: world size -> how many scenarios were compared.
+        current: that which is tried, or was tried last.
+        trains: the step has changed the model, so that a second one is another.
+    """
+
+    def __init__(
+        self,
+        ranks: World,
+        program: Program,
+        kinds: Collection[str],
+        tolerance: float | Mapping[str, float] | None,
+        name: str,
+    ) -> None:
+        self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
+        self.completed: Counter[int] = Counter()
+        self.trains = is_class(program.step)
+        self.current = Scenario(1, 0)
+        self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
+        self._outcomes: dict[tuple[object, ...], Trial | None] = {}
+        self._repeated: set[int] = set()
+        self._alone = True
+        self._factor: float | None = None
+        self._effects = False
+        self._refusals: dict[int, str] = {}
+        self._cause: RankFailure | None = None
+
+    def knows(self, scenario: Scenario) -> bool:
+        """Whether the scenario was tried."""
+        return self._key(scenario) in self._outcomes
+
+    def _key(self, scenario: Scenario) -> tuple[object, ...]:
+        """What tells scenarios apart: batches that were drawn by their bits."""
+        return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
+
+    def run(self, scenario: Scenario) -> Trial | None:
+        """Try a scenario; None where all relations hold, or one device cannot do it either."""
+        self.current = scenario = self._placed(scenario)
+        key = self._key(scenario)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._run(scenario)
+        return self._outcomes[key]
+
+    def _run(self, scenario: Scenario) -> Trial | None:
+        try:
+            expected = self.expected(scenario)
+        except RankFailure as refused:
+            self._cause = self._cause or refused
+            self._refuse(scenario, f"fails on one device: {str(refused).splitlines()[0]}")
+            return None
+        if scenario.change and not self._counts(scenario, expected):
+            return None
+        if vague := self._not_a_number(expected):
+            self._refuse(
+                scenario,
+                f"leaves what is not a number on one device ({vague}, for {scenario.samples} samples); leave it out with "
+                "observe=, or give a reference",
+            )
+            return None
+        self.trains |= "params" in (expected.own or expected.single).touched
+        try:
+            seen = self.on_ranks(scenario)
+            self._check(expected, seen)
+            verdict = judge(expected, seen, self.kinds, self.tolerance)
+            if not verdict.holds and not all(one.values for one in seen):
+                # Checksums tell that ranks differ, values by how much.
+                seen = self.on_ranks(scenario, whole=True)
+                verdict = judge(expected, seen, self.kinds, self.tolerance)
+            if verdict.holds and scenario.world_size not in self._repeated:
+                self._repeated.add(scenario.world_size)
+                self._repeat(scenario, expected, seen, verdict)
+        except RankFailure as error:
+            return Trial(scenario, expected, None, error=error)
+        self.completed[scenario.world_size] += 1
+        return None if verdict.holds else Trial(scenario, expected, verdict, seen)
+
+    def _repeat(self, scenario: Scenario, expected: Expected, seen: Sequence[Observation], verdict: Verdict) -> None:
+        again = self.on_ranks(scenario)
+        alike = all(
+            one.digests == other.digests and one.rng == other.rng for one, other in zip(seen, again, strict=True)
+        )
+        if not alike and not all(one.values for one in (*seen, *again)):
+            seen, again = self.on_ranks(scenario, whole=True), self.on_ranks(scenario, whole=True)
+        repeats(verdict, expected, seen, again, self.tolerance)
+
+    def _refuse(self, scenario: Scenario, why: str) -> None:
+        self._refusals.setdefault(scenario.world_size, why)
+
+    def _check(self, expected: Expected, seen: Sequence[Observation]) -> None:
+        """See that there is something to compare, of the same batch.
+
+        Raises:
+            ValueError: saying what the user's functions do.
+        """
+        gate, first, single = self.program.gate, seen[0], expected.single
+        if {one.batch for one in seen} != {single.batch}:
+            raise ValueError(
+                f"{gate}: batch(n) gives other batches when it is called again under the same seed; draw "
+                "from torch's, Python's or NumPy's global generators, or from one of your own with a fixed seed"
+            )
+        self._effects |= bool(first.touched | single.touched)
+        if expected.by_reference and "returned" in self.kinds:
+            names = [_returned(one) for one in (first, single)]
+            if names[0] != names[1]:
+                raise ValueError(
+                    f"{gate}: {self.name} returns {_listed(names[0])}, and the reference {_listed(names[1])}; return the same "
+                    "names from both, or leave them out with observe="
+                )
+        if not any(kind in self.kinds for kind in (*first.kinds.values(), *("returned" for _ in first.others))):
+            raise ValueError(
+                f"{gate}: {self.name} leaves nothing of {', '.join(sorted(self.kinds))} to be compared; return "
+                "named tensors or numbers from it, or observe something else"
+            )
+        known = {*first.values, *single.values}
+        unknown = [name for name in self.tolerance if name not in known] if isinstance(self.tolerance, Mapping) else []
+        if unknown:
+            raise ValueError(
+                f"{gate}: tolerance has {', '.join(map(repr, unknown))}, which is not observed; choose of "
+                f"{', '.join(sorted(known))}"
+            )
+
+    def _not_a_number(self, expected: Expected) -> str | None:
+        """The first result of one device that is NaN, with which everything and nothing agrees."""
+        single = expected.single
+        for name, value in single.values.items():
+            if single.kinds[name] in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
+                return name
+        return None
+
+    def _counts(self, scenario: Scenario, expected: Expected) -> bool:
+        """Whether a changed batch is one that the step is meant for: one device can do it, and does what is expected."""
+        if scenario.change == "scaled" and not expected.finite:
+            return False
+        return expected.own is None or judge(expected, [expected.own], self.kinds, self.tolerance).holds
+
+    def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
+        """Run the step at the scenario's world size."""
+        size = 1 if self.program.single_process else scenario.world_size
+        seen: list[Observation] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
+        return seen
+
+    def expected(self, scenario: Scenario, deep: bool = False) -> Expected:
+        """What one device gives; measured once for all world sizes.
+
+        Raises:
+            RankFailure: the reference, or the step, fails on one device.
+            ValueError: what `build` gives is no model.
+        """
+        of_size = scenario.world_size if wants_world_size(self.program.reference) else 0
+        key = (self._key(replace(scenario, world_size=of_size)), deep)
+        if key not in self._expected:
+            try:
+                found: Expected | RankFailure = self._measured(scenario, deep)
+            except RankFailure as refused:
+                if isinstance(refused.__cause__, Unusable):
+                    raise ValueError(f"{self.program.gate}: {refused.__cause__}") from None
+                found = refused
+            if len(self._expected) >= _KEPT:
+                del self._expected[next(iter(self._expected))]
+            self._expected[key] = found
+        known = self._expected[key]
+        if isinstance(known, RankFailure):
+            raise known
+        return known
+
+    def _measured(self, scenario: Scenario, deep: bool) -> Expected:
+        try:
+            found: Expected = self.ranks.run(measure, self.program, scenario, deep, self._alone, size=1)[0]
+        except (RankDied, RankHang):
+            if self.program.reference is None or not self._alone:
+                raise
+            # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
+            self._alone = False
+            return self._measured(scenario, deep)
+        return found
+
+    def finish(self, world_sizes: Sequence[int]) -> None:
+        """See that something was compared, at each world size.
+
+        Raises:
+            ValueError: nothing could be.
+        """
+        gate = self.program.gate
+        for size in world_sizes:
+            if self.completed[size]:
+                continue
+            if size in self._refusals:
+                raise ValueError(
+                    f"{gate}: nothing was compared at world size {size}, because {self.name} {self._refusals[size]}; and so "
+                    "for every batch that was tried"
+                ) from self._cause
+            raise ValueError(
+                f"{gate}: no case could be drawn at world size {size}; sizes and world_sizes together leave nothing to try"
+            )
+        if not self._effects:
+            raise ValueError(
+                f"{gate}: {self.name} leaves no gradient, changes no parameter or buffer, and returns nothing; train the "
+                "model that it is given, in place, or return what it computes"
+            )
+
+    def _placed(self, scenario: Scenario) -> Scenario:
+        """With the factor for scaling that suits the step."""
+        if scenario.change != "scaled" or scenario.batches:
+            return scenario
+        if self._factor is None:
+            plain = replace(scenario, change="", steps=1)
+            try:
+                factor = self.ranks.run(largest_factor, self.program, plain, size=1)[0]
+            except RankFailure:
+                factor = None
+            self._factor = factor or scenario.factor
+        return replace(scenario, factor=self._factor)
+
+
+def _returned(seen: Observation) -> set[str]:
+    names = {name for name, kind in seen.kinds.items() if kind == "returned"} | set(seen.others)
+    return {name.removeprefix("returned").strip() for name in names}
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names)) or "nothing"

@@ -1,0 +1,97 @@
+"""What the gate says: every observable with the relations that hold for it, the smallest case, the likely cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mgpu_check.mistakes.catalogue import CLASSES
+
+__all__ = ["Finding", "Observable", "Report"]
+
+_SHOWN = 12
+_MARKS = {True: "yes", False: "NO", None: "-"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A class of mistakes that the evidence points to."""
+
+    mistake: str
+    """A name in `CLASSES`."""
+    evidence: str
+    """What it rests on, in one or a few clauses in the words of the user's code."""
+
+    def __post_init__(self) -> None:
+        assert self.mistake in CLASSES, self.mistake
+
+
+@dataclass(frozen=True)
+class Observable:
+    """One thing that was looked at: a gradient, a returned value, the samples of an epoch."""
+
+    name: str
+    relations: Mapping[str, bool | None]
+    """"one device", "ranks agree", …: whether it holds; None where it could not be told, or does not apply."""
+    detail: str = ""
+    """Element, values, ratio, of what is wrong."""
+
+    @property
+    def right(self) -> bool:
+        return all(value is not False for value in self.relations.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """The account of a failure.
+
+    Attributes:
+        headline: what does not hold, on which ranks, and where first.
+        case: the smallest case that shows it: name -> value.
+        observables: all that were looked at; those that are wrong are shown first.
+        findings: the likely causes, the most telling first.
+        remarks: what else there is to know, a line each.
+    """
+
+    headline: str
+    case: Mapping[str, object] = field(default_factory=dict)
+    observables: Sequence[Observable] = ()
+    findings: Sequence[Finding] = ()
+    remarks: Sequence[str] = ()
+
+    @property
+    def mistakes(self) -> tuple[str, ...]:
+        """The names of the likely causes."""
+        return tuple(finding.mistake for finding in self.findings)
+
+    def __str__(self) -> str:
+        lines = [self.headline]
+        if self.case:
+            lines.append("  smallest case: " + ", ".join(f"{name} {value}" for name, value in self.case.items()))
+        for number, finding in enumerate(self.findings):
+            known = CLASSES[finding.mistake]
+            lines += [
+                f"  {'or' if number else 'looks like'} {known.name}: {known.title}",
+                f"    seen: {finding.evidence}",
+                f"    do: {known.advice}",
+                f"    see: {known.page}",
+            ]
+        lines += ["", *_table(self.observables)] if self.observables else []
+        lines += [f"  {remark}" for remark in self.remarks]
+        return "\n".join(lines)
+
+
+def _table(observables: Sequence[Observable]) -> list[str]:
+    """One line for each observable, wrong ones first; a column for each relation."""
+    ordered = sorted(observables, key=lambda observable: observable.right)
+    shown, rest = ordered[:_SHOWN], ordered[_SHOWN:]
+    columns = list(dict.fromkeys(name for observable in observables for name in observable.relations))
+    width = max(len(observable.name) for observable in shown)
+    lines = ["  " + " " * width + "".join(f"  {column}" for column in columns)]
+    for observable in shown:
+        marks = "".join(f"  {_MARKS[observable.relations.get(column)]:<{len(column)}}" for column in columns)
+        lines.append(f"  {observable.name:<{width}}{marks}  {observable.detail}".rstrip())
+    if rest:
+        wrong = sum(not observable.right for observable in rest)
+        lines.append(f"  … and {len(rest)} more, of which {wrong} are wrong")
+    return lines

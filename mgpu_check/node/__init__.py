@@ -1,1 +1,0 @@
-"""The machine: its devices, real or simulated."""

@@ -1,0 +1,44 @@
+"""Which files are the engine's own: frames that help nobody who reads a report."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import types
+
+__all__ = ["calling_line", "is_engine", "is_installed"]
+
+# By the end of the path, because the stacks of another host come with the paths of that host.
+_ENGINE = re.compile(
+    r"/mgpu_check/((processes|torch_hooks|rank_side|engine(/remote)?|gates|simulated)/\w+"
+    r"|pytest_plugin/(in_rank|serialization|forwarding))\.py$"
+)
+_INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")
+_OURS = "/mgpu_check/"
+
+
+@functools.lru_cache(maxsize=1024)
+def is_engine(filename: str) -> bool:
+    """Whether a file is part of what runs a function on a rank, or of the simulated node."""
+    return _ENGINE.search(filename) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def is_installed(filename: str) -> bool:
+    """Whether a file is of the standard library, of torch or another package, rather than of the code under test."""
+    return _INSTALLED.search(filename) is not None and _OURS not in filename
+
+
+def calling_line() -> tuple[str, int]:
+    """Return file and line of the code under test, innermost first; of anything but the engine where none is running."""
+    frame: types.FrameType | None = sys._getframe(1)
+    other: tuple[str, int] | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_engine(file):
+            if not is_installed(file):
+                return file, frame.f_lineno
+            other = other or (file, frame.f_lineno)
+        frame = frame.f_back
+    return other or ("", 0)

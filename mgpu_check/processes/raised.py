@@ -1,0 +1,119 @@
+"""An exception of a rank, as the pytest process can show it."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import protocol
+from mgpu_check.processes.frames import is_engine
+
+__all__ = ["EXPLAIN", "clipped", "failure_of", "shortened", "without_engine"]
+
+EXPLAIN = "_mgpu_check_explain"
+"""Attribute by which a wrapper around a call gives an exception a function that makes a better text of its traceback."""
+
+_MOST_CHAINED = 20  # exceptions that a traceback shows
+_MOST_TEXT = 100_000  # characters at its beginning, and at its end
+
+# By module and name, because neither pytest nor Hypothesis is imported here unless the test did. Of pytest's own some
+# say that they are builtins.
+_KINDS: dict[tuple[str, str], Any] = {
+    ("builtins", "Skipped"): "skip",
+    ("unittest.case", "SkipTest"): "skip",
+    ("_pytest.outcomes", "Skipped"): "skip",
+    ("_pytest.outcomes", "XFailed"): "xfail",
+    ("hypothesis.errors", "UnsatisfiedAssumption"): "reject",
+}
+
+
+def _kind(error: BaseException) -> Any:
+    for one in type(error).__mro__:
+        if kind := _KINDS.get((one.__module__, one.__qualname__)):
+            return kind
+    return "error"
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error).strip()
+    except BaseException as broken:  # whatever it is, the error to be told is another
+        return f"<str() of it raised {type(broken).__name__}>"
+
+
+def failure_of(error: BaseException) -> protocol.Failure:
+    origin = traceback.extract_tb(error.__traceback__)
+    # A wrapper around a method in C++ is no place: Hypothesis takes what is raised in one place for one failure.
+    others = [frame for frame in origin if not is_engine(frame.filename)] or origin
+    last = others[-1] if others else None
+    message = _message(error)
+    return protocol.Failure(
+        kind=_kind(error),
+        headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
+        text=clipped(_render(error)),
+        filename=last.filename if last else "",
+        lineno=(last.lineno or 1) if last else 1,
+        pickled=_pickled(error),
+    )
+
+
+def _render(error: BaseException) -> str:
+    """The traceback without the frames of the engine."""
+    with shortened(error):
+        rendered = traceback.TracebackException.from_exception(error)
+    todo = [rendered]
+    while todo:
+        one = todo.pop()
+        kept = [frame for frame in one.stack if not is_engine(frame.filename)]
+        one.stack = traceback.StackSummary.from_list(kept or list(one.stack))
+        todo += [other for other in (one.__cause__, one.__context__, *(one.exceptions or ())) if other is not None]
+    return "".join(rendered.format()).rstrip()
+
+
+@contextlib.contextmanager
+def shortened(error: BaseException) -> Iterator[None]:
+    """Have at most a few exceptions behind `error`: Python's own rendering of thousands fails by recursion."""
+    last = error
+    for _ in range(_MOST_CHAINED):
+        behind = last.__cause__ if last.__cause__ is not None or last.__suppress_context__ else last.__context__
+        if behind is None:
+            yield
+            return
+        last = behind
+    cut = last.__cause__, last.__context__, last.__suppress_context__
+    last.__cause__ = last.__context__ = None
+    last.add_note("[the exceptions before this one are left out]")
+    try:
+        yield
+    finally:
+        last.__cause__, last.__context__, last.__suppress_context__ = cut
+        last.__notes__.pop()
+
+
+def clipped(text: str) -> str:
+    """`text` without its middle, where it is longer than anyone reads."""
+    if len(text) <= 2 * _MOST_TEXT:
+        return text
+    return f"{text[:_MOST_TEXT]}\n[{len(text) - 2 * _MOST_TEXT} characters are left out]\n{text[-_MOST_TEXT:]}"
+
+
+def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
+    """`tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
+    while tb is not None and tb.tb_next is not None and is_engine(tb.tb_frame.f_code.co_filename):
+        tb = tb.tb_next
+    return tb
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    explanation = getattr(error, "__dict__", {}).pop(EXPLAIN, None)
+    try:
+        return transport.dumps(error)
+    except BaseException:  # code of the exception's own runs here
+        return None
+    finally:
+        if explanation is not None:
+            setattr(error, EXPLAIN, explanation)

@@ -1,0 +1,70 @@
+"""Reading the stacks that `faulthandler` writes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.record import relative
+
+__all__ = ["HALTED", "Place", "clean", "place_of"]
+
+HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
+"""In place of the stacks of a process that does not run."""
+
+# What stands below the test's own frames in every rank, and helps nobody; the engine's frames besides.
+_NOISE = re.compile(r'^  File "<string>", line 1 in <module>$|^Extension modules: ')
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_COLLECTIVES = re.compile(r"/torch/(distributed/|nn/parallel/distributed\.py$)")
+_BACKWARD = "_engine_run_backward"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank was.
+
+    Attributes:
+        collective: the one that it was in, if it was.
+        function: the innermost one.
+        file, line: the innermost line of the code under test.
+    """
+
+    collective: str | None
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        name = self.collective or self.function
+        return f"{name} ({relative(self.file)}:{self.line})"
+
+
+def clean(text: str) -> str:
+    """The stacks without the engine's own frames."""
+    return "\n".join(line for line in text.strip().splitlines() if not _is_noise(line)).strip()
+
+
+def _is_noise(line: str) -> bool:
+    frame = _FRAME.match(line)
+    return bool(_NOISE.match(line)) or (frame is not None and is_engine(frame["file"]))
+
+
+def place_of(stacks: str) -> Place | None:
+    """Where the thread that took the signal was, which is the main one unless that cannot take any; it stands last."""
+    frames = []
+    lines = stacks.splitlines()
+    threads = [number for number, line in enumerate(lines) if line.startswith(("Current thread", "Thread 0x"))]
+    current = [number for number in threads if lines[number].startswith("Current")]
+    for line in lines[(current or threads)[-1] + 1 :] if threads else ():
+        if (frame := _FRAME.match(line)) is None:
+            break
+        frames.append(frame)
+    collective = frames[0]["function"] if frames and _COLLECTIVES.search(frames[0]["file"]) else None
+    if frames and frames[0]["function"] == _BACKWARD:
+        collective = "backward"  # where the reducer of DistributedDataParallel waits for the other ranks
+    others = [frame for frame in frames if not is_engine(frame["file"])]
+    frame = next((frame for frame in others if not is_installed(frame["file"])), next(iter(others), None))
+    if frame is None:
+        return None
+    return Place(collective, frames[0]["function"], frame["file"], int(frame["line"]))

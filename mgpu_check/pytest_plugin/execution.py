@@ -1,0 +1,210 @@
+"""How a test gets to the process where it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator
+from importlib.machinery import PathFinder
+from typing import Any
+
+import pytest
+
+from mgpu_check.engine.pool import CannotTravel
+from mgpu_check.errors import AgentLost, RankFailure, RankHang
+from mgpu_check.processes import protocol
+from mgpu_check.processes.pickling import ORIGINAL
+from mgpu_check.pytest_plugin.forwarding import steps_to
+from mgpu_check.pytest_plugin.report.example import blob_of_this, is_final, keeping_steps
+from mgpu_check.pytest_plugin.report.replay import BLOB
+from mgpu_check.pytest_plugin.requirements import Needs
+from mgpu_check.pytest_plugin.serialization import bare, by_value
+from mgpu_check.pytest_plugin.session import GpuSession, abandoning
+
+__all__ = ["Absent", "modules_of", "running"]
+
+BOUND_TO_PYTEST = frozenset(
+    {"request", "monkeypatch", "capsys", "capfd", "capsysbinary", "capfdbinary", "caplog", "recwarn", "pytester"}
+    | {"record_property", "record_testsuite_property", "record_xml_attribute", "ranks", "subtests"}
+)
+"""Fixtures that act on the pytest process; in another one they would be silent, or wrong."""
+
+
+class Absent(protocol.Placeholder):
+    """What the fixtures `rank` and `gpus` are in the pytest process: something that only a test's body can have."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self._why()} (asked for .{name})")
+
+    def __getitem__(self, index: object) -> Any:
+        raise TypeError(self._why())
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(self._why())
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.name)  # in Hypothesis' "test_x(rank=rank, n=3)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return protocol.Placeholder, (self.name, self.count)
+
+    def _why(self) -> str:
+        return (
+            f"fixture {self.name!r} has its value in the test's body only, which runs in another process; "
+            "the pytest process touches no device, so other fixtures cannot use it"
+        )
+
+
+@contextlib.contextmanager
+def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
+    """For the time of the context, calling `item.obj` runs the test where it belongs."""
+    handle = getattr(item.obj, "hypothesis", None)
+    original: Any = item.obj if handle is None else handle.inner_test
+    with by_value(modules_of(item)), _settings_for_ranks(item), keeping_steps():
+        session.drawn = handle is not None
+        body = original if needs.where == "parent" else _sent(original, item, needs, session)
+        counted = _counted(body, session, drawn=handle is not None)
+        setattr(counted, ORIGINAL, original)
+        if handle is None:
+            item.obj = counted
+        else:
+            handle.inner_test = counted
+        session.in_body = True
+        try:
+            yield
+        finally:
+            session.in_body = False
+            if handle is None:
+                item.obj = original
+            else:
+                handle.inner_test = original
+
+
+def modules_of(item: pytest.Item) -> list[types.ModuleType]:
+    """Those that travel by value, for a test."""
+    module = getattr(item, "module", None)
+    return [*(_home(module) if module is not None else ()), *_conftests(item.config)]
+
+
+def _home(module: types.ModuleType) -> list[types.ModuleType]:
+    """The test's module, and the package where it and its helpers are if no other process could import that.
+
+    With ``--import-mode=importlib``, or where the tests stand beside an installed package, it is in `sys.modules` only.
+    """
+    package = sys.modules.get(module.__name__.partition(".")[0])
+    if package is None or package is module:
+        return [module]
+    spec = PathFinder.find_spec(package.__name__, sys.path)
+    # There may well be another one of that name: "tests" is.
+    here = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
+    return [module] if here else [module, package]
+
+
+def _conftests(config: pytest.Config) -> list[types.ModuleType]:
+    return [
+        plugin
+        for plugin in config.pluginmanager.get_plugins()
+        if isinstance(plugin, types.ModuleType) and (plugin.__file__ or "").endswith("conftest.py")
+    ]
+
+
+def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
+    """`original`, sent to the processes where it belongs at each call."""
+    refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
+    if refused:
+        raise pytest.UsageError(
+            f"fixture {min(refused)!r} acts on the pytest process, but this test runs in another one; "
+            "do without it, or write a test with the fixture 'ranks' that calls ranks.run(...)"
+        )
+    pool = session.pool
+    size = 0 if needs.where == "node" else needs.count or pool.devices
+    pool.prepare(size, needs.backend, needs.host)
+    try:
+        function = pool.function(bare(original), reused=True)
+    except CannotTravel as error:
+        raise pytest.UsageError(str(error)) from None
+
+    @functools.wraps(original)
+    def sent(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if needs.where == "node" and "gpus" in kwargs and needs.count:
+            kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
+        for name, value in kwargs.items():
+            if type(value).__name__ == "DataObject" and type(value).__module__.startswith("hypothesis."):
+                raise pytest.UsageError(
+                    f"argument {name!r}: st.data() draws in the pytest process and cannot do so from a rank; "
+                    "draw everything before, with st.composite or flatmap"
+                )
+        try:
+            with abandoning(session):
+                results = pool.call(
+                    function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout, host=needs.host
+                )
+        except CannotTravel as error:
+            raise pytest.UsageError(f"{error}; make it in the test's body") from None
+        # It may be a comparison that should have been asserted: pytest and Hypothesis say what they say of any test.
+        return next((result for result in results if result is not None), None)
+
+    return sent
+
+
+def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Callable[..., Any]:
+    @functools.wraps(body)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        try:
+            result = body(*args, **kwargs)
+        except RankHang as hang:
+            # Hypothesis does not see a BaseException as a failing example, and would print none.
+            shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
+            if steps := steps_to(hang):
+                shown = "\n".join(["", *steps])
+            if drawn or steps:
+                why = "no example brought it about" if isinstance(hang, AgentLost) else "every try would hang"
+                hang.add_note(f"Failing test case (not shrunk, because {why}): {shown}")
+            if drawn:
+                setattr(hang, BLOB, blob_of_this())
+            raise
+        except RankFailure as failure:
+            if drawn and is_final():
+                session.explain(failure)  # now: the ranks know their last failure only, and others may follow
+            raise
+        session.count_example()
+        return result
+
+    return counted
+
+
+@contextlib.contextmanager
+def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
+    """Adapt the Hypothesis settings of `item` to code that runs in other processes.
+
+    The default deadline of 200 ms is lifted: it is for functions, and the first example on ranks may start them. One
+    that the user has set, to whatever else, holds. The explain phase goes: it traces lines of this process, and could
+    only ever explain the engine.
+    """
+    function = item.function
+    current = getattr(function, "_hypothesis_internal_use_settings", None)
+    if current is None:
+        yield
+        return
+    from hypothesis import Phase, settings
+
+    deadline = current.deadline
+    if deadline == settings.get_profile("default").deadline:
+        deadline = None
+    phases = tuple(phase for phase in current.phases if phase is not Phase.explain)
+    function._hypothesis_internal_use_settings = settings(
+        current,
+        deadline=deadline,
+        phases=phases,
+        print_blob=True,  # for the line that repeats a failure, which stands in place of what Hypothesis says
+    )
+    try:
+        yield
+    finally:
+        function._hypothesis_internal_use_settings = current

@@ -1,0 +1,42 @@
+"""The fixtures of the plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mgpu_check.pytest_plugin.stash import SESSION
+
+if TYPE_CHECKING:
+    from mgpu_check.pytest_plugin.execution import Absent
+    from mgpu_check.pytest_plugin.session import Ranks
+
+__all__ = ["gpus", "rank", "ranks"]
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    """The ranks of this run: `ranks.run(fn, *args, size=None, timeout=None)` calls fn on each, results in rank order."""
+    from mgpu_check.pytest_plugin.session import Ranks
+
+    session = request.config.stash[SESSION]
+    if lack := session.lack(0):
+        pytest.skip(lack)  # asked for by `request.getfixturevalue`, which nobody sees before
+    return Ranks(session)
+
+
+@pytest.fixture(scope="session")
+def rank() -> Absent:
+    """In a test marked `ranks`: the rank that runs the body: .index .size .local_index .node_index .device .group."""
+    from mgpu_check.pytest_plugin.execution import Absent
+
+    return Absent("rank")
+
+
+@pytest.fixture(scope="session")
+def gpus() -> Absent:
+    """A tuple of torch.device, cuda:0 to cuda:N-1. The test runs in the node process, which sees all of them."""
+    from mgpu_check.pytest_plugin.execution import Absent
+
+    return Absent("gpus")

@@ -1,0 +1,194 @@
+"""What a function on a rank says besides its result: warnings, and what it tells Hypothesis of an example.
+
+`Collector` is for the ranks, `deliver` for the pytest process, which imports neither torch nor Hypothesis for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, TextIO
+
+from mgpu_check.processes.frames import calling_line, is_engine
+from mgpu_check.processes.rank_lists import grouped
+
+__all__ = ["Collector", "deliver", "keep_steps", "steps_to"]
+
+_STEPS = "_mgpu_check_steps"
+_MOST_WARNINGS = 1000  # of one test, on one rank: a loop that makes a new text each time is not to fill the memory
+
+_Warning = tuple[tuple[tuple[str, str], ...], str, str, int]
+"""Names of the category and its bases, each with its module; text, file, line."""
+
+
+class Collector:
+    """Of one rank: what it has told already, since the last test.
+
+    Args:
+        tell: takes plain values for the pytest process.
+    """
+
+    def __init__(self, tell: Callable[[tuple[str, Any]], None]) -> None:
+        self._tell = tell
+        self._seen: set[_Warning] = set()
+
+    def forget(self) -> None:
+        """A new test begins."""
+        self._seen.clear()
+
+    @contextlib.contextmanager
+    def filtered(self, filters: Iterable[tuple[Any, ...]]) -> Iterator[None]:
+        """Have these warning filters, the one that counts most last, and tell of each new warning."""
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            for one in filters:
+                warnings.filterwarnings(*one)
+            warnings.showwarning = self._note
+            yield
+
+    def _note(
+        self,
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if is_engine(filename):  # torch points at its caller, which may be a wrapper of ours
+            filename, lineno = calling_line()
+        kinds = tuple((kind.__module__, kind.__qualname__) for kind in category.__mro__[:-1])
+        warning = kinds, str(message), filename, lineno
+        if warning not in self._seen and len(self._seen) < _MOST_WARNINGS:
+            self._seen.add(warning)
+            self._tell(("warning", warning))
+
+    @contextlib.contextmanager
+    def example(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Let `note`, `event`, `target` and `assume` work in `function`, as in a test that runs in the pytest process.
+
+        By inner parts of Hypothesis: it has no other way to be told of an example that was drawn elsewhere.
+        """
+        code = getattr(getattr(function, "func", function), "__code__", None)
+        if "hypothesis" not in sys.modules and code is not None and _imports_hypothesis(code):
+            import hypothesis.control  # noqa: F401  # it would come too late in the body
+        control, reporting = sys.modules.get("hypothesis.control"), sys.modules.get("hypothesis.reporting")
+        if control is None or reporting is None:
+            yield  # who does not import it calls nothing of it
+            return
+        notes: list[str] = []
+        data = SimpleNamespace(
+            events={},
+            target_observations={},
+            provider=SimpleNamespace(avoid_realization=False),
+            note=notes.append,
+            _observability_predicates=defaultdict(lambda: SimpleNamespace(update_count=lambda *, condition: None)),
+        )
+        context = SimpleNamespace(data=data, is_final=True, tasks=[], known_object_printers=defaultdict(list))
+        try:
+            with control._current_build_context.with_value(context), reporting.with_reporter(notes.append):
+                yield
+        finally:
+            for task in context.tasks:
+                task()
+            if notes:
+                self._tell(("notes", tuple(notes)))
+            if data.events:
+                self._tell(("events", tuple(data.events.items())))
+            if data.target_observations:
+                self._tell(("targets", tuple(data.target_observations.items())))
+
+
+@functools.lru_cache(maxsize=64)
+def _imports_hypothesis(code: types.CodeType) -> bool:
+    return any(name.partition(".")[0] == "hypothesis" for name in code.co_names) or any(
+        isinstance(constant, types.CodeType) and _imports_hypothesis(constant) for constant in code.co_consts
+    )
+
+
+def keep_steps(error: BaseException) -> None:
+    """Have `error` know the steps of the state machine of Hypothesis that runs now, if one does: see `steps_to`.
+
+    Not from its traceback, of which Hypothesis takes out its own lines.
+    """
+    control: Any = sys.modules.get("hypothesis.control")
+    if control is not None:
+        with contextlib.suppress(Exception):
+            # The list itself: of the last step it is told when that has ended, by the error.
+            setattr(error, _STEPS, control.current_build_context().data._stateful_repr_parts)
+
+
+def steps_to(error: BaseException) -> list[str]:
+    """The steps of a state machine that have led to `error`, as Hypothesis prints them; none where it was in no such."""
+    return list(getattr(error, _STEPS, None) or ())
+
+
+def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
+    """Say in this process what each rank has said in its own; equal words of several ranks once.
+
+    Args:
+        told: rank -> what its `Collector` told, in order.
+    """
+    said: dict[str, dict[int, list[Any]]] = {}
+    for rank, asides in sorted(told.items()):
+        for kind, what in asides:
+            said.setdefault(kind, {}).setdefault(rank, []).append(what)
+    for warning in dict.fromkeys(one for many in said.pop("warning", {}).values() for one in many):
+        _warn(warning)
+    for text in dict.fromkeys(one for many in said.pop("stray", {}).values() for one in many):
+        _warn_of_stray(text)
+    hypothesis: Any = sys.modules.get("hypothesis")
+    if not said or hypothesis is None or not hypothesis.currently_in_test_context():
+        return
+    notes = {rank: [note for many in what for note in many] for rank, what in said.get("notes", {}).items()}
+    for texts, ranks in grouped((tuple(texts), rank) for rank, texts in notes.items()):
+        which = "" if len(ranks) == len(told) else f"{'rank' if len(ranks) == 1 else 'ranks'} "
+        whose = f"{which}{', '.join(map(str, ranks))}: " if which else ""
+        for text in texts:
+            hypothesis.note(whose + text)
+    for value, payload in dict.fromkeys(_flat(said.get("events", {}))):
+        hypothesis.event(value, payload)
+    targets: dict[str, float] = {}
+    for label, observation in _flat(said.get("targets", {})):
+        targets[label] = max(observation, targets.get(label, observation))
+    for label, observation in targets.items():
+        hypothesis.target(observation, label=label)
+
+
+def _flat(said: Mapping[int, list[tuple[Any, ...]]]) -> Iterator[Any]:
+    for many in said.values():
+        for some in many:
+            yield from some
+
+
+def _warn(warning: _Warning) -> None:
+    """Issue a warning of a rank, whose filters have let it through, where pytest collects those of the test."""
+    kinds, text, filename, line = warning
+    category = next(filter(None, map(_category, kinds)), UserWarning)
+    name = kinds[0][1].rpartition(".")[2]
+    if category.__name__ != name:
+        text = f"{name}: {text}"  # its class is known to the rank only
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn_explicit(text, category, filename, line)
+
+
+def _warn_of_stray(told: tuple[str, str, str, int]) -> None:
+    """Warn of an exception that nobody could catch and that came after the function had returned: by the filters of now."""
+    import pytest
+
+    warning, text, filename, line = told
+    warnings.warn_explicit(text, getattr(pytest, warning), filename, line)
+
+
+def _category(name: tuple[str, str]) -> type[Warning] | None:
+    found: Any = sys.modules.get(name[0])  # not imported for this: it may well be torch
+    for part in name[1].split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, Warning) else None

@@ -1,0 +1,104 @@
+"""A pytest run on ranks that a launcher has launched, maybe on several hosts: what it has, and whether that is enough."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from mgpu_check.devices.inventory import Device
+from mgpu_check.engine.remote import current
+from mgpu_check.settings import Settings
+
+if TYPE_CHECKING:
+    from mgpu_check.engine.pool import RankPool
+    from mgpu_check.engine.remote.launcher import AgentLauncher
+
+__all__ = ["Misfit", "describe", "is_launched", "launcher_of_this_run", "over", "take_seats", "wrong_launch"]
+
+
+class Misfit(Exception):
+    """What was launched is not what the run asks for."""
+
+
+def is_launched() -> bool:
+    """Whether a launcher has launched the ranks of this run."""
+    return current.driver() is not None
+
+
+def launcher_of_this_run(settings: Settings) -> AgentLauncher | None:
+    """What starts the ranks of a launched run; None in any other."""
+    driver = current.driver()
+    return None if driver is None else driver.launcher(settings.agent_timeout)
+
+
+def wrong_launch(environment: Mapping[str, str]) -> str | None:
+    """What is wrong if torchrun has launched pytest itself, once for each rank; None if it has not."""
+    size = environment.get("WORLD_SIZE", "1")
+    if is_launched() or "TORCHELASTIC_RUN_ID" not in environment or size == "1":
+        return None
+    return (
+        f"torchrun has launched pytest {size} times, and each would run all tests on the same GPUs; have it launch "
+        "mgpu_check, which runs pytest once over all ranks: torchrun ... -m mgpu_check pytest ..."
+    )
+
+
+def over() -> str | None:
+    """Why the rest of the tests cannot run, None if they can."""
+    driver = current.driver()
+    return None if driver is None else driver.hub.over
+
+
+def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> tuple[Settings, list[Device]]:
+    """Wait for all that were launched, and give the pool as many of them as the run asks for.
+
+    Returns:
+        The settings, with what was found; and the real devices, host by host.
+
+    Raises:
+        Misfit: some are missing, differ, or are too few; or they see too few devices.
+    """
+    from mgpu_check.engine.inventory import look
+    from mgpu_check.engine.remote.launcher import WrongLaunch
+
+    try:
+        seats = launcher.gather()
+    except WrongLaunch as wrong:
+        raise Misfit(str(wrong)) from None
+    hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
+    gpus = len(seats) if settings.gpus is None else settings.gpus
+    if gpus > len(seats):
+        raise Misfit(
+            f"--gpus={gpus} ({settings.origins['gpus']}), but {len(seats)} ranks were launched ({hosts}): launch one for "
+            f"each GPU, or ask for --gpus={len(seats)}"
+        )
+    seats = seats[:gpus]
+    pool.reseat(seats)
+    counts = Counter(seat.host for seat in seats)
+    per_host = tuple(counts[host] for host in range(len(counts)))
+    devices: list[Device] = []
+    if settings.simulate != "cpu":
+        backing = int(settings.simulate.partition(":")[2]) + 1 if settings.simulate else 0
+        for host, count in enumerate(per_host):
+            inventory = look(pool, host)
+            found = inventory.devices
+            wanted = 1 if launcher.visible_on(host) == 1 and not backing else backing or count
+            if len(found) < wanted:
+                raise Misfit(
+                    f"--gpus={gpus} ({settings.origins['gpus']}): {count} ranks were launched on "
+                    f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to have them in software: --simulate"
+                    + (f"\n  {inventory.trouble}" if inventory.trouble else "")
+                )
+            devices += found[:count]
+    return replace(settings, gpus=gpus, per_host=per_host), devices
+
+
+def describe(launcher: AgentLauncher) -> str:
+    """The hosts, for the line at the top of a run."""
+    hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
+    text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
+    driver = current.driver()
+    if driver is None or not driver.trusting:
+        return text
+    return f"{text}; NETWORK TRUSTED: whoever reaches {driver.trusting} can run code in this run (--trust-network)"

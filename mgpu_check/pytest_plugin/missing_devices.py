@@ -1,0 +1,58 @@
+"""Too few devices: for the run, which is refused, or for a test, which is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mgpu_check.devices.inventory import Inventory
+from mgpu_check.settings import Settings
+
+__all__ = ["TooFewDevices", "lack", "too_few"]
+
+
+class TooFewDevices(Exception):
+    """The machine has fewer devices than the run asks for."""
+
+
+def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str], torch: str) -> str:
+    """What was asked for, what there is, and what to do.
+
+    Args:
+        torch: its version.
+    """
+    devices = found.devices
+    masked = environment.get(found.mask)
+    asked = "all" if settings.gpus is None else settings.gpus
+    names = ", ".join(f"cuda:{device.index} {device.name}" for device in devices) or "none"
+    lines = [
+        f"--gpus={asked} ({settings.origins['gpus']}), but this process sees {len(devices)} GPUs: {names}",
+    ]
+    if settings.simulate:
+        lines[0] = (
+            f"--simulate={settings.simulate} ({settings.origins['simulate']}): that device is not visible; {lines[0]}"
+        )
+    if found.trouble:
+        lines.append(f"  {found.trouble}")
+    elif masked is not None:
+        lines.append(f"  {found.mask}={masked!r} restricts what is visible: widen it if that is not meant")
+    elif not devices:
+        lines.append(f"  torch {torch} finds no CUDA driver, or was built without CUDA")
+    if devices:
+        lines.append(f"  lower it: --gpus={len(devices)}")
+    lines.append(
+        f"  or simulate them: --gpus={4 if asked == 'all' else asked} --simulate, "
+        "which proves the code and says nothing about this hardware"
+    )
+    return "\n".join(lines)
+
+
+def lack(settings: Settings, count: int, host: int | None = None) -> str | None:
+    """Why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
+    have = settings.gpus or 0
+    if host is not None and settings.per_host and count > settings.per_host[host]:
+        return f"needs {count} GPUs in one process, and host {host} has {settings.per_host[host]}"
+    if not have:
+        return "needs GPUs: run with --gpus=N, or with --gpus=N --simulate where there are none"
+    if count > have:
+        return f"needs {count} GPUs, --gpus={have}"
+    return None

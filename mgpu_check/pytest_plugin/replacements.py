@@ -1,0 +1,255 @@
+"""What fixtures have replaced in modules of the pytest process, by `monkeypatch` or `unittest.mock`, and how ranks get it.
+
+A function is replaced in one process. Ranks import the module themselves, so without this they would have the original,
+and a test could pass for it. `Replacements` is for the pytest process, `replaced` for the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import inspect
+import os
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import cloudpickle
+import pytest
+
+from mgpu_check.processes import pickling as transport
+
+__all__ = ["Replacements", "replaced"]
+
+_MISSING = "_mgpu_check_missing"  # travels, and no value is it
+_OWN = ("_pytest", "pytest", "mgpu_check", "pluggy", "hypothesis")
+_STREAMS = ("stdout", "stderr")
+_patch: Any = mock._patch  # of which every kind of `mock.patch` is one
+_patch_dict: Any = mock._patch_dict
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """One of them.
+
+    Attributes:
+        module, path: where to find what has it: the module's name, and the names from there on.
+        item: `name` is a key, else an attribute.
+        value: pickled; None where there is none any more.
+    """
+
+    module: str
+    path: tuple[str, ...]
+    item: bool
+    name: Any
+    value: bytes | None
+
+
+class Replacements:
+    """Knows who replaces things in this process, from its start to its end."""
+
+    def __init__(self) -> None:
+        self._patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
+        self._mocks: list[Any] = []
+        self._undo = contextlib.ExitStack()
+        self._places = _Places()
+
+    def start(self) -> None:
+        """Watch from now on."""
+        # Those that exist already, as of a fixture in a conftest that was made as it was imported.
+        self._patches.update(one for one in gc.get_referrers(pytest.MonkeyPatch) if type(one) is pytest.MonkeyPatch)
+        seen, mocks = self._patches, self._mocks
+        made = pytest.MonkeyPatch.__init__
+
+        @functools.wraps(made)
+        def make(self: pytest.MonkeyPatch) -> None:
+            made(self)
+            seen.add(self)
+
+        self._set(pytest.MonkeyPatch, "__init__", make)
+        for kind in (_patch, _patch_dict):
+            self._set(kind, "__enter__", _noting(kind.__enter__, mocks.append))
+            self._set(kind, "__exit__", _noting(kind.__exit__, self._forget))
+
+    def _set(self, kind: Any, name: str, value: Any) -> None:
+        self._undo.callback(setattr, kind, name, getattr(kind, name))
+        setattr(kind, name, value)
+
+    def _forget(self, one: Any) -> None:
+        self._mocks[:] = [other for other in self._mocks if other is not one]
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._undo.close()
+
+    def pickled(self, function: Callable[..., Any]) -> bytes:
+        """What is replaced now, for `replaced` in another process; empty where nothing is.
+
+        Warns of what cannot go there, in the line where `function` begins, which the ranks are to run: mocks, of which
+        ranks would only have copies, and what cannot be pickled.
+        """
+        found: dict[tuple[int, Any], tuple[Any, bool, Any]] = {}
+        for patch in list(self._patches):
+            for target, name, _ in patch._setattr:
+                found[id(target), name] = target, False, name
+            for target, key, _ in patch._setitem:
+                found[id(target), repr(key)] = target, True, key
+        for one in self._mocks:
+            if isinstance(one, _patch_dict):
+                original = getattr(one, "_original", None) or {}
+                now = one.in_dict
+                for key in {*original, *now}:
+                    if key not in now or key not in original or now[key] is not original[key]:
+                        found[id(now), repr(key)] = now, True, key
+            elif one.target is not None:
+                found[id(one.target), one.attribute] = one.target, False, one.attribute
+        if not found:
+            return b""
+        made = [self._replacement(*one, function) for one in found.values()]
+        self._places.forget_all_but([target for target, _, _ in found.values()])
+        known = tuple(one for one in made if one is not None)
+        return transport.dumps(known) if known else b""
+
+    def _replacement(self, target: Any, item: bool, name: Any, function: Callable[..., Any]) -> _Replacement | None:
+        if target is os.environ or (target is sys and name in _STREAMS):
+            return None  # ranks have the variables anyway, and their own output
+        place = self._places.of(target)
+        return None if place is None else _replacement(place, target, item, name, function)
+
+
+class _Places:
+    """By which names other processes find an object. Remembered, because every call asks, and looks into all modules."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}
+
+    def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
+        """Module, and names from there on; None where there are none, or it travels by value."""
+        known, modules, place = self._known.get(id(target), (None, 0, None))
+        if known is not target or modules != len(sys.modules):
+            place = _place(target)
+            self._known[id(target)] = target, len(sys.modules), place
+        return place
+
+    def forget_all_but(self, targets: list[Any]) -> None:
+        """Keep no object alive that is no longer asked for."""
+        ids = {id(target) for target in targets}
+        self._known = {one: known for one, known in self._known.items() if one in ids}
+
+
+def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noting(self: Any, *args: Any) -> Any:
+        note(self)
+        return original(self, *args)
+
+    return noting
+
+
+def _replacement(
+    place: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any, function: Callable[..., Any]
+) -> _Replacement | None:
+    module, path = place
+    value = _value(target, item, name)
+    if value is _MISSING:
+        return _Replacement(module, path, item, name, None)
+    shown = ".".join((module, *path, *(() if item else (name,)))) + (f"[{name!r}]" if item else "")
+    why = "is a mock, and its calls would not be seen here" if isinstance(value, mock.NonCallableMock) else ""
+    if not why:
+        try:
+            return _Replacement(module, path, item, name, transport.dumps(value))
+        except Exception as error:
+            why = f"cannot be pickled: {error}"
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
+    warnings.warn_explicit(
+        f"{shown} is replaced in the pytest process only, and ranks have the original, because what stands in its "
+        f"place {why}; replace it in the function that runs on the ranks",
+        pytest.PytestWarning,
+        code.co_filename,
+        code.co_firstlineno,
+    )
+    return None
+
+
+def _value(target: Any, item: bool, name: Any) -> Any:
+    if item:
+        return target.get(name, _MISSING)
+    if hasattr(target, "__dict__"):  # its own, and not that of its class
+        return vars(target).get(name, _MISSING)
+    return getattr(target, name, _MISSING)
+
+
+def _place(target: Any) -> tuple[str, tuple[str, ...]] | None:
+    """By which names another process finds it; None where it does not, or gets it by value."""
+    if isinstance(target, types.ModuleType):
+        return (
+            (target.__name__, ()) if _importable(target.__name__) and sys.modules[target.__name__] is target else None
+        )
+    module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
+    if isinstance(module, str) and module.partition(".")[0] in _OWN:
+        return None  # what pytest replaces in itself
+    if isinstance(module, str) and isinstance(name, str) and _importable(module):
+        path = tuple(name.split("."))
+        with contextlib.suppress(AttributeError):
+            if _found(sys.modules[module], path) is target:
+                return module, path
+    for module, holder in list(sys.modules.items()):
+        if _importable(module):
+            for name, value in list(vars(holder).items()):
+                if value is target:
+                    return module, (name,)
+    return None
+
+
+def _importable(module: str) -> bool:
+    known = sys.modules.get(module)
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return (
+        isinstance(known, types.ModuleType)
+        and known.__spec__ is not None
+        and module.partition(".")[0] not in _OWN
+        and not any(module == one or module.startswith(one + ".") for one in by_value)
+    )
+
+
+def _found(holder: Any, path: tuple[str, ...]) -> Any:
+    return functools.reduce(getattr, path, holder)
+
+
+@contextlib.contextmanager
+def replaced(pickled: bytes) -> Iterator[None]:
+    """In a rank: have what `Replacements.pickled` has named, until the end of the context."""
+    if not pickled:
+        yield
+        return
+    with contextlib.ExitStack() as undo:
+        for one in transport.loads(pickled):
+            try:
+                target = _found(importlib.import_module(one.module), one.path)
+            except (ImportError, AttributeError):
+                continue  # there is nothing here that could be used instead of it
+            undo.callback(_put, target, one.item, one.name, _value(target, one.item, one.name))
+            _put(target, one.item, one.name, _MISSING if one.value is None else transport.loads(one.value))
+        yield
+
+
+def _put(target: Any, item: bool, name: Any, value: Any) -> None:
+    absent = isinstance(value, str) and value == _MISSING
+    if item:
+        assert isinstance(target, Mapping)
+        changed: Any = target
+        if absent:
+            changed.pop(name, None)
+        else:
+            changed[name] = value
+    elif not absent:
+        setattr(target, name, value)
+    elif name in getattr(target, "__dict__", (name,)):
+        delattr(target, name)

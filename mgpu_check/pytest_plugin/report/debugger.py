@@ -1,0 +1,80 @@
+"""``--pdb`` and ``--trace``, where tests run in other processes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.pytest_plugin.report.replay import parts_of
+
+__all__ = ["REFUSED_TRACE", "PostMortem"]
+
+REFUSED_TRACE = (
+    "--trace steps through tests in the pytest process, but this one runs in another, which has no terminal; "
+    "call the code under test from a test with the fixture 'ranks', or leave --trace out"
+)
+
+_NO_POST_MORTEM = (
+    "mgpu-check: no debugger for this one: it ran in other processes, which have no terminal. The report above has the "
+    "lines and values where each of them stopped. For a debugger inside of one rank, set PYTHONBREAKPOINT to one that "
+    "listens on a socket, call breakpoint(), and give it time with --rank-timeout."
+)
+
+
+class PostMortem:
+    """Stands in for pytest's own plugin of ``--pdb``: it knows which tests have nothing to show in this process.
+
+    Args:
+        pytests_own: the plugin that it stands in for.
+        where: of an item, where its body ran: "ranks", "node", "parent", or None where it is no test of ours.
+    """
+
+    def __init__(self, pytests_own: Any, where: Callable[[pytest.Item], str | None]) -> None:
+        self._own = pytests_own
+        self._where = where
+
+    def pytest_exception_interact(
+        self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport | pytest.CollectReport
+    ) -> None:
+        where = self._where(node) if isinstance(node, pytest.Item) else None
+        info = call.excinfo
+        parts = [] if info is None else parts_of(info.value)
+        if where is None or info is None or not any(isinstance(part, (RankFailure, RankHang)) for part in parts):
+            self._own.pytest_exception_interact(node=node, call=call, report=report)
+            return
+        frames = _to_file(info.value.__traceback__, node.path)
+        if where == "parent" and frames is not None:
+            info.value.__traceback__ = frames
+            call.excinfo = pytest.ExceptionInfo.from_exception(info.value)
+            self._own.pytest_exception_interact(node=node, call=call, report=report)
+            return
+        terminal = node.config.get_terminal_writer()
+        terminal.line()
+        terminal.sep(">", "traceback")
+        report.toterminal(terminal)
+        report._pdbshown = True  # type: ignore[union-attr]  # as pytest's own does: the summary need not repeat it
+        terminal.line(_NO_POST_MORTEM, yellow=True)
+
+    def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self._own.pytest_internalerror(excinfo=excinfo)
+
+
+def _to_file(tb: types.TracebackType | None, path: Path) -> types.TracebackType | None:
+    """`tb` up to the last frame of the test's own file that is a frame of a function, and no further; None if none is."""
+    frames = []
+    while tb is not None:
+        frames.append(tb)
+        tb = tb.tb_next
+    while frames and (
+        Path(frames[-1].tb_frame.f_code.co_filename) != path or frames[-1].tb_frame.f_code.co_name == "<module>"
+    ):
+        frames.pop()
+    cut: types.TracebackType | None = None
+    for one in reversed(frames):
+        cut = types.TracebackType(cut, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return cut

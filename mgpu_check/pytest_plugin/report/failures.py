@@ -1,0 +1,92 @@
+"""What happened in the ranks, put into pytest's reports."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from _pytest._code.code import ExceptionRepr, ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+
+from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.pytest_plugin.report.replay import parts_of
+from mgpu_check.pytest_plugin.session import GpuSession
+
+__all__ = ["add_output", "add_replay", "replace_traceback"]
+
+_REPLAY = "repeat with"
+_TOLD_BELOW = "Failed to reproduce exception"
+
+
+def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
+    """Add what each rank has written as a section of its own; show it at once where nothing is captured (``-s``)."""
+    for who, stream, text in session.output():
+        item.add_report_section(when, f"{stream} of {who}", text)
+        if item.config.option.capture == "no":
+            lines = "".join(f"[{who}] {line}\n" for line in text.splitlines())
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(lines.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def replace_traceback(
+    item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None], session: GpuSession, in_parent: bool
+) -> None:
+    """Show the ranks' story in place of the engine's traceback."""
+    error = call.excinfo.value if call.excinfo is not None else None
+    parts = parts_of(error)
+    if error is None or not any(isinstance(p, (RankFailure, RankHang)) for p in parts):
+        return
+    lines: list[str] = []
+    for number, part in enumerate(parts, 1):
+        session.explain(part)
+        if len(parts) > 1:
+            lines += ["", f"{f' failure {number} of {len(parts)} ':=^100}"]
+        lines += _story(part, item, report, in_parent)
+    if isinstance(error, BaseExceptionGroup):
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
+        lines[:0] = [error.message, *notes, *([] if len(parts) > 1 else [""])]
+    first = parts[0]
+    place = _place_in_test(first, item, report)
+    headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
+    if len(parts) > 1:
+        headline += f" (and {len(parts) - 1} more)"
+    crash = ReprFileLocation(place.path, place.lineno, _printable(headline))
+    entry = ReprEntryNative([line + "\n" for line in _printable("\n".join(lines)).split("\n")])
+    entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest itself prints that line
+    report.longrepr = ReprExceptionInfo(ReprTraceback(entries, None, style="native"), crash)
+
+
+def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, in_parent: bool) -> list[str]:
+    notes = [line for note in getattr(error, "__notes__", ()) for line in ("", note)]
+    if not isinstance(error, (RankFailure, RankHang)):
+        info = pytest.ExceptionInfo.from_exception(error)
+        return [str(info.getrepr(style="short")), *notes]
+    if not in_parent:
+        return [str(error), *notes]
+    # A test that calls `ranks.run` itself has a place of its own to tell, besides that in the rank.
+    place = _place_in_test(error, item, report)
+    return [f"{place.path}:{place.lineno}: in {item.name}", "", str(error), *notes]
+
+
+def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
+    """End the report of a failure with the shell lines that repeat it."""
+    if isinstance(report.longrepr, ExceptionRepr):
+        report.longrepr.addsection(_REPLAY, "\n".join(lines))
+    elif isinstance(report.longrepr, str):
+        report.longrepr = "\n".join([report.longrepr, f"{f' {_REPLAY} ':-^80}", *lines])
+
+
+def _printable(text: str) -> str:
+    """`text` without lone surrogates, which neither files nor xdist's channels take."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _place_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
+    """The innermost line of the test's file that the error passed, in this process or, as `raised_at` has it, in a rank."""
+    path, line, _ = report.location
+    if error.__traceback__ is not None:
+        for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):
+            if Path(str(entry.path)) == item.path:
+                return ReprFileLocation(path, entry.lineno + 1, "")
+    return ReprFileLocation(path, (line or 0) + 1, "")

@@ -1,0 +1,68 @@
+"""What a test has used, as properties of its report: for JUnit files, and for the closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from mgpu_check.processes.protocol import SEED
+from mgpu_check.pytest_plugin.report.replay import parts_of
+from mgpu_check.pytest_plugin.session import GpuSession
+
+__all__ = ["add_failure", "add_identity", "add_usage"]
+
+
+def add_identity(item: pytest.Item, host: int | None) -> None:
+    """Record of which property of the packaged suite a test is a check, and what it says. Begins the record of a try.
+
+    Args:
+        host: where it runs, if it is the same check on each of several hosts.
+    """
+    ours = (
+        "mgpu_check.failed_ranks",
+        "mgpu_check.mistakes",
+        "mgpu_check.replay",
+    )  # of a try before this one, where failures are tried again
+    item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
+    module = getattr(item, "module", None)
+    package, _, name = getattr(module, "__name__", "").rpartition(".test_")
+    if package == "mgpu_check.suite":
+        title = (getattr(item, "function", item).__doc__ or item.name).strip().splitlines()[0].rstrip(".")
+        _set(item, "property", name)
+        _set(item, "check", title if host is None else f"{title} (node {host})")
+
+
+def add_usage(item: pytest.Item, session: GpuSession) -> None:
+    """Record what the test has used."""
+    _set(item, "examples", session.examples)
+    _set(item, "world_sizes", " ".join(map(str, session.sizes())))
+    _set(item, "simulated", session.settings.simulate or "")
+    _set(item, "devices", session.describe_devices())
+    _set(item, "seed", SEED)
+    function = getattr(item, "function", None)
+    for name in ("use_seed", "use_generated_seed"):
+        seed = getattr(function, f"_hypothesis_internal_{name}", None)
+        if seed is not None:
+            _set(item, "hypothesis_seed", seed)
+            return
+    seed = item.config.getoption("--hypothesis-seed", None)
+    if seed is not None and getattr(function, "is_hypothesis_test", False):
+        _set(item, "hypothesis_seed", seed)
+
+
+def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str]) -> None:
+    """Record which ranks were involved in a failure, which mistakes it looks like, and what repeats it."""
+    mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
+    if mistakes:
+        _set(item, "mistakes", " ".join(mistakes))
+    ranks = {rank for part in parts_of(error) for rank in getattr(part, "ranks", ()) if isinstance(rank, int)}
+    _set(item, "failed_ranks", " ".join(map(str, sorted(rank for rank in ranks if rank >= 0))))
+    _set(item, "replay", "\n".join(replay))
+
+
+def _set(item: pytest.Item, name: str, value: object) -> None:
+    """A property has one value, however often a test is tried again."""
+    key = f"mgpu_check.{name}"
+    item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != key]
+    item.user_properties.append((key, value))

@@ -1,0 +1,51 @@
+"""What a run says at its end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mgpu_check.pytest_plugin import leasing
+from mgpu_check.pytest_plugin.report import table
+from mgpu_check.pytest_plugin.session import GpuSession
+
+__all__ = ["print_to", "tell"]
+
+
+def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
+    """Print where ranks were interrupted, deaths between tests, remarks, tests skipped for want of devices, and SIMULATED where it is true."""
+    table.print_to(terminal)
+    if session.interrupted:
+        terminal.section("ranks that were interrupted", red=True)
+        terminal.line(session.interrupted)
+    if session.deaths:
+        terminal.section("ranks that died while no test used them", red=True)
+        for line in session.deaths:
+            terminal.line(line, red=True)
+    for line in [*session.remarks, *leasing.told(session.waits)]:
+        terminal.line(f"mgpu-check: {line}", yellow=True)
+    skipped = [report for report in terminal.stats.get("skipped", []) if _for_want_of_devices(report)]
+    if skipped:
+        terminal.line(
+            f"mgpu-check: {len(skipped)} tests were skipped for want of GPUs; --strict-gpus makes that a failure",
+            yellow=True,
+        )
+    if session.settings.simulate and session.settings.asked:
+        # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
+        terminal._known_types = None  # cached where the run stopped early
+        terminal.stats.setdefault("SIMULATED GPUs", [SimpleNamespace() for _ in range(session.settings.gpus or 0)])
+
+
+def tell(config: pytest.Config, line: str) -> None:
+    """Say something before the end, to the terminal itself."""
+    capture = config.pluginmanager.get_plugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+        print(f"\nmgpu-check: {line}", file=sys.stderr, flush=True)
+
+
+def _for_want_of_devices(report: object) -> bool:
+    longrepr = getattr(report, "longrepr", None)
+    return isinstance(longrepr, tuple) and str(longrepr[-1]).startswith("Skipped: needs ") and "GPUs" in longrepr[-1]

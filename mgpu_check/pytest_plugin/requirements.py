@@ -1,0 +1,177 @@
+"""What a test asks for, by its marks and fixtures. Light: it looks at every test of every repository."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import pytest
+from _pytest.unittest import TestCaseFunction
+
+from mgpu_check.devices.placement import WorldSize, spread
+
+__all__ = [
+    "HOST_PARAMETER",
+    "NEEDS",
+    "SIZE_PARAMETER",
+    "Needs",
+    "in_one_process",
+    "needs_of",
+    "placements",
+    "sizes_of",
+]
+
+OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
+
+SIZE_PARAMETER = "world_size_of_ranks"
+"""The parameter by which a test with several sizes in its `ranks` mark becomes one test per size."""
+
+HOST_PARAMETER = "host_of_gpus"
+"""The parameter by which a test that runs in one process becomes one test per host."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a test asks for.
+
+    Attributes:
+        where: "ranks" and "node" say where its body runs; "parent" is a test that calls `ranks.run` itself.
+        count: devices it needs; 0 for all there are.
+        host: where its process is, for "node".
+        least: devices that there must be, for one that gets all there are.
+    """
+
+    where: Literal["ranks", "node", "parent"]
+    count: int
+    backend: str | None = None
+    timeout: float | None = None
+    host: int = 0
+    least: int = 0
+
+
+NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
+"""Where an item keeps them."""
+
+
+def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
+    """World sizes by the names of the tests that they make: several for a size that fits on one host and on two.
+
+    Args:
+        per_host: number of devices of each host, empty on one machine.
+    """
+    found: dict[str, int] = {}
+    for size in sizes:
+        within = next((host for host, count in enumerate(per_host) if count >= size), None)
+        if within is None or size < 2 or len(per_host) < 2:
+            found[f"ranks={size}"] = size
+            continue
+        found[f"ranks={size}-within"] = WorldSize([size if host == within else 0 for host in range(len(per_host))])
+        found[f"ranks={size}-across"] = spread(size, per_host)
+    return found
+
+
+def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
+    """The world sizes of a `ranks` mark, empty for all devices.
+
+    Raises:
+        pytest.UsageError: an argument is wrong.
+    """
+    unknown = mark.kwargs.keys() - {"backend", "timeout"}
+    if unknown:
+        raise pytest.UsageError(
+            f"mark ranks: unknown argument {unknown.pop()!r}; it takes sizes, backend= and timeout="
+        )
+    return tuple(_count("ranks", size) for size in mark.args)
+
+
+def in_one_process(item: pytest.Item) -> bool:
+    """Whether a test runs in the process that sees all devices of a host."""
+    mark = item.get_closest_marker("gpus")
+    return "gpus" in getattr(item, "fixturenames", ()) or (mark is not None and bool(mark.args))
+
+
+def _count(mark: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise pytest.UsageError(f"mark {mark}: {value!r} is not a number of devices; write whole numbers of at least 1")
+    return value
+
+
+def needs_of(item: pytest.Item) -> Needs | None:
+    """What `item` asks for, None where it is none of ours.
+
+    Raises:
+        pytest.UsageError: its marks and fixtures contradict each other.
+    """
+    if not isinstance(item, pytest.Function):
+        return None
+    arguments = {name for name in item._fixtureinfo.names_closure if _is_our_fixture(item, name)}
+    ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
+    if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
+        return None
+    if ranks_mark is None and "rank" in arguments:
+        raise pytest.UsageError("fixture 'rank' exists in tests that run on ranks; mark the test @pytest.mark.ranks(2)")
+    if ranks_mark is not None and (gpus_mark is not None or arguments & {"gpus", "ranks"}):
+        raise pytest.UsageError(
+            "a test marked 'ranks' runs on every rank and has only its own device; "
+            "it cannot use the fixtures 'gpus' or 'ranks', or the mark 'gpus'"
+        )
+    if "ranks" in arguments and "gpus" in arguments:
+        raise pytest.UsageError(
+            "a test runs either in the node process (fixture 'gpus') or starts ranks ('ranks'), not both"
+        )
+    if (ranks_mark or gpus_mark or "gpus" in arguments) and _no_plain_function(item):
+        raise pytest.UsageError(
+            "the marks 'ranks' and 'gpus' and the fixture 'gpus' are for plain test functions and methods of plain "
+            "classes, not for coroutines, generators or unittest.TestCase"
+        )
+    if ranks_mark is not None:
+        sizes = sizes_of(ranks_mark)
+        size: Any = item.callspec.params.get(SIZE_PARAMETER, 0) if hasattr(item, "callspec") else 0
+        return Needs(
+            "ranks", size or (sizes[0] if sizes else 0), ranks_mark.kwargs.get("backend"), _timeout(ranks_mark)
+        )
+    count = least = 0
+    if gpus_mark is not None:
+        if not gpus_mark.args and gpus_mark.kwargs.keys() == {"least"}:
+            least = _count("gpus", gpus_mark.kwargs["least"])
+        elif len(gpus_mark.args) == 1 and not gpus_mark.kwargs:
+            count = _count("gpus", gpus_mark.args[0])
+        else:
+            raise pytest.UsageError(
+                "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or how many there must be, for "
+                "a test that gets all of them, @pytest.mark.gpus(least=2)"
+            )
+    host: Any = item.callspec.params.get(HOST_PARAMETER, 0) if hasattr(item, "callspec") else 0
+    return Needs("parent" if "ranks" in arguments else "node", count, host=host, least=least)
+
+
+def _is_our_fixture(item: pytest.Function, name: str) -> bool:
+    """Whether an argument is a fixture of this plugin, and no parameter or fixture that the user has called the same."""
+    if name not in OUR_FIXTURES:
+        return False
+    definitions = item._fixtureinfo.name2fixturedefs.get(name, ())
+    return bool(definitions) and definitions[-1].func.__module__ == "mgpu_check.pytest_plugin.fixtures"
+
+
+def _timeout(mark: pytest.Mark) -> float | None:
+    timeout = mark.kwargs.get("timeout")
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0 < timeout < math.inf:
+        raise pytest.UsageError(
+            f"mark ranks: timeout={timeout!r} is not valid; write a finite number of seconds above 0"
+        )
+    return timeout
+
+
+def _no_plain_function(item: pytest.Function) -> bool:
+    function = item.function
+    return (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+        or isinstance(item, TestCaseFunction)
+    )

@@ -1,0 +1,394 @@
+"""One pytest run: its settings, its pool, and what it has to tell at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from mgpu_check.devices.inventory import Device
+from mgpu_check.errors import RankHang, RankHangInFixture
+from mgpu_check.pytest_plugin import launched as beyond
+from mgpu_check.pytest_plugin.leasing import Leasing, RunDirectory
+from mgpu_check.pytest_plugin.missing_devices import TooFewDevices, lack, too_few
+from mgpu_check.settings import Settings
+from mgpu_check.version import torch_version, version
+
+if TYPE_CHECKING:
+    from mgpu_check.engine.pool import RankPool
+    from mgpu_check.engine.remote.launcher import AgentLauncher
+
+__all__ = ["PRELOAD", "GpuSession", "Ranks", "TooFewDevices", "abandoning"]
+
+# What assertion rewriting refers to in every test that it rewrote.
+PRELOAD = ("mgpu_check.pytest_plugin.in_rank",)
+
+
+class Ranks:
+    """The fixture `ranks`: all ranks of a test, seen from the pytest process."""
+
+    def __init__(self, session: GpuSession) -> None:
+        self._session = session
+
+    @property
+    def size(self) -> int:
+        """Number of devices that the test has, and the largest world size."""
+        return self._session.pool.devices
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        size: int | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
+
+        A parameter of `fn` called ``rank`` is given the `mgpu_check.Rank`. `fn` travels by value, with all that it
+        refers to. Tensors that live on devices come back as CPU tensors.
+
+        Args:
+            size: world size, 1 to `self.size`; default all. May differ from call to call.
+            timeout: seconds for all ranks to return; default ``--rank-timeout``.
+
+        Raises:
+            RankFailure: a rank raised.
+            RankDied: the process of a rank ended.
+            RankHang: not all ranks returned in time.
+            ValueError: `size` or `timeout` is out of range.
+            TypeError: `fn`, or an argument, cannot be pickled.
+        """
+        __tracebackhide__ = True
+        from mgpu_check.engine.pool import CannotTravel
+
+        self._session.on_ranks()
+        try:
+            with abandoning(self._session), self._session.some_devices(size):
+                return self._session.pool.run(fn, *args, size=size, timeout=timeout, **kwargs)
+        except (CannotTravel, ValueError) as misuse:
+            raise misuse.with_traceback(None) from None  # of the caller: the engine's lines help nobody
+
+    def __repr__(self) -> str:
+        return f"<{self.size} ranks>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("ranks.run is for the pytest process; inside a rank, call the function itself")
+
+
+@contextlib.contextmanager
+def abandoning(session: GpuSession) -> Iterator[None]:
+    """Let a test, or an example, that all ranks have abandoned be abandoned in this process too.
+
+    Raises:
+        RankHang: something has failed the test from outside while the ranks ran, as pytest-timeout does.
+    """
+    from mgpu_check.engine.world import Abandoned
+    from mgpu_check.pytest_plugin.forwarding import keep_steps
+
+    try:
+        yield
+    except RankHang as late:
+        keep_steps(late)
+        if session.in_body:
+            raise
+        raise _in_fixture(late) from None
+    except Abandoned as abandoned:
+        kind, reason = abandoned.failure.kind, abandoned.failure.headline.partition(": ")[2]
+    except pytest.fail.Exception as failed:
+        hang = session.pool.stopped()
+        if hang is None:
+            raise
+        keep_steps(hang)
+        hang.args = (f"{hang}\n\n{failed}",)
+        raise (hang if session.in_body else _in_fixture(hang)) from None
+    else:
+        return
+    if kind == "reject":
+        from hypothesis import reject  # imported already, where an example can be rejected
+
+        reject()
+    elif kind == "xfail":
+        pytest.xfail(reason)
+    else:
+        # At the test's own place, not here.
+        raise pytest.skip.Exception(reason, _use_item_location=True)
+
+
+def _in_fixture(hang: BaseException) -> RankHangInFixture:
+    return RankHangInFixture(str(hang), ranks=getattr(hang, "ranks", ()))
+
+
+class GpuSession:
+    """What the plugin keeps for the time of a pytest run. Nothing is started before it is needed.
+
+    Attributes:
+        settings: what was asked for, with "all" counted once `count_devices` was called.
+        devices: the real devices, as far as they were looked up.
+        examples: examples, or plain runs, that the current test has completed.
+        on_example: called after each, to show progress.
+        fault: name of a planted fault that every function sent from now on has with it.
+        drawn: the current test draws examples.
+        in_body: it is the body of a test that runs, and no fixture.
+        remarks: lines for the end of the run.
+        deaths: lines about ranks that died while no test used them; any makes the run fail.
+        interrupted: where the ranks were that Ctrl-C has interrupted in a call; nothing where there were none.
+        shared: where the workers of one run lease simulated devices from each other; None in a run of one process.
+        waits: how long tests had to wait for devices that others had, in seconds.
+        on_wait: told whom a test waits for, if it is long.
+        on_ranks: called before ranks are used through the fixture `ranks`: the test may not be known as one that does.
+        replacements: gives what fixtures have replaced, for a function to have it on ranks too.
+        until_end: contexts that end with the current test.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.devices: list[Device] = []
+        self.examples = 0
+        self.fault: str | None = None
+        self.drawn = False
+        self.in_body = False
+        self.remarks: list[str] = []
+        self.deaths: list[str] = []
+        self.interrupted = ""
+        self.on_example: Callable[[], None] = lambda: None
+        self.shared: Path | None = None
+        self.waits: list[float] = []
+        self.on_wait: Callable[[str], None] = lambda line: None
+        self.on_ranks: Callable[[], None] = lambda: None
+        self.replacements: Callable[[Callable[..., Any]], bytes] = lambda function: b""
+        self.until_end = contextlib.ExitStack()
+        self._leasing: Leasing | None = None
+        self._directory = RunDirectory()
+        self._pool: RankPool | None = None
+        self._agents: AgentLauncher | None = None
+        self._last = "none"
+
+    @property
+    def pool(self) -> RankPool:
+        if self._pool is None:
+            assert self.settings.gpus, "the pool of a run that has no devices"
+            self._pool = self._new_pool(self.settings.gpus)
+        return self._pool
+
+    def _new_pool(self, devices: int) -> RankPool:
+        # Here, because every pytest run where this package is installed makes a session, and few need ranks.
+        from mgpu_check.engine.launcher import LocalLauncher
+        from mgpu_check.engine.pool import RankPool
+        from mgpu_check.pytest_plugin.forwarding import deliver
+        from mgpu_check.pytest_plugin.serialization import Shipped, warning_filters
+        from mgpu_check.rank_side.coverage import coverage_here
+
+        self._agents = beyond.launcher_of_this_run(self.settings)
+        return RankPool(
+            self._agents or LocalLauncher(PRELOAD, self.settings.simulate),
+            devices,
+            self.settings.simulate,
+            self.settings.rank_timeout,
+            wrap=lambda function: Shipped(
+                function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements(function)
+            ),
+            hear=deliver,
+            masks=lambda seats: self.leasing.mask(seats),
+            memory=lambda: min((device.memory for device in self.devices), default=None),
+        )
+
+    @property
+    def leasing(self) -> Leasing:
+        """Which devices the current test has; to be asked when they are counted."""
+        if self._leasing is None:
+            self._leasing = Leasing(
+                self.settings,
+                self.devices,
+                self.shared,
+                launched=beyond.is_launched(),
+                waits=self.waits,
+                on_wait=lambda line: self.on_wait(line),
+            )
+        return self._leasing
+
+    def count_devices(self) -> None:
+        """Look at the real devices, in a process of their own, and see that there are enough.
+
+        Raises:
+            TooFewDevices: saying what was asked for, what there is, and what to do.
+        """
+        from mgpu_check.engine.inventory import look
+
+        settings = self.settings
+        backing = settings.simulate
+        if beyond.is_launched():
+            self._take_seats()
+            return
+        if backing == "cpu":
+            return
+        pool = self._pool = self._new_pool(settings.gpus or 1)
+        found = look(pool)
+        self.devices = list(found.devices)
+        needed = int(backing.partition(":")[2]) + 1 if backing else settings.gpus
+        if not self.devices or (needed is not None and needed > len(self.devices)):
+            self.close()
+            raise TooFewDevices(too_few(settings, found, os.environ, torch_version()))
+        if backing is None:
+            self.settings = settings.counted(len(self.devices))
+            pool.reseat(self.settings.gpus or 0)
+            self.leasing.check()
+
+    def hand_over(self) -> dict[str, Any]:
+        """For a worker of pytest-xdist on this machine: what it need not find out, and where the workers lease."""
+        shared = str(self._directory.make()) if self.settings.simulate else ""
+        return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
+
+    def take_over(self, told: dict[str, Any] | None, run: str) -> None:
+        """In a worker: what the process that hands out the tests has told; nothing, where that is another machine.
+
+        Args:
+            run: what tells this run from all others.
+
+        Raises:
+            TooFewDevices: as `count_devices`.
+        """
+        if told is None:
+            self.shared = self._directory.of(run) if self.settings.simulate else None
+            self.count_devices()
+            return
+        self.shared = self._directory.join(Path(told["shared"])) if told["shared"] else None
+        self.devices = [Device(**device) for device in told["devices"]]
+        self.settings = self.settings.counted(len(self.devices))
+
+    def _take_seats(self) -> None:
+        self._pool = self._new_pool(1)
+        assert self._agents is not None
+        try:
+            self.settings, self.devices = beyond.take_seats(self.settings, self._pool, self._agents)
+        except beyond.Misfit as misfit:
+            raise TooFewDevices(str(misfit)) from None
+
+    def lack(self, count: int, host: int | None = None) -> str | None:
+        """Why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
+        return lack(self.settings, count, host)
+
+    def count_example(self) -> None:
+        """The current test has completed an example, or its one plain run."""
+        self.examples += 1
+        self.on_example()
+
+    def begin_test(self, name: str, count: int = 0) -> int:
+        """Start the account of a test, and see that no rank died since the last one.
+
+        Args:
+            count: devices that it needs, and has for itself until it ends; 0 for all. It may have to wait for them.
+
+        Returns:
+            How many it has.
+        """
+        self.examples = 0
+        seats = self.leasing.begin(count, name)
+        self._note_deaths()
+        self.pool.begin_test(seats)
+        self._last = name
+        return self.pool.devices
+
+    @contextlib.contextmanager
+    def some_devices(self, size: int | None) -> Iterator[None]:
+        """For a call outside of any test that has devices, as in the teardown of a fixture: `size`, or all."""
+        if self.leasing.active:
+            yield
+            return
+        right = isinstance(size, int) and 0 < size <= len(self.pool.seats)
+        seats = self.leasing.begin(size if size and right else 0, "a fixture")
+        before, self.pool.available = self.pool.available, seats or self.pool.available
+        try:
+            yield
+        finally:
+            self.pool.available = before
+            self.leasing.end()
+
+    def end_test(self, failed: bool) -> None:
+        """Leave fresh ranks for the next test.
+
+        Raises:
+            RankDied: a rank ended after it had done its part of this one.
+        """
+        try:
+            if self._pool is not None:
+                for line in self._pool.end_test(failed):
+                    self.remarks.append(f"{self._last} left behind {line}; its ranks were replaced")
+        finally:
+            self.until_end.close()
+            self.leasing.end()
+
+    def finish(self, interrupted: bool = False) -> None:
+        """Look at the ranks for the last time, and end them.
+
+        Args:
+            interrupted: by Ctrl-C, perhaps in a call.
+        """
+        stopped = self._pool.stopped() if interrupted and self._pool is not None else None
+        self.interrupted = "" if stopped is None else str(stopped)
+        if stopped is None:  # else they have been ended, in a call, and may have answered to nobody
+            self._note_deaths()
+        self.close()
+
+    def _note_deaths(self) -> None:
+        if self._pool is not None:
+            for text in self._pool.died_idle():
+                first, newline, stacks = text.partition("\n")
+                self.deaths.append(f"{first} (the last test was {self._last}){newline}{stacks}")
+
+    def output(self) -> list[tuple[str, str, str]]:
+        """What the ranks of this test wrote: (process, stream, text)."""
+        return [] if self._pool is None else self._pool.output()
+
+    def sizes(self) -> list[int]:
+        """The world sizes that the current test has used."""
+        return [] if self._pool is None else sorted(self._pool.sizes)
+
+    def explain(self, error: BaseException) -> None:
+        """Give a failure that ranks have just raised the best text that they can make of it."""
+        if self._pool is not None:
+            self._pool.explain(error)
+
+    def describe_devices(self) -> str:
+        """The devices of the current test, in one line."""
+        settings = self.settings
+        if settings.simulate:
+            return f"SIMULATED {settings.simulate} x{len(self.leasing.places)}"
+        seats = [] if self._pool is None else self._pool.available
+        own = [self.devices[seat.slot] for seat in seats if seat.slot < len(self.devices)]
+        if settings.per_host:
+            own = self.devices  # host by host
+        return ", ".join(f"cuda:{device.index} {device.name} {device.uuid}".rstrip() for device in own)
+
+    def close(self) -> None:
+        """End all processes of the run."""
+        if self._pool is not None:
+            self._pool.close()
+        if self._leasing is not None:
+            self._leasing.end()
+        self._directory.leave()
+
+    def header(self) -> str:
+        """The line at the top of a run."""
+        settings = self.settings
+        parts = [f"mgpu-check {version()}"]
+        if settings.simulate:
+            parts.append(f"SIMULATED node of {settings.gpus} GPUs on {settings.simulate}: proves code, never hardware")
+            parts.append("backend gloo in place of nccl")
+        elif self.devices:
+            parts.append(", ".join(f"cuda:{d.index} {d.name}" for d in self.devices[: settings.gpus or 0]))
+            parts.append("backend nccl, gloo for CPU tensors")
+        else:
+            parts.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
+        if self._agents is not None:
+            parts.append(beyond.describe(self._agents))
+        parts.append(f"torch {torch_version()}")
+        sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
+        parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")
+        return "; ".join(parts)

@@ -1,0 +1,210 @@
+"""The global state of torch and of the process that a test may change, and how it is put back."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.processes.protocol import SEED
+from mgpu_check.rank_side.process_state import ProcessState
+from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks.modes import Modes
+from mgpu_check.torch_hooks.replaced import Replaceable
+
+__all__ = ["Baseline", "Steps", "groups_made", "operations"]
+
+
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+_TORCH_STATE: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (_deterministic, _set_deterministic),
+    (precision.kept, precision.put_back),
+    (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+_FLAGS: tuple[tuple[Any, str], ...] = (
+    (torch.backends.cudnn, "enabled"),
+    (torch.backends.cudnn, "benchmark"),
+    (torch.backends.cudnn, "deterministic"),
+)
+
+_DEVICES = (torch.device("cpu"), torch.device("cuda"))
+
+
+def _default_device() -> torch.device | None:
+    """What was set with `torch.set_default_device`, None where nothing was."""
+    mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return None if mode is None else mode.device
+
+
+@dataclass
+class Baseline:
+    """The state that a fresh rank has, to which every call and every test returns."""
+
+    torch_state: list[Any]
+    flags: list[Any]
+    environment: dict[str, str]
+    directory: str
+    threads: frozenset[threading.Thread]
+    count: int
+    device: int | None
+    group: dist.ProcessGroup | None
+    sharing: str
+    modes: Modes
+    replaceable: Replaceable
+    process: ProcessState
+
+    @classmethod
+    def take(cls, device: int | None) -> Baseline:
+        """Record the state of now. `device` is the index of the current device, None for a node process' own 0."""
+        return cls(
+            torch_state=[get() for get, _ in _TORCH_STATE],
+            flags=[getattr(owner, name) for owner, name in _FLAGS],
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            threads=frozenset(threading.enumerate()),
+            count=_thread._count(),
+            device=device,
+            group=_world(),
+            sharing=torch.multiprocessing.get_sharing_strategy(),
+            modes=Modes(),
+            replaceable=Replaceable(),
+            process=ProcessState.take(),
+        )
+
+    def restore(self) -> None:
+        """Undo what a call may have changed, cheaply: this stands between any two examples."""
+        if _default_device() is not None:
+            torch.set_default_device(None)
+        self.modes.restore()
+        for (get, put), value in zip(_TORCH_STATE, self.torch_state, strict=True):
+            if get() != value:
+                put(value)
+        for (owner, name), value in zip(_FLAGS, self.flags, strict=True):
+            if getattr(owner, name) != value:
+                setattr(owner, name, value)
+        if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
+            torch.cuda.set_device(self.device or 0)
+        # Not `torch.manual_seed`: it formats a stack for each kind of device that is not there, and costs 0.2 ms.
+        torch.default_generator.manual_seed(SEED)
+        torch.cuda.manual_seed_all(SEED)
+        random.seed(SEED)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(SEED)
+
+    def restore_process(self) -> None:
+        """Undo what a test may have changed in the process itself."""
+        self.restore_surroundings()
+        self.process.restore()
+        if torch.multiprocessing.get_sharing_strategy() != self.sharing:
+            torch.multiprocessing.set_sharing_strategy(self.sharing)
+        _destroy_extra_groups()
+
+    def restore_surroundings(self) -> None:
+        """Environment and working directory."""
+        if dict(os.environ) != self.environment:
+            os.environ.clear()
+            os.environ.update(self.environment)
+            time.tzset()
+        try:
+            os.chdir(self.directory)
+        except OSError:
+            pass  # the directory is gone: the tests that need it will say so
+
+    def dirt(self) -> tuple[str, ...]:
+        """What is left behind and cannot be undone in a living process."""
+        found = []
+        # More than `threading` knows, where one was started by `_thread`.
+        strangers = _thread._count() - self.count
+        threads = [one.name for one in threading.enumerate() if one not in self.threads and one.is_alive()]
+        if threads or strangers > 0:
+            shown = ", ".join(threads) or f"{strangers} that threading does not know"
+            found.append(f"threads that still run: {shown}")
+        if (group := _world()) is not self.group:
+            how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
+            found.append(f"the default process group was {how}")
+        return (*found, *self.replaceable.changed(), *self.process.dirt())
+
+
+def _destroy_extra_groups() -> None:
+    if not dist.is_initialized():
+        return
+    world = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not world:
+            dist.destroy_process_group(group)
+
+
+class Steps:
+    """How many operations the default group enters from now on: collectives, and with gloo sends and receives too.
+
+    Those of CPU tensors and those of tensors on devices, which may have a backend, and numbers, each of their own. What one
+    backend does for both is counted as the first.
+    """
+
+    def __init__(self) -> None:
+        self._group = _world()
+        self._backends = _backends(self._group)
+        self._before = tuple(_number(backend) for backend in self._backends)
+
+    def taken(self) -> tuple[int, ...]:
+        """So many; all -1 where the group is gone, or another has taken its place."""
+        if _world() is not self._group:
+            return (-1,) * len(self._before)
+        return tuple(_number(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
+
+
+def operations() -> int:
+    """How many operations the default group of now has entered, in all, by whichever backend; see `Steps`."""
+    return sum(map(_number, _backends(_world())))
+
+
+def _world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _backends(group: Any) -> tuple[Any, Any]:
+    """For CPU tensors, and for those on devices; None where there is none, or it is the same."""
+    found = []
+    for device in _DEVICES:
+        try:
+            found.append(None if group is None else group._get_backend(device))
+        except RuntimeError:
+            found.append(None)
+    return found[0], None if found[1] is found[0] else found[1]
+
+
+def _number(backend: Any) -> int:
+    try:
+        return 0 if backend is None else int(backend._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0  # it does not number its operations
+
+
+def groups_made() -> int:
+    """How many groups were made in this process, of which the name of the next depends."""
+    return dist.distributed_c10d._world.group_count if dist.is_initialized() else 0

@@ -1,0 +1,304 @@
+"""The main loop of a rank, and of the node process. Depends on nothing of pytest or Hypothesis."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import faulthandler
+import gc
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import protocol
+from mgpu_check.processes.channel import RankEnd
+from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.raised import EXPLAIN, clipped, failure_of, shortened
+from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
+from mgpu_check.processes.spawned import give_by_value
+from mgpu_check.rank_side import uncaught as stray
+from mgpu_check.rank_side.devices import check_visible, devices_behind, has_nccl, take
+from mgpu_check.rank_side.rank import Rank, become, current_rank
+from mgpu_check.rank_side.rendezvous import open_store
+from mgpu_check.rank_side.shared_names import note_names
+from mgpu_check.rank_side.state import Baseline, Steps, groups_made
+from mgpu_check.torch_hooks.collectives import recorder
+
+__all__ = ["at_rest", "main", "tell"]
+
+
+_BACKENDS = "cpu:gloo,cuda:nccl"
+
+_told: list[tuple[str, Any]] = []
+_at_rest: list[Callable[[], None]] = []
+
+
+def tell(what: tuple[str, Any]) -> None:
+    """Have plain values handed to the pytest process with the outcome of this call."""
+    _told.append(what)
+
+
+def at_rest(callback: Callable[[], None]) -> None:
+    """Have `callback` called at the end of every test from now on."""
+    _at_rest.append(callback)
+
+
+def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> int:
+    """Be the rank that the first message describes, until told to stop. Returns the exit code.
+
+    Args:
+        directory: that of the run, for temporary files.
+    """
+    connection = RankEnd(connection_fd)
+    _write_stacks_to(stacks_fd)
+    recorder.attach(record_fd)
+    stray.listen()
+    give_by_value()
+    # It goes with the run: a rank that is killed removes no temporary files of its own.
+    multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+    note_names(directory)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
+    try:
+        spec = connection.recv()
+        assert isinstance(spec, protocol.RankSpec)
+        worker = Worker(connection, spec, stacks_fd, directory)
+        connection.send(protocol.Ready())
+    except EOFError:
+        return 0
+    except BaseException as error:
+        connection.send(protocol.Ready(failure_of(error)))
+        return 1
+    try:
+        worker.loop()
+    except OSError as error:
+        print(f"mgpu-check: the connection to the pytest process is broken: {error}", file=sys.stderr)
+        return CONNECTION_LOST
+    return 0
+
+
+def _write_stacks_to(fd: int) -> None:
+    """Write the stacks of all threads to `fd` when asked for them, and when a signal ends the process.
+
+    By handlers in C: one in Python does not run while the main thread waits in a collective. Those that a test has put in
+    their place, by whatever means, go.
+    """
+    faulthandler.cancel_dump_traceback_later()
+    faulthandler.disable()
+    faulthandler.enable(file=fd, all_threads=True)
+    faulthandler.unregister(STACKS_SIGNAL)
+    faulthandler.register(STACKS_SIGNAL, file=fd, all_threads=True, chain=False)
+
+
+class Worker:
+    """One process of the pool."""
+
+    def __init__(self, connection: RankEnd, spec: protocol.RankSpec, stacks_fd: int, directory: str) -> None:
+        self.connection = connection
+        self.stacks_fd = stacks_fd
+        self.pid = os.getpid()
+        os.register_at_fork(after_in_child=connection.close)  # what the test forks is no rank
+        self.spec = spec
+        self.functions: dict[str, Any] = {}
+        self.error: BaseException | None = None
+        self.entered = 0  # collectives, sends and receives, when the last call returned
+        self.outcome: protocol.Outcome | None = None
+        self.devices = devices_behind(spec.simulate)
+        self.nccl = False
+        self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
+        self.own_environment = {**spec.own_environment, MARK: directory}
+        surroundings = spec.surroundings.over(self.own)
+        os.environ.clear()
+        os.environ.update({**surroundings.environment, **self.own_environment})
+        os.chdir(surroundings.directory)
+        sys.path[:] = surroundings.path
+        torch.set_num_threads(spec.threads)
+        if spec.simulate is not None:
+            from mgpu_check.simulated import simulated_node
+
+            self.node = simulated_node(spec.devices, spec.simulate)  # kept, because its end would end the simulation
+            self.node.__enter__()
+            torch.cuda.init()  # as where a real node is checked: from here on `CUDA_VISIBLE_DEVICES` changes nothing
+        check_visible(spec.uuids)
+        if spec.index is not None:
+            self.join(spec.index)
+        self.baseline = Baseline.take(spec.device)
+
+    def join(self, index: int) -> None:
+        spec = self.spec
+        if spec.simulate is None:
+            take(spec.device)
+        else:
+            torch.cuda.set_device(spec.device)
+        dist.init_process_group(
+            # By name: without, it is the accelerator's only since torch 2.6, and CPU tensors have none.
+            backend=spec.backend or _BACKENDS,
+            store=open_store(spec.store, spec.size),
+            rank=index,
+            world_size=spec.size,
+            timeout=datetime.timedelta(seconds=spec.group_timeout),
+        )
+        self.nccl = spec.simulate is None and spec.size > 1 and has_nccl()
+        if self.nccl:
+            # NCCL makes its communicator with the first collective: all ranks have to be in it, and it takes seconds.
+            dist.barrier(device_ids=[spec.device])
+        become(Rank(index, spec.size, spec.local_index, spec.node_index, torch.device("cuda", spec.device)))
+
+    def loop(self) -> None:
+        while True:
+            try:
+                message = self.connection.recv()
+            except EOFError:
+                return
+            except OSError:
+                if os.getpid() != self.pid:
+                    os._exit(0)
+                raise
+            if isinstance(message, protocol.Call):
+                self.connection.send(self.call(message))
+            elif isinstance(message, protocol.Settle):
+                self.connection.send(self.settle())
+            elif isinstance(message, protocol.Meet):
+                self.connection.send(self.meet())
+            elif isinstance(message, protocol.Explain):
+                self.connection.send(self.explain())
+            elif isinstance(message, protocol.EndTest):
+                self.connection.send(self.end_test())
+            else:
+                return
+
+    def call(self, call: protocol.Call) -> protocol.Outcome:
+        self.error = None
+        value: bytes | None = None
+        failure: protocol.Failure | None = None
+        steps = Steps()
+        settled = reusable = True
+        _told.clear()
+        recorder.begin()
+        try:
+            if call.surroundings is not None:
+                self.move(call.surroundings)
+            self.restore()
+            function = self.functions[call.key] if call.function is None else transport.loads(call.function)
+            if call.keep:
+                self.functions[call.key] = function
+            args, kwargs = transport.loads(call.arguments)
+            result = function(
+                *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
+            )
+            try:
+                value = transport.dumps(result)
+            except Exception as error:
+                raise TypeError(
+                    f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
+                ) from None
+            settled = self.devices is None or self.devices.idle()
+        except BaseException as error:
+            value = None
+            try:
+                failure = failure_of(error)
+            except MemoryError:
+                traceback.clear_frames(error.__traceback__)  # what the test holds leaves nothing to tell of it with
+                failure = failure_of(error)
+            self.error = error
+            reusable = self.devices is None or self.devices.usable()
+        for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(BaseException):  # the test has closed them, or put something else there
+                stream.flush()  # type: ignore[union-attr]
+        if os.getpid() != self.pid:
+            os._exit(0)  # the test has forked, and both have returned: only one of them is the rank
+        self.entered = recorder.total
+        self.outcome = protocol.Outcome(
+            call.number,
+            value,
+            failure,
+            (*steps.taken(), groups_made()),
+            recorder.agreement(),
+            tuple(_told),
+            recorder.flows(),
+            settled,
+            reusable,
+        )
+        return self.outcome
+
+    def settle(self) -> protocol.Outcome:
+        """Wait for the devices: an error of a kernel, or a collective that never ends, belongs to the call that it is of."""
+        assert self.outcome is not None
+        try:
+            if self.devices is not None:
+                self.devices.wait()
+        except BaseException as error:
+            self.error = error
+            return dataclasses.replace(
+                self.outcome, value=None, failure=failure_of(error), settled=True, reusable=False
+            )
+        return dataclasses.replace(self.outcome, settled=True)
+
+    def restore(self) -> None:
+        """Have the state of a fresh rank, as far as any call may have changed it."""
+        if self.devices is not None:
+            self.devices.restore()
+        self.baseline.restore()
+
+    def move(self, surroundings: protocol.Surroundings) -> None:
+        """Take over what has changed around the pytest process: a fixture may have set a variable."""
+        surroundings = surroundings.over(self.own)
+        sys.path[:] = surroundings.path
+        self.baseline.process.path = surroundings.path
+        self.baseline.environment = {**surroundings.environment, **self.own_environment}
+        self.baseline.directory = surroundings.directory
+        self.baseline.restore_surroundings()
+
+    def resolve(self, argument: object) -> object:
+        if not isinstance(argument, protocol.Placeholder):
+            return argument
+        if argument.name == "rank":
+            return current_rank()
+        return tuple(torch.device("cuda", i) for i in range(argument.count or self.spec.devices))
+
+    def meet(self) -> protocol.Rested:
+        try:
+            recorder.aside(dist.barrier)
+            if self.nccl:
+                # Of the two backends each has its own order, and a barrier of one proves nothing of the other.
+                recorder.aside(lambda: dist.barrier(device_ids=[self.spec.device]))
+        except Exception as error:
+            return protocol.Rested((f"an error in a barrier: {error}",))
+        return protocol.Rested(())
+
+    def explain(self) -> str:
+        if self.error is None:
+            return ""
+        try:
+            with shortened(self.error):
+                return clipped(str(getattr(self.error, EXPLAIN, lambda: "")()))
+        except BaseException:
+            return ""  # the plain traceback stands
+
+    def end_test(self) -> protocol.Rested:
+        self.error = self.outcome = None
+        self.functions.clear()
+        gc.collect(1)  # what finalizers have to say is of this test; what is older has seldom anything to say
+        for callback in _at_rest:
+            callback()
+        stray.listen()
+        try:
+            if self.devices is not None:
+                self.devices.give_back()
+            self.baseline.restore_process()
+            _write_stacks_to(self.stacks_fd)
+            self.restore()
+        except Exception as error:
+            return protocol.Rested((f"a state that cannot be put back: {failure_of(error).headline}",))
+        late = ["operations of a process group that were begun after the function had returned"]
+        dirt = self.baseline.dirt()
+        told = tuple(("stray", one.plain) for one in stray.take())
+        return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt), told)

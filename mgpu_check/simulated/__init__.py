@@ -1,0 +1,11 @@
+"""A node with N CUDA devices that exist in software only, on one backing device."""
+
+from __future__ import annotations
+
+# First: where `mgpu-check simulate` started this process, the end of this import enters a node, by a module of this package.
+import torch  # noqa: F401
+
+from mgpu_check.simulated.activation import prepare, simulated_device_count, simulated_node
+from mgpu_check.simulated.tensor import is_simulated, to_real
+
+__all__ = ["is_simulated", "prepare", "simulated_device_count", "simulated_node", "to_real"]

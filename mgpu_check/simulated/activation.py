@@ -1,0 +1,167 @@
+"""Enter and leave a simulated node."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.jit._builtins
+import torch.utils._device
+
+from mgpu_check.simulated import dispatch, mismatch, streams
+from mgpu_check.simulated.attention import install_attention
+from mgpu_check.simulated.autocast import install_autocast
+from mgpu_check.simulated.collectives import install_collectives
+from mgpu_check.simulated.compiler import install_compiler
+from mgpu_check.simulated.composites import install_composites
+from mgpu_check.simulated.devices import install_device_type
+from mgpu_check.simulated.factories import install_factories
+from mgpu_check.simulated.functions import install_functions
+from mgpu_check.simulated.host_copies import late_host_copy
+from mgpu_check.simulated.methods import install_methods
+from mgpu_check.simulated.modules import install_modules
+from mgpu_check.simulated.native import install_native
+from mgpu_check.simulated.parallel import install_parallel
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.profiling import install_profiling
+from mgpu_check.simulated.random import ambient_generator, device_generators, install_random
+from mgpu_check.simulated.reducer import install_reducer
+from mgpu_check.simulated.runtime import install_runtime
+from mgpu_check.simulated.scripting import install_scripting
+from mgpu_check.simulated.state import Node, active_node, enter_node, leave_node
+from mgpu_check.simulated.storage import install_storage
+from mgpu_check.simulated.tensor import tag
+from mgpu_check.simulated.transfer import on_host_copy
+from mgpu_check.simulated.typed import install_typed
+from mgpu_check.simulated.wrappers import install_wrappers
+
+__all__ = ["prepare", "simulated_device_count", "simulated_node"]
+
+_entering = threading.Lock()
+_prepared: Patches | None = None
+
+
+def _backing_device(backing: str) -> torch.device:
+    valid = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if backing not in valid:
+        raise ValueError(f"backing={backing!r} is no device of this machine; it must be one of: {', '.join(valid)}")
+    return torch.device(backing)
+
+
+@contextmanager
+def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
+    """Inside, this machine has ``n`` CUDA devices, in this process and all of its threads.
+
+    ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Nothing that is computed inside says
+    anything of hardware. Tensors that are left over after the exit keep their values but name a device that is gone;
+    :func:`to_real` makes plain ones of them. Raises ValueError for ``n`` < 1 or another ``backing``, RuntimeError where
+    a simulated node is active already. Leaving puts all of torch back.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n={n!r} is no number of devices; it must be an int of at least 1")
+    with _entering:
+        patches = _take_over(n, backing) or _enter(n, _backing_device(backing))
+    try:
+        yield
+    finally:
+        _leave(patches)
+
+
+def _node(n: int, backing: torch.device) -> Node:
+    devices = [torch.device("cuda", i) for i in range(n)]
+    node = Node(n, backing, seeded=device_generators(devices, backing), ambient=ambient_generator(backing))
+    node.at_first_use += [
+        lambda: setattr(torch.cuda, "_initialized", True),
+        lambda: setattr(torch.cuda, "default_generators", node.generators),
+    ]
+    return node
+
+
+def _take_over(n: int, backing: str) -> Patches | None:
+    """Have a node of one's own where there is one that was prepared, and its patches. None: all is still to be done."""
+    global _prepared
+    patches, _prepared = _prepared, None
+    if patches is None:
+        if active_node() is not None:
+            raise RuntimeError(
+                "a simulated node is active in this process already; leave it before entering another one"
+            )
+        return None
+    assert backing == "cpu", "a prepared node hides the device that is to compute"
+    streams.forget_streams()
+    enter_node(_node(n, torch.device(backing)))
+    return patches
+
+
+def _enter(n: int, backing: torch.device) -> Patches:
+    if backing.type == "cuda":
+        torch.cuda.init()
+    torch.utils._device._device_constructors()  # cached by torch: must hold the functions themselves
+    torch.overrides.get_default_nowrap_functions()
+    torch.jit._builtins._get_builtin_table()
+    node = _node(n, backing)
+    # Before there is a node whose devices that would use.
+    mismatch.calibrate(lambda t: tag(t, torch.device("cuda", 0)))
+    patches = Patches()
+    enter_node(node)
+    try:
+        on_host_copy(late_host_copy)
+        dispatch.on_sync(streams.host_waits)
+        for install in (
+            install_device_type,
+            install_factories,
+            install_methods,
+            install_storage,
+            install_random,
+            install_runtime,
+            install_native,
+            install_typed,
+            install_profiling,
+            install_modules,
+            install_attention,
+            install_parallel,
+            install_autocast,
+            install_collectives,
+            install_reducer,
+            install_functions,
+            install_composites,
+            install_compiler,
+            install_wrappers,
+            install_scripting,
+        ):
+            install(patches)
+        patches.apply()
+    except BaseException:
+        _leave(patches)
+        raise
+    return patches
+
+
+def _leave(patches: Patches) -> None:
+    try:
+        patches.undo()
+    finally:
+        on_host_copy(None)
+        dispatch.on_sync(None)
+        streams.forget_streams()
+        leave_node()
+
+
+def prepare() -> None:
+    """Enter a node that processes forked from this one take over, whatever number of devices theirs is to have.
+
+    Entering puts a thousand names of torch's modules elsewhere. A process that did so for itself would need 20 ms, and
+    10 MB for copies of the pages that it shares with this one.
+    """
+    global _prepared
+    with _entering:
+        if active_node() is None:
+            _prepared = _enter(1, torch.device("cpu"))
+
+
+def simulated_device_count() -> int | None:
+    """How many devices the simulated node of this process has; None where no simulation is active."""
+    node = active_node()
+    return None if node is None else node.count()

@@ -1,0 +1,264 @@
+"""What ``torch.cuda.memory`` asks of CUDA's caching allocator, answered from the figures of the simulated devices."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from mgpu_check.simulated.memory import BLOCK, Block, DeviceMemory, Pool
+from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
+
+__all__ = ["allocator_functions", "device_memory", "empty_cache", "memory_info"]
+
+Counts = dict[str, int]
+
+
+def _all() -> tuple[DeviceMemory, ...]:
+    node = active_node()
+    return () if node is None else node.memory
+
+
+def device_memory(index: int | None = None) -> DeviceMemory:
+    """Of device ``index``, by default the current one. Raises CUDA's error where there is none."""
+    memory = _all()
+    wanted = current_index() if index is None else int(index)
+    if not 0 <= wanted < len(memory):
+        raise invalid_ordinal()
+    return memory[wanted]
+
+
+def empty_cache(mempool: object = None) -> None:
+    for memory in _all():
+        memory.empty_cache()
+
+
+def memory_info(index: int | None = None) -> tuple[int, int]:
+    """Bytes that are free, and all that there are."""
+    memory = device_memory(index)
+    return memory.limit - memory.reserved, memory.total
+
+
+def _counts(current: int, peak: int, allocated: int, freed: int) -> Counts:
+    return {"current": current, "peak": peak, "allocated": allocated, "freed": freed}
+
+
+def _blocks(pool: Pool) -> Counts:
+    given, freed = pool.since[:2]
+    return _counts(pool.blocks, pool.blocks_peak, pool.blocks_given - given, pool.blocks_given - pool.blocks - freed)
+
+
+def _bytes(pool: Pool) -> Counts:
+    given, freed = pool.since[2:]
+    return _counts(pool.bytes, pool.bytes_peak, pool.bytes_given - given, pool.bytes_given - pool.bytes - freed)
+
+
+def _reserved(pool: Pool) -> Counts:
+    return _counts(pool.reserved, pool.reserved, pool.reserved, 0)
+
+
+def _segment(pool: Pool) -> Counts:
+    there = int(pool.reserved > 0)
+    return _counts(there, there, there, 0)
+
+
+def _none(pool: Pool) -> Counts:
+    return _counts(0, 0, 0, 0)
+
+
+def _live(memory: DeviceMemory) -> list[Block]:
+    return [o for o in gc.get_objects() if type(o) is Block and o.memory is memory and o.nbytes]
+
+
+def _requested(memory: DeviceMemory) -> tuple[int, int]:
+    """Bytes that live storages of either pool, small and large, have asked for."""
+    small = large = 0
+    for block in _live(memory):
+        if memory.pool_of(block.nbytes) is memory.small:
+            small += block.requested
+        else:
+            large += block.requested
+    return small, large
+
+
+def _memory_stats(index: int) -> dict[str, object]:
+    memory = device_memory(index)
+
+    def by_pool(of: Callable[[Pool], Counts], peak: int | None = None) -> dict[str, Counts]:
+        small, large = of(memory.small), of(memory.large)
+        both = {key: small[key] + large[key] for key in small}
+        if peak is not None:
+            both["peak"] = peak
+        return {"all": both, "small_pool": small, "large_pool": large}
+
+    stats: dict[str, object] = {
+        "allocation": by_pool(_blocks),
+        "segment": by_pool(_segment),
+        "active": by_pool(_blocks),
+        "inactive_split": by_pool(_none),
+        "allocated_bytes": by_pool(_bytes, memory.peak),
+        "reserved_bytes": by_pool(_reserved, memory.reserved_peak),
+        "active_bytes": by_pool(_bytes, memory.peak),
+        "inactive_split_bytes": by_pool(_none),
+    }
+    small, large = _requested(memory)
+    pools = {"all": small + large, "small_pool": small, "large_pool": large}
+    stats["requested_bytes"] = {name: _counts(now, now, now, 0) for name, now in pools.items()}
+    for name in ("oversize_allocations", "oversize_segments"):
+        stats[name] = _counts(0, 0, 0, 0)
+    segments = int(memory.small.reserved > 0) + int(memory.large.reserved > 0)
+    return {
+        **stats,
+        "max_split_size": -1,
+        "num_alloc_retries": 0,
+        "num_ooms": memory.exhausted,
+        "num_sync_all_streams": 0,
+        "num_device_alloc": segments,
+        "num_device_free": 0,
+        "reserved_bytes_by_private_pools": {},
+    }
+
+
+def _device_stats(index: int) -> dict[str, object]:
+    """The twin under ``torch.accelerator``."""
+    return _memory_stats(index)
+
+
+def _snapshot_of(memory: DeviceMemory, pool: Pool, name: str) -> dict[str, object]:
+    """One segment holds a pool; its blocks stand one behind the other, and what is left over comes last."""
+    base = (1 << 40) * (2 * memory.index + (pool is memory.large) + 1)
+    blocks: list[dict[str, object]] = []
+    address = base
+    for block in _live(memory):
+        if memory.pool_of(block.nbytes) is pool:
+            blocks.append(
+                {
+                    "address": address,
+                    "size": block.nbytes,
+                    "requested_size": block.requested,
+                    "state": "active_allocated",
+                    "frames": [],
+                }
+            )
+            address += block.nbytes
+    used, requested = address - base, sum(int(b["requested_size"]) for b in blocks)  # type: ignore[call-overload]
+    if pool.reserved > used:
+        free = {"address": address, "size": pool.reserved - used, "requested_size": 0, "state": "inactive"}
+        blocks.append({**free, "frames": []})
+    return {
+        "device": memory.index,
+        "address": base,
+        "total_size": pool.reserved,
+        "allocated_size": used,
+        "active_size": used,
+        "requested_size": requested,
+        "stream": 0,
+        "segment_type": name,
+        "segment_pool_id": (0, 0),
+        "is_expandable": True,
+        "frames": [],
+        "blocks": blocks,
+    }
+
+
+def _snapshot(*_: object) -> dict[str, object]:
+    segments = [
+        _snapshot_of(memory, pool, name)
+        for memory in _all()
+        for pool, name in ((memory.small, "small"), (memory.large, "large"))
+        if pool.reserved
+    ]
+    return {
+        "segments": segments,
+        "device_traces": [[] for _ in _all()],
+        "allocator_settings": {"expandable_segments": True},
+        "external_annotations": [],
+    }
+
+
+def _set_fraction(fraction: float, index: int) -> None:
+    memory = device_memory(index)
+    memory.limit = int(memory.total * fraction)
+
+
+class _Raw:
+    """Memory that is asked for by size, and given back by its address."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, torch.UntypedStorage] = {}
+
+    def allocate(self, size: int, stream: object = None) -> int:
+        node = active_node()
+        assert node is not None
+        memory = device_memory()
+        memory.require(size)
+        storage = torch.UntypedStorage(max(size, 1), device=node.backing)
+        storage.__dict__[BLOCK] = Block(node.devices[memory.index], memory, size)
+        address = storage.data_ptr()
+        self.held[address] = storage
+        return address
+
+    def delete(self, address: int) -> None:
+        if self.held.pop(address, None) is None:
+            raise RuntimeError(f"invalid device pointer: {address:#x}")
+
+
+_HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
+
+
+def _host_stats() -> dict[str, object]:
+    times = {"total": 0, "max": 0, "min": 0, "count": 0, "avg": 0}
+    return {
+        **{name: _counts(0, 0, 0, 0) for name in _HOST_STATS},
+        "num_host_alloc": 0,
+        "num_host_free": 0,
+        "host_alloc_time": times,
+        "host_free_time": dict(times),
+    }
+
+
+def _nothing() -> Callable[..., None]:
+    """A function that does nothing: another one for each name, so that each can be put back."""
+    return lambda *_, **__: None
+
+
+def allocator_functions() -> dict[str, object]:
+    """Name in ``torch._C`` -> the function that stands there while simulated."""
+    raw = _Raw()
+    return {
+        "_cuda_memoryStats": _memory_stats,
+        "_accelerator_getDeviceStats": _device_stats,
+        "_cuda_resetPeakMemoryStats": lambda index: device_memory(index).reset_peak(),
+        "_cuda_resetAccumulatedMemoryStats": lambda index: device_memory(index).reset_accumulated(),
+        "_accelerator_resetPeakStats": lambda index=None: device_memory(index).reset_peak(),
+        "_accelerator_resetAccumulatedStats": lambda index=None: device_memory(index).reset_accumulated(),
+        "_cuda_hostMemoryStats": _host_stats,
+        "_cuda_resetPeakHostMemoryStats": _nothing(),
+        "_cuda_resetAccumulatedHostMemoryStats": _nothing(),
+        "_cuda_emptyCache": empty_cache,
+        "_accelerator_emptyCache": lambda *_: empty_cache(),
+        "_accelerator_emptyHostCache": _nothing(),
+        "_host_emptyCache": _nothing(),
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_accelerator_getMemoryInfo": memory_info,
+        "_cuda_setMemoryFraction": _set_fraction,
+        "_cuda_getMemoryFraction": lambda index: device_memory(index).limit / device_memory(index).total,
+        "_cuda_memorySnapshot": _snapshot,
+        "_cuda_record_memory_history": _nothing(),
+        "_cuda_record_memory_history_legacy": _nothing(),
+        "_cuda_isHistoryEnabled": lambda: False,
+        "_cuda_getAllocatorBackend": lambda: "native",
+        "_cuda_cudaCachingAllocator_raw_alloc": raw.allocate,
+        "_cuda_cudaCachingAllocator_raw_delete": raw.delete,
+        "_cuda_cudaCachingAllocator_enable": _nothing(),
+        "_cuda_cudaCachingAllocator_is_enabled": lambda: True,
+        "_cuda_memoryMetadataSupported": lambda: False,
+        "_cuda_setMemoryMetadata": _nothing(),
+        "_cuda_getMemoryMetadata": lambda: "",
+        "_cuda_annotateMemory": _nothing(),
+        "_cuda_clearCublasWorkspaces": _nothing(),
+        "_cuda_ipc_collect": _nothing(),
+        "_cuda_lock_mutex": _nothing(),
+        "_cuda_unlock_mutex": _nothing(),
+    }

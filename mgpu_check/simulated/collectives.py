@@ -1,0 +1,223 @@
+"""The collectives of process groups on simulated tensors, with NCCL's refusals and its lateness.
+
+gloo computes on the memory of the tensors. With an asynchronous call it computes on copies instead, and the results are
+poison until ``wait()``, so that a missing wait shows every time. All of ``torch.distributed`` comes by here: its functions
+call these methods of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.simulated.calls import Call, without_self
+from mgpu_check.simulated.functional import group_of, install_functional
+from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
+from mgpu_check.simulated.late import LateWork, Staging
+from mgpu_check.simulated.parsing import PARSERS
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node, device_index
+from mgpu_check.simulated.tensor import SimulatedTensor
+
+__all__ = ["install_collectives", "watch"]
+
+# What NCCL has no type for, by the names that it prints.
+_NO_NCCL_TYPE = {torch.int16: "Short", torch.uint16: "UInt16", torch.uint32: "UInt32", torch.uint64: "UInt64"}
+_NO_NCCL_OP = ("BAND", "BOR", "BXOR")
+_pg = torch._C._distributed_c10d.ProcessGroup
+_c10d = torch._C._distributed_c10d
+
+# Calls that wait for the end of their group, while it coalesces, by the name of the process group.
+_coalescing: dict[str, list[Call]] = {}
+
+
+def _leaves(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+
+
+def _refuse(call: Call, group: NcclGroup) -> None:
+    """What ProcessGroupNCCL checks (check_gpu_single_tensor and its kin), in its words."""
+    for tensor in call.tensors():
+        if not isinstance(tensor, SimulatedTensor):
+            raise RuntimeError(NO_CPU if "cpu" not in group.backends else "Tensors must be CUDA and dense")
+        if tensor.is_sparse:
+            raise ValueError("Tensors must be CUDA and dense")
+        if tensor.dtype in _NO_NCCL_TYPE:
+            raise RuntimeError(
+                f"Input tensor data type is not supported for NCCL process group: {_NO_NCCL_TYPE[tensor.dtype]}"
+            )
+        if call.peer:
+            continue
+        if call.listed(tensor):
+            if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+                raise ValueError("Tensors must be non-overlapping and dense")
+        elif not _contiguous(tensor):
+            raise ValueError("Tensors must be contiguous")
+    if call.op is not None:
+        for name in _NO_NCCL_OP:
+            if call.op == getattr(dist.ReduceOp, name):
+                raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
+        if call.op == dist.ReduceOp.AVG and any(t.dtype is torch.bool for t in call.tensors()):
+            raise TypeError("Cannot use ReduceOp.AVG with boolean input")
+
+
+def _contiguous(t: torch.Tensor) -> bool:
+    if t.is_contiguous():
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.dim() in formats and t.is_contiguous(memory_format=formats[t.dim()])
+
+
+def _carry_out(group: NcclGroup, asked: list[Call]) -> LateWork | None:
+    """Run calls as NCCL does, or queue them while the group coalesces."""
+    for call in asked:
+        _refuse(call, group)
+        call.nccl = True
+    first = next((t for call in asked for t in call.tensors()), None)
+    # NCCL has a communicator of its own for each pair of ranks that exchange messages.
+    if first is not None and not asked[0].peer:
+        connect(group, first.get_device())
+    queue = _coalescing.get(group.pg.group_name)
+    if queue is not None:
+        queue.extend(asked)
+        return None
+    return _run(group.pg, asked)
+
+
+def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
+    late = any(call.late for call in asked)
+    staging = Staging(late)
+    works: list[dist.Work] = []
+    after: list[Callable[[], None]] = []
+    for call in without_self(pg, asked, staging):
+        started, then = call.start(call, pg, staging)
+        if not late:
+            for work in started:
+                work.wait()
+            if then is not None:
+                then()
+            continue
+        works.extend(started)
+        if then is not None:
+            after.append(then)
+    if late:
+        return LateWork(works, staging, after, asked[0].title.upper() if asked and asked[0].nccl else "")
+    staging.deliver()
+    return None
+
+
+def _method(original: Callable[..., object], parse: Callable[..., list[Call]]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def method(self: dist.ProcessGroup, *args: Any, **kwargs: Any) -> object:
+        tensors = list(_leaves([*args, *kwargs.values()]))
+        if active_node() is None:
+            return original(self, *args, **kwargs)
+        group = nccl_of(self)
+        if any(isinstance(t, SimulatedTensor) for t in tensors):
+            asked = parse(*args, **kwargs)
+            return _run(self, asked) if group is None else _carry_out(group, asked)
+        if tensors and group is not None and "cpu" not in group.backends:
+            raise RuntimeError(NO_CPU)
+        if not tensors or any(t.layout is not torch.strided for t in tensors):
+            return original(self, *args, **kwargs)
+        asked = parse(*args, **kwargs)
+        if not any(call.late for call in asked):
+            return original(self, *args, **kwargs)
+        return _run(self, asked)
+
+    return method
+
+
+def _barrier(original: Callable[..., dist.Work]) -> Callable[..., object]:
+    """An all_reduce on the device that NCCL chooses."""
+
+    @functools.wraps(original)
+    def barrier(self: dist.ProcessGroup, opts: Any = None, timeout: timedelta | None = None) -> object:
+        group = nccl_of(self)
+        named = getattr(opts, "device", None)
+        if group is not None and ("cpu" not in group.backends or (named is not None and named.type == "cuda")):
+            connect(group, _barrier_device(group, opts))
+        plain = _c10d.BarrierOptions()
+        plain.device = torch.device("cpu")
+        limit = timeout if timeout is not None else getattr(opts, "timeout", None)
+        if limit is not None and limit > timedelta(0):
+            plain.timeout = limit
+        return original(self, plain)
+
+    return barrier
+
+
+def _barrier_device(group: NcclGroup, opts: Any) -> int:
+    if opts is not None and opts.device_ids:
+        return int(opts.device_ids[0])
+    if group.pg.bound_device_id is not None:
+        return device_index(group.pg.bound_device_id)
+    if group.backend.used:
+        return min(group.backend.used)
+    node = active_node()
+    return dist.get_rank() % (1 if node is None else node.n)
+
+
+def _start_coalescing(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def start(self: dist.ProcessGroup, device: torch.device) -> None:
+        if nccl_of(self) is None or device.type != "cuda":
+            original(self, device)
+        else:
+            _coalescing[self.group_name] = []
+
+    return start
+
+
+def _end_coalescing(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def end(self: dist.ProcessGroup, device: torch.device) -> object:
+        if nccl_of(self) is None or device.type != "cuda":
+            return original(self, device)
+        for call in (asked := _coalescing.pop(self.group_name, [])):
+            call.late = True
+        return _run(self, asked)
+
+    return end
+
+
+Around = Callable[[str, Callable[..., object]], Callable[..., object]]
+
+_around: list[Around] = []
+
+
+def watch(around: Around) -> None:
+    """Have ``around(name, method)`` put around each method of the simulation, to see calls before they begin."""
+    _around.append(around)
+
+
+def _watched(name: str, method: Callable[..., object]) -> Callable[..., object]:
+    return functools.reduce(lambda inner, around: around(name, inner), _around, method)
+
+
+def _refuse_host(group: Any) -> None:
+    if nccl_alone(group_of(group)):
+        raise RuntimeError(NO_CPU)
+
+
+def install_collectives(patches: Patches) -> None:
+    """Replace the collectives of process groups, and let groups with NCCL be made."""
+    install_groups(patches)
+    patches.at_exit(_coalescing.clear)
+    for name, parse in PARSERS.items():
+        original = getattr(_pg, name, None)
+        if original is not None:
+            patches.set(_pg, name, _watched(name, _method(original, parse)))
+    install_functional(patches.replace, _refuse_host)
+    patches.set(_pg, "barrier", _watched("barrier", _barrier(_pg.barrier)))
+    patches.set(_pg, "_start_coalescing", _start_coalescing(_pg._start_coalescing))
+    patches.set(_pg, "_end_coalescing", _end_coalescing(_pg._end_coalescing))

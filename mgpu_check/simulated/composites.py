@@ -1,0 +1,59 @@
+"""Functions that make a tensor in C++, on the device that they believe their input is on, and return or combine it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+
+__all__ = ["install_composites"]
+
+Function = Callable[..., torch.Tensor]
+
+
+def _matrix_rank(original: Function) -> Function:
+    @functools.wraps(original)
+    def matrix_rank(*args: object, **kwargs: object) -> torch.Tensor:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        device = tensors[0].device if tensors else None
+        together = all(isinstance(t, SimulatedTensor) and t.device == device for t in tensors)
+        if device is None or not together or kwargs.get("out") is not None:
+            return original(*args, **kwargs)
+        bare = [raw(value) if isinstance(value, torch.Tensor) else value for value in args]
+        named = {name: raw(value) if isinstance(value, torch.Tensor) else value for name, value in kwargs.items()}
+        return tag(original(*bare, **named), device)
+
+    return matrix_rank
+
+
+def _istft(original: Function) -> Function:
+    """Without a window, C++ takes one of ones."""
+
+    @functools.wraps(original)
+    def istft(
+        input: torch.Tensor,
+        n_fft: int,
+        hop_length: int | None = None,
+        win_length: int | None = None,
+        window: torch.Tensor | None = None,
+        *args: object,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        if window is None and isinstance(input, SimulatedTensor):
+            dtype = torch.view_as_real(input).dtype if input.is_complex() else input.dtype
+            length = n_fft if win_length is None else win_length
+            if length > 0:
+                window = torch.ones(length, dtype=dtype, device=input.device)
+        return original(input, n_fft, hop_length, win_length, window, *args, **kwargs)
+
+    return istft
+
+
+def install_composites(patches: Patches) -> None:
+    """Replace those functions."""
+    patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
+    patches.replace(torch.istft, _istft(torch.istft))

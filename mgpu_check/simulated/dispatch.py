@@ -1,0 +1,156 @@
+"""Run one operator on simulated tensors: check the devices, run it on the backing device, say where results live."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mgpu_check.simulated import functional, kernels, mismatch, unwritten
+from mgpu_check.simulated.random import device_of, lent
+from mgpu_check.simulated.state import active_node
+from mgpu_check.simulated.tensor import SimulatedTensor, set_runner, tag
+
+__all__ = ["on_sync", "run"]
+
+_no_dispatch = torch._C._DisableTorchDispatch
+_plain: type = torch.Tensor
+_SYNCING = frozenset(
+    {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
+)
+_ON_HOST = {"aten::_pack_padded_sequence": 1}
+_sync: Callable[[torch.device], object] | None = None
+_drawing = threading.RLock()
+
+
+def on_sync(call: Callable[[torch.device], object] | None) -> None:
+    """Call this with the device whenever an operator waits for it, as ``.item()`` does."""
+    global _sync
+    _sync = call
+
+
+@dataclass(eq=False)
+class _Operator:
+    """What the runner has to know of an operator, worked out once."""
+
+    call: Callable[..., object]
+    fresh: bool  # whether results are new tensors (or views), not the arguments written to
+    scalars: bool  # whether a CPU tensor of 0 dims may stand beside device tensors
+    random: bool
+    takes_generator: bool
+    syncs: bool
+    on_host: int  # the position of the one result that lives on the CPU, or -1
+    instead: Callable[..., object] | None  # what runs, on the simulated tensors themselves
+
+
+_operators: dict[object, _Operator] = {}
+
+
+def _inspect(func: torch._ops.OpOverload) -> _Operator:
+    schema = func._schema
+    name = schema.name
+    written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
+    found = _Operator(
+        call=unwritten.operator(name, kernels.KERNELS.get(name, func)),  # type: ignore[arg-type]
+        fresh=not written and not name.startswith("c10d::"),
+        scalars=mismatch.allows_scalars(func),
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        takes_generator=any(a.name == "generator" for a in schema.arguments),
+        syncs=name in _SYNCING,
+        on_host=_ON_HOST.get(name, -1),
+        instead=functional.OPERATORS.get(name),
+    )
+    _operators[func] = found
+    return found
+
+
+def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """What ``__torch_dispatch__`` of a simulated tensor does; see the module."""
+    operator = _operators.get(func) or _inspect(func)
+    if operator.instead is not None:
+        return operator.instead(*args, **kwargs)
+    device: torch.device | None = None
+    mixed = False
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is SimulatedTensor:
+            if device is None:
+                device = value._dev  # type: ignore[attr-defined]
+            elif device is not value._dev:  # type: ignore[attr-defined]
+                mixed = True
+        elif kind is list or kind is tuple:
+            for item in value:  # type: ignore[attr-defined]
+                if type(item) is SimulatedTensor:
+                    if device is None:
+                        device = item._dev
+                    elif device is not item._dev:
+                        mixed = True
+                elif isinstance(item, torch.Tensor):
+                    mixed = True
+        elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
+            mixed = True
+    if mixed:
+        value = item = None  # judge() counts the references to each operand
+        verdict = mismatch.judge(func, args, kwargs)
+        if verdict is NotImplemented:
+            return NotImplemented
+        if verdict is not None:
+            return verdict.decompose(args, kwargs)
+    if device is None:
+        with _no_dispatch():
+            return func(*args, **kwargs)
+    if operator.syncs and _sync is not None:
+        _sync(device)
+    if operator.random:
+        out = _run_random(operator, device, args, kwargs)
+    else:
+        try:
+            with _no_dispatch():
+                out = operator.call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            unwritten.refuse_oversized(func, device, args, kwargs)
+            raise
+    if type(out) is _plain:
+        return tag(out, device) if operator.fresh else out  # type: ignore[arg-type]
+    if operator.fresh and (type(out) is tuple or type(out) is list):
+        if operator.on_host >= 0:
+            return type(out)(o if i == operator.on_host else _tagged(o, device) for i, o in enumerate(out))
+        return type(out)(_tagged(o, device) for o in out)
+    return out
+
+
+def _tagged(out: object, device: torch.device) -> object:
+    if type(out) is _plain:
+        return tag(out, device)  # type: ignore[arg-type]
+    if type(out) is tuple or type(out) is list:
+        return type(out)(_tagged(o, device) for o in out)
+    return out
+
+
+def _run_random(
+    operator: _Operator, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
+    """Draw from the generator of the device, so that ``torch.cuda.manual_seed`` rules it and the CPU's is untouched."""
+    node = active_node()
+    if node is None:
+        with _no_dispatch():
+            return operator.call(*args, **kwargs)
+    generator = node.generators[device.index]
+    if operator.takes_generator:
+        given = kwargs.get("generator")
+        if given is None:
+            kwargs = {**kwargs, "generator": generator}
+        elif (owner := device_of(given)).type != "cuda":  # type: ignore[arg-type]
+            raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{owner.type}'")
+        with _no_dispatch():
+            return operator.call(*args, **kwargs)
+    # Threads share the generator that operators without such an argument draw from: DataParallel's replicas, backward.
+    with _drawing, lent(generator, node.ambient), _no_dispatch():
+        return operator.call(*args, **kwargs)
+
+
+set_runner(run)  # type: ignore[arg-type]

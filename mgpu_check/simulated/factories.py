@@ -1,0 +1,233 @@
+"""Functions of torch that make tensors, with ``device=`` understood for simulated devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch._subclasses
+import torch.utils._device
+import torch.utils._python_dispatch
+
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node, simulated_device
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+from mgpu_check.simulated.transfer import move
+from mgpu_check.simulated.unwritten import EMPTY, never_written, require
+from mgpu_check.simulated.wrappers import convert_local, is_distributed
+
+__all__ = ["install_factories"]
+
+Maker = Callable[..., torch.Tensor]
+
+# By name, as torch's versions differ in which they have.
+_FROM_SIZES = [
+    "arange",
+    "bartlett_window",
+    "blackman_window",
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "from_file",
+    "full",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "range",
+    "scalar_tensor",
+    "sparse_bsc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_compressed_tensor",
+    "sparse_coo_tensor",
+    "sparse_csc_tensor",
+    "sparse_csr_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "normal",
+]
+_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"]
+_FROM_DATA = ["tensor", "as_tensor", "asarray"]
+_RANDOM = frozenset(["rand", "randint", "randn", "randperm", "normal"])
+_NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
+
+
+def _default_device() -> torch.device | None:
+    """The simulated device of ``torch.set_default_device`` or ``with torch.device(...)``, if it is one."""
+    for level in range(torch._C._len_torch_function_stack() - 1, -1, -1):
+        mode = torch._C._get_function_stack_at(level)
+        if isinstance(mode, torch.utils._device.DeviceContext):
+            return simulated_device(mode.device)
+    return None
+
+
+def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
+    """Call ``make`` on the backing device and say that the result is on ``device``."""
+    node = active_node()
+    assert node is not None
+    if torch._C._len_torch_dispatch_stack() and _faking():
+        return make(*args, device=device, **kwargs)
+    requires_grad = kwargs.pop("requires_grad", False)
+    if kwargs.get("pin_memory"):
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+    if make.__name__ in _RANDOM:
+        given = kwargs.get("generator")
+        if given is None:
+            kwargs["generator"] = node.generators[device.index]
+        elif given.device.type != "cuda":  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
+            )
+    require(make, device, args, kwargs)
+    made = make(*args, device=node.backing, **kwargs)
+    if type(made) is not SimulatedTensor:  # it is one where an argument is, as in torch.full((2,), scalar_on_device)
+        made = tag(made.detach() if made.requires_grad else made, device)
+        if make.__name__ in EMPTY:
+            never_written(made)
+    return made.requires_grad_() if requires_grad else made
+
+
+def _faking() -> bool:
+    """Whether a mode of torch makes tensors without data, which may name any device."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, torch._subclasses.FakeTensorMode) for mode in modes)
+
+
+def _from_sizes(make: Maker) -> Maker:
+    @functools.wraps(make)
+    def factory(*args: object, **kwargs: object) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is None:
+            if not torch._C._len_torch_function_stack() or "out" in kwargs:
+                return _pinned(make, args, kwargs)
+            target = _default_device()
+        else:
+            target = simulated_device(device)
+        if target is None:
+            return _pinned(make, args, kwargs)
+        kwargs.pop("device", None)
+        return _on_device(make, target, args, kwargs)
+
+    return factory
+
+
+def _pinned(make: Maker, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor:
+    if kwargs.get("pin_memory") and active_node() is not None:
+        kwargs["pin_memory"] = False
+        return make(*args, **kwargs).pin_memory()
+    return make(*args, **kwargs)
+
+
+def _like(make: Maker) -> Maker:
+    @functools.wraps(make)
+    def factory(input: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is None or active_node() is None:
+            return _pinned(make, (input, *args), kwargs)
+        target = simulated_device(device)
+        if target is None:
+            return _pinned(make, (raw(input), *args), kwargs)
+        kwargs.pop("device")
+        if input.device == target:
+            return make(input, *args, **kwargs)
+        if is_distributed(input):
+            if make.__name__ == "empty_like":  # also of a tensor without values, on 'meta'
+                return convert_local(input, lambda local: factory(local, *args, device=target, **kwargs))
+            return make(input, *args, **kwargs).to(target)
+        return _on_device(make, target, (raw(input), *args), kwargs)
+
+    return factory
+
+
+def _from_data(make: Maker) -> Maker:
+    @functools.wraps(make)
+    def factory(data: object = None, *args: object, **kwargs: object) -> torch.Tensor:
+        node = active_node()
+        if node is None:
+            return make(*(() if data is None else (data,)), *args, **kwargs)
+        if data is None:  # torch.asarray(obj=...), torch.tensor(data=...)
+            data = kwargs.pop("obj", kwargs.pop("data", None))
+        device = kwargs.pop("device", None)
+        if device is None and make.__name__ == "as_tensor" and len(args) > 1:
+            device, args = args[1], args[:1]
+        if device is None:
+            target = None if isinstance(data, torch.Tensor) else _default_device()
+            if target is None:
+                return _pinned(make, (data, *args), kwargs)
+        else:
+            target = simulated_device(device)
+        if target is None:
+            if isinstance(data, SimulatedTensor):
+                return make(move(data, torch.device(device)), *args, **kwargs)  # type: ignore[call-overload]
+            return _pinned(make, (data, *args), {**kwargs, "device": device})
+        if isinstance(data, torch.Tensor):
+            if data.device == target:
+                return make(data, *args, **kwargs)
+            kwargs.pop("pin_memory", None)
+            if make.__name__ == "tensor":
+                grad = kwargs.pop("requires_grad", False)
+                made = move(make(raw(data), *args, **kwargs), target)
+                return made.requires_grad_() if grad else made
+            kwargs.pop("copy", None)
+            return make(move(data, target), *args, **kwargs)
+        return _on_device(make, target, (data, *args), kwargs)
+
+    return factory
+
+
+def _new(method: Maker) -> Maker:
+    @functools.wraps(method)
+    def new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is None or active_node() is None:
+            return method(self, *args, **kwargs)
+        target = simulated_device(device)
+        if target is None:
+            return method(raw(self), *args, **kwargs)
+        kwargs.pop("device")
+        if self.device == target:
+            return method(self, *args, **kwargs)
+        return _on_device(method, target, (raw(self), *args), kwargs)
+
+    return new
+
+
+def _new_tensor(self: torch.Tensor, data: object, **kwargs: object) -> torch.Tensor:
+    kwargs.setdefault("dtype", self.dtype)
+    if kwargs.get("device") is None:
+        kwargs["device"] = self.device
+    return torch.tensor(data, **kwargs)  # type: ignore[arg-type]
+
+
+def install_factories(patches: Patches) -> None:
+    """Replace the factory functions of torch and the ``new_*`` methods of tensors."""
+    for names, wrap in ((_FROM_SIZES, _from_sizes), (_LIKE, _like), (_FROM_DATA, _from_data)):
+        for name in names:
+            original = getattr(torch, name, None)
+            if original is not None:
+                patches.replace(original, wrap(original))
+    for name in ("fftfreq", "rfftfreq"):
+        original = getattr(torch.fft, name)
+        patches.replace(original, _from_sizes(original))
+    for name in _NEW:
+        patches.set(torch.Tensor, name, _new(getattr(torch.Tensor, name)))
+    patches.set(torch.Tensor, "new_tensor", _guarded_new_tensor(torch.Tensor.new_tensor))
+
+
+def _guarded_new_tensor(method: Maker) -> Maker:
+    @functools.wraps(method)
+    def new_tensor(self: torch.Tensor, data: object, **kwargs: object) -> torch.Tensor:
+        if isinstance(self, SimulatedTensor) or simulated_device(kwargs.get("device")) is not None:
+            return _new_tensor(self, data, **kwargs)
+        return method(self, data, **kwargs)
+
+    return new_tensor

@@ -1,0 +1,270 @@
+"""Process groups of a simulated node: gloo does the work, under the name of the backend that was asked for."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mgpu_check.simulated.nccl import NcclOptions, ProcessGroupNCCL, on_construction
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node
+from mgpu_check.simulated.tensor import to_real
+
+__all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
+
+NO_CPU = "No backend type associated with device type cpu"
+_CHANGING_PLACES = timedelta(seconds=10)
+_NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
+_pg = torch._C._distributed_c10d.ProcessGroup
+
+
+@dataclass(eq=False)
+class NcclGroup:
+    """What the simulation knows of one process group that has NCCL."""
+
+    pg: dist.ProcessGroup
+    store: c10d.Store
+    backends: dict[str, str]  # by device type, as the user asked for them
+    backend: ProcessGroupNCCL
+
+
+_groups: dict[str, NcclGroup] = {}
+
+
+def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
+    """The NCCL half of ``group`` (None: the default one), if it has one."""
+    pg = group or c10d._get_default_group()
+    return _groups.get(pg.group_name) if isinstance(pg, _pg) else None
+
+
+def nccl_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether ``group`` has NCCL and nothing for tensors of the CPU."""
+    found = nccl_of(group)
+    return found is not None and "cpu" not in found.backends
+
+
+def connect(group: NcclGroup, index: int) -> None:
+    """Make the communicator of this rank's device ``index``, as NCCL does in its first collective there.
+
+    All ranks meet in it. Raises DistBackendError where two of them are on one device of one host.
+    """
+    known = group.backend
+    if index in known.used:
+        return
+    node = active_node()
+    physical = index if node is None else node.physical[index]
+    rank, size = group.pg.rank(), group.pg.size()
+    # By this variable NCCL, too, takes one host for several.
+    mine = f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()}:{physical}"
+    key = f"mgpu_check/device/{known.attempts}/"
+    known.attempts += 1
+    group.store.set(f"{key}{rank}", mine)
+    taken = next((other for other, where in known.places.items() if where == mine and other != rank), None)
+    if taken is not None:
+        # It has its communicator there: either all ranks change places, or it is not coming, and NCCL would wait for it.
+        try:
+            group.store.wait([f"{key}{other}" for other in range(size)], _CHANGING_PLACES)
+        except RuntimeError:
+            raise _duplicate(mine, rank, taken) from None
+    known.places = {}
+    for other in range(size):
+        where = group.store.get(f"{key}{other}").decode()
+        first = next((earlier for earlier, place in known.places.items() if place == where), None)
+        if first is not None:
+            raise _duplicate(where, other, first)
+        known.places[other] = where
+    known.used.append(index)
+
+
+def _duplicate(where: str, rank: int, other: int) -> dist.DistBackendError:
+    return dist.DistBackendError(
+        "NCCL error: invalid usage (run with NCCL_DEBUG=WARN for details)\n"
+        "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+        f"Duplicate GPU detected : rank {rank} and rank {other} both on CUDA device {where.rpartition(':')[2]}"
+    )
+
+
+def _register(
+    pg: dist.ProcessGroup, store: c10d.Store, backends: dict[str, str], options: NcclOptions | None, device: object
+) -> NcclGroup:
+    group = NcclGroup(pg, store, backends, ProcessGroupNCCL.of(pg, options or NcclOptions()))
+    group.backend.counted_elsewhere = "cpu" in backends
+    _groups[pg.group_name] = group
+    if isinstance(device, torch.device):
+        pg.bound_device_id = device
+        connect(group, device.index)  # where the device is known, NCCL does not wait for the first collective
+    return group
+
+
+def _helper(
+    original: Callable[..., tuple[dist.ProcessGroup, c10d.Store]],
+) -> Callable[..., tuple[dist.ProcessGroup, c10d.Store]]:
+    @functools.wraps(original)
+    def new_group_helper(
+        group_size: int,
+        group_rank: int,
+        global_ranks_in_group: list[int],
+        backend: str,
+        store: object,
+        group_name: str,
+        backend_options: object = None,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[dist.ProcessGroup, c10d.Store]:
+        given = (group_size, group_rank, global_ranks_in_group)
+        backends: dict[str, str] = {}
+        if active_node() is not None:
+            backends = dict(c10d.BackendConfig(c10d.Backend(backend)).get_device_backend_map())
+        if not any(name in _NCCL_NAMES for name in backends.values()):
+            _groups.pop(str(group_name), None)
+            return original(*given, backend, store, group_name, backend_options, *args, **kwargs)
+        if backend_options is not None and not isinstance(backend_options, NcclOptions):
+            raise AssertionError("Expected backend_options argument to be of type ProcessGroupNCCL.Options")
+        device = kwargs.pop("device_id", None)
+        known = {d: b for d, b in backends.items() if d in ("cpu", "cuda")}
+        pg, prefix_store = original(*given, "gloo", store, group_name, None, *args, **kwargs)
+        if isinstance(pg, _pg) and (group_name not in _groups or _groups[group_name].pg is not pg):
+            world = c10d._world
+            world.pg_map[pg] = (c10d.Backend(backend), prefix_store)
+            world.pg_backend_config[pg] = ",".join(f"{d}:{b}" for d, b in known.items())
+            options = backend_options or NcclOptions()
+            timeout = kwargs.get("timeout")
+            if isinstance(timeout, timedelta):
+                options._timeout = timeout
+            options.group_name = str(group_name)
+            options.global_ranks_in_group = list(global_ranks_in_group)
+            _register(pg, prefix_store, known, options, device)
+        return pg, prefix_store
+
+    return new_group_helper
+
+
+def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    pg: dist.ProcessGroup = _pg(store, rank, size)
+    kind = _pg.BackendType.GLOO
+    pg._set_default_backend(kind)
+    gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    gloo._set_sequence_number_for_group()
+    for device in ("cpu", "cuda"):
+        pg._register_backend(torch.device(device), kind, gloo)
+    pg._set_group_name(name)  # type: ignore[arg-type]  # takes a str
+    return pg
+
+
+def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) -> dist.ProcessGroup:
+    """A group for a ``ProcessGroupNCCL`` that was made by hand."""
+    pg = _gloo_group(store, rank, size, f"mgpu_check_{id(options)}", options._timeout)
+    _register(pg, store, {"cuda": "nccl"}, options, None)
+    return pg
+
+
+def _split(original: Callable[..., dist.ProcessGroup | None]) -> Callable[..., dist.ProcessGroup | None]:
+    @functools.wraps(original)
+    def split_group(
+        self: dist.ProcessGroup,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: NcclOptions | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> dist.ProcessGroup | None:
+        parent = nccl_of(self)
+        if parent is None:
+            return original(self, ranks, timeout, opts, group_name, group_desc, device_types)
+        parent.backend.splits += 1
+        ordered = sorted(ranks)
+        if self.rank() not in ordered:
+            return None
+        name = group_name or f"{self.group_name}:split:{parent.backend.splits}"
+        store = dist.PrefixStore(f"{name}/", parent.store)  # type: ignore[attr-defined]
+        limit = timeout or parent.backend.options._timeout
+        pg = _gloo_group(store, ordered.index(self.rank()), len(ordered), name, limit)
+        pg._set_group_desc(group_desc or f"{self.group_desc}:split:{parent.backend.splits}")
+        kept = None if device_types is None else {d.type for d in device_types}
+        backends = {d: b for d, b in parent.backends.items() if kept is None or d in kept}
+        options = opts or NcclOptions()
+        options._timeout = limit
+        options.group_name = name
+        options.global_ranks_in_group = ordered
+        _register(pg, store, backends, options, self.bound_device_id)
+        return pg
+
+    return split_group
+
+
+def _backend_for(original: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(original)
+    def get_backend(self: dist.ProcessGroup, device: torch.device) -> object:
+        found = nccl_of(self)
+        if found is None:
+            return original(self, device)
+        if device.type not in found.backends:
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        return found.backend if found.backends[device.type] in _NCCL_NAMES else original(self, device)
+
+    return get_backend
+
+
+def _device_types(original: property) -> property:
+    def types(self: dist.ProcessGroup) -> list[torch.device]:
+        found = nccl_of(self)
+        if found is None:
+            listed: list[torch.device] = original.__get__(self)
+            return listed
+        return [torch.device(name) for name in found.backends]
+
+    return property(types)
+
+
+def _name(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
+    @functools.wraps(original)
+    def name(self: dist.ProcessGroup) -> str:
+        return original(self) if nccl_of(self) is None else "nccl"
+
+    return name
+
+
+def _is_nccl_available() -> bool:
+    return True
+
+
+def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
+    """What torch logs of objects in its most talkative debug level."""
+    number = 0
+    for tensor in tensors:
+        number = zlib.crc32(to_real(tensor).numpy().tobytes(), number)
+    return number
+
+
+def install_groups(patches: Patches) -> None:
+    """Let ``init_process_group``, ``new_group`` and ``split_group`` make groups with NCCL."""
+    _groups.clear()
+    on_construction(_constructed)
+    patches.at_exit(_groups.clear)
+    patches.set(c10d, "_new_process_group_helper", _helper(c10d._new_process_group_helper))
+    patches.replace(dist.is_nccl_available, _is_nccl_available)
+    if vars(c10d)["default_pg_nccl_timeout"] is None:
+        patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    patches.set(torch._C._distributed_c10d, "_hash_tensors", _hash_tensors)
+    real = getattr(torch._C._distributed_c10d, "ProcessGroupNCCL", None)
+    if real is not None:
+        patches.replace(real, ProcessGroupNCCL)
+    for owner in (torch._C._distributed_c10d, c10d, dist):
+        patches.set(owner, "ProcessGroupNCCL", ProcessGroupNCCL)
+    for name in ("_get_backend", "get_backend"):
+        if hasattr(_pg, name):
+            patches.set(_pg, name, _backend_for(getattr(_pg, name)))
+    patches.set(_pg, "_device_types", _device_types(vars(_pg)["_device_types"]))
+    patches.set(_pg, "split_group", _split(_pg.split_group))
+    for name in ("name", "_get_backend_name"):
+        patches.set(_pg, name, _name(getattr(_pg, name)))

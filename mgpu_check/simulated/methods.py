@@ -1,0 +1,309 @@
+"""Methods of tensors that name a device, or that depend on where a tensor is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from mgpu_check.simulated.host_copies import late_host_copy
+from mgpu_check.simulated.lazy import LAZY, install_lazy, uninitialized_on
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
+from mgpu_check.simulated.transfer import move
+from mgpu_check.simulated.wrappers import convert_local, is_distributed
+
+__all__ = ["PINNED", "become", "install_methods"]
+
+PINNED = "_mgpu_check_pinned"
+_base = torch._C.TensorBase
+_dtype: type = torch.dtype
+Method = Callable[..., object]
+
+
+def _target(device: object) -> torch.device:
+    """``device`` with its index, whether it is simulated or not."""
+    target = simulated_device(device)
+    if target is not None:
+        return target
+    made = untraced_device(device)
+    if made is None:
+        raise TypeError(f"to(): a device must be an int, a string or a torch.device, not {type(device).__name__}")
+    return made
+
+
+_LOWER = "_mp_param"  # of a parameter in mixed precision by DistributedDataParallel
+_VIEW = "_mgpu_check_view"  # what C++ has of its gradient, a view of a bucket, whose data follow those of the gradient
+
+
+def _to(original: Method) -> Method:
+    @functools.wraps(original)
+    def to(self: torch.Tensor, *args: object, **kwargs: object) -> object:
+        if active_node() is None:
+            return original(self, *args, **kwargs)
+        device = kwargs.get("device")
+        dtype = kwargs.get("dtype")
+        rest = args
+        other = kwargs.get("other", args[0] if args else None)
+        if isinstance(other, torch.Tensor):
+            device, dtype = other.device, other.dtype
+            rest = args[1:] if "other" not in kwargs else args
+        elif args:
+            if type(args[0]) is _dtype:
+                if isinstance(self, LAZY):
+                    return uninitialized_on(self, self.device, args[0])
+                return original(self, *args, **kwargs)
+            device, rest = args[0], args[1:]
+            if rest and (rest[0] is None or type(rest[0]) is _dtype):
+                dtype, rest = rest[0], rest[1:]
+        target = None if device is None else _target(device)
+        if isinstance(self, LAZY):
+            return uninitialized_on(self, target or self.device, dtype)
+        if target is None or (target.type != "cuda" and not isinstance(self, SimulatedTensor)):
+            if isinstance(other, SimulatedTensor):  # t.to(device_tensor) of a tensor that is there: only the dtype
+                return original(self, dtype, *rest, **_without(kwargs, "other"))
+            return original(self, *args, **kwargs)
+        names = dict(zip(("non_blocking", "copy"), rest, strict=False))
+        non_blocking = bool(names.get("non_blocking", kwargs.get("non_blocking", False)))
+        copy = bool(names.get("copy", kwargs.get("copy", False)))
+        memory_format = kwargs.get("memory_format") or torch.preserve_format
+        if target == self.device:
+            return original(self, dtype=dtype or self.dtype, copy=copy, memory_format=memory_format)
+        if is_distributed(self):
+            moved = functools.partial(torch.Tensor.to, device=target, dtype=dtype, non_blocking=non_blocking)
+            return convert_local(self, moved)
+        return move(self, target, dtype, non_blocking, memory_format)  # type: ignore[arg-type]
+
+    return to
+
+
+def _without(kwargs: dict[str, object], *names: str) -> dict[str, object]:
+    return {k: v for k, v in kwargs.items() if k not in names}
+
+
+def _cuda(original: Method) -> Method:
+    @functools.wraps(original)
+    def cuda(
+        self: torch.Tensor,
+        device: object = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+    ) -> object:
+        if active_node() is None:
+            return original(self, device, non_blocking, memory_format=memory_format)
+        named = _target("cuda" if device is None else device)
+        if named.type != "cuda":
+            raise RuntimeError("Invalid device, must be cuda device")
+        return self.to(named, non_blocking=non_blocking, memory_format=memory_format)
+
+    return cuda
+
+
+def _cpu(original: Method) -> Method:
+    @functools.wraps(original)
+    def cpu(self: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> object:
+        if isinstance(self, SimulatedTensor):
+            return move(self, torch.device("cpu"), memory_format=memory_format)
+        if isinstance(self, LAZY) and active_node() is not None:
+            return uninitialized_on(self, torch.device("cpu"), None)
+        return original(self, memory_format=memory_format)
+
+    return cpu
+
+
+def _type(original: Method) -> Method:
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, dtype: object = None, non_blocking: bool = False, **kwargs: object) -> object:
+        if active_node() is None:
+            return original(self, dtype, non_blocking, **kwargs)
+        if dtype is None:
+            return type_name(self) if isinstance(self, SimulatedTensor) else original(self)
+        if isinstance(dtype, torch.dtype):
+            return self.to(dtype, non_blocking=non_blocking)
+        name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"  # type: ignore[attr-defined]
+        kind = name.rpartition(".")[2]
+        by_name = {type_name(torch.empty(0, dtype=d)).rpartition(".")[2]: d for d in _DTYPES}
+        if kind not in by_name:
+            raise ValueError(f"invalid type: '{name}'")
+        device = ("cuda" if self.device.type != "cuda" else self.device) if ".cuda." in name else "cpu"
+        return self.to(device=device, dtype=by_name[kind], non_blocking=non_blocking)
+
+    return type_
+
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool,
+)  # fmt: skip
+
+
+def _copy_(original: Method) -> Method:
+    @functools.wraps(original)
+    def copy_(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> object:
+        if type(self) is not type(src) or isinstance(self, SimulatedTensor):
+            here, there = self.device, src.device
+            if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
+                copied = original(self, move(src, here))
+                if non_blocking and here.type == "cpu" and self.is_pinned():
+                    late_host_copy(self, there, non_blocking=True)
+                return copied
+        return original(self, src, non_blocking)
+
+    return copy_
+
+
+def _pin_memory(original: Method) -> Method:
+    @functools.wraps(original)
+    def pin_memory(self: torch.Tensor, device: object = None) -> object:
+        if active_node() is None:
+            return original(self) if device is None else original(self, device)
+        if isinstance(self, SimulatedTensor):
+            raise RuntimeError(f"cannot pin '{type_name(self)}' only dense CPU tensors can be pinned")
+        if self.is_pinned():
+            return self
+        pinned = self.clone(memory_format=torch.preserve_format)
+        pinned.untyped_storage().__dict__[PINNED] = True
+        return pinned
+
+    return pin_memory
+
+
+def _is_pinned(original: Method) -> Method:
+    @functools.wraps(original)
+    def is_pinned(self: torch.Tensor, device: object = None) -> object:
+        if active_node() is None:
+            return original(self) if device is None else original(self, device)
+        if isinstance(self, SimulatedTensor) or self.layout is not torch.strided:
+            return False
+        return PINNED in self.untyped_storage().__dict__
+
+    return is_pinned
+
+
+def _data(original: object) -> property:
+    """``t.data = u`` moves ``t`` to the device of ``u``, object and all."""
+
+    def get(self: torch.Tensor) -> torch.Tensor:
+        data: torch.Tensor = original.__get__(self)  # type: ignore[attr-defined]
+        return data
+
+    def put(self: torch.Tensor, value: torch.Tensor) -> None:
+        here = isinstance(self, SimulatedTensor)
+        if not here and not isinstance(value, SimulatedTensor):
+            original.__set__(self, value)  # type: ignore[attr-defined]
+        elif here and isinstance(value, SimulatedTensor):
+            with torch._C._DisableTorchDispatch():
+                original.__set__(self, value)  # type: ignore[attr-defined]
+                if (view := self.__dict__.get(_VIEW)) is not None:
+                    original.__set__(view, raw(value))  # type: ignore[attr-defined]
+            self._dev = value._dev  # type: ignore[attr-defined]
+        else:
+            become(self, value)
+
+    return property(get, put)
+
+
+def become(t: torch.Tensor, value: torch.Tensor) -> None:
+    new = value.detach()
+    if new is value or new.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        new = value.view_as(value)
+    if isinstance(t, torch.nn.Parameter):
+        new = torch.nn.Parameter(new, requires_grad=t.requires_grad)
+    else:
+        new.requires_grad_(t.requires_grad)
+    for key, kept in t.__dict__.items():
+        if key not in ("_dev", "_is_param"):
+            new.__dict__[key] = kept
+    torch.utils.swap_tensors(t, new)
+
+
+def _grad(original: object) -> property:
+    """``.grad``: on the device of its tensor, also where C++ put a plain tensor there (DDP's bucket views)."""
+
+    def get(self: torch.Tensor) -> torch.Tensor | None:
+        grad: torch.Tensor | None = original.__get__(self)  # type: ignore[attr-defined]
+        if grad is not None and (type(grad) is SimulatedTensor) is not (type(self) is SimulatedTensor):
+            if isinstance(self, SimulatedTensor):
+                if type(grad) is not torch.Tensor:
+                    return grad
+                view, grad = grad, tag(grad, self._dev)
+                if _LOWER in self.__dict__:
+                    grad.__dict__[_VIEW] = view
+            elif type(self) is torch.Tensor or type(self) is torch.nn.Parameter:
+                grad = raw(grad)
+            replace(self, grad)
+        return grad
+
+    def replace(self: torch.Tensor, grad: torch.Tensor) -> None:
+        """The gradient by the same one: C++ may have put one there of another dtype, as mixed precision of DDP does."""
+        if grad.dtype == self.dtype:
+            original.__set__(self, grad)  # type: ignore[attr-defined]
+            return
+        with torch._C._DisableTorchDispatch():
+            kept = _base.data.__get__(self)  # type: ignore[attr-defined]
+            _base.data.__set__(self, raw(grad))  # type: ignore[attr-defined]
+            try:
+                original.__set__(self, grad)  # type: ignore[attr-defined]
+            finally:
+                _base.data.__set__(self, kept)  # type: ignore[attr-defined]
+
+    def put(self: torch.Tensor, value: torch.Tensor | None) -> None:
+        if isinstance(value, torch.Tensor) and (
+            isinstance(value, SimulatedTensor) or isinstance(self, SimulatedTensor)
+        ):
+            _check_grad_device(self.device, value.device)
+        original.__set__(self, value)  # type: ignore[attr-defined]
+
+    def drop(self: torch.Tensor) -> None:
+        original.__delete__(self)  # type: ignore[attr-defined]
+
+    return property(get, put, drop)
+
+
+def _gradients(original: Method) -> Method:
+    """``torch.autograd.grad``: zeros that C++ fills in for a tensor on a device are on that device."""
+
+    @functools.wraps(original)
+    def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:
+        found = original(outputs, inputs, *args, **kwargs)
+        sources = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)  # type: ignore[arg-type]
+        return tuple(
+            tag(g, source._dev) if isinstance(source, SimulatedTensor) and type(g) is torch.Tensor else g
+            for g, source in zip(found, sources, strict=True)  # type: ignore[call-overload]
+        )
+
+    return grad
+
+
+def _check_grad_device(mine: torch.device, given: torch.device) -> None:
+    tail = "Please ensure that the gradient and the tensor are on the same device"
+    if mine.type != given.type:
+        raise RuntimeError(
+            f"attempting to assign a gradient with device type '{given.type}' to a tensor with device type "
+            f"'{mine.type}'. {tail}"
+        )
+    if mine != given:
+        raise RuntimeError(
+            f"attempting to assign a gradient located on device with index '{given.index}' to a tensor located on "
+            f"device with index '{mine.index}'. {tail}"
+        )
+
+
+def install_methods(patches: Patches) -> None:
+    """Replace the methods and attributes of ``torch.Tensor`` that know of devices."""
+    for name, wrap in (
+        ("to", _to),
+        ("cuda", _cuda),
+        ("cpu", _cpu),
+        ("type", _type),
+        ("copy_", _copy_),
+        ("pin_memory", _pin_memory),
+        ("is_pinned", _is_pinned),
+    ):
+        patches.set(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+    patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))
+    patches.set(torch.Tensor, "data", _data(_base.data))
+    patches.set(torch.Tensor, "grad", _grad(_base.grad))
+    install_lazy(patches, become)

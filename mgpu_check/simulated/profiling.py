@@ -1,0 +1,49 @@
+"""The profilers of torch while simulated: they see the host, for there is no device whose time a driver could tell."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.autograd.profiler as profiler
+import torch.autograd.profiler_legacy as legacy
+from torch._C._profiler import ProfilerActivity, ProfilerState
+
+from mgpu_check.simulated.patches import Patches
+
+__all__ = ["install_profiling"]
+
+
+def _host_only(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        if getattr(self, "profiler_kind", None) is ProfilerState.KINETO_GPU_FALLBACK:
+            self.profiler_kind = ProfilerState.KINETO
+        if hasattr(self, "kineto_activities"):
+            self.kineto_activities.discard(ProfilerActivity.CUDA)
+
+    return init
+
+
+def _without_devices(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: Any, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        self.use_cuda = False
+
+    return init
+
+
+def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:
+    """``with emit_nvtx()``: there is no tool that would see the ranges."""
+    return self
+
+
+def install_profiling(patches: Patches) -> None:
+    """Replace what would ask a driver for events."""
+    patches.set(profiler.profile, "__init__", _host_only(profiler.profile.__init__))
+    patches.set(legacy.profile, "__init__", _without_devices(legacy.profile.__init__))
+    patches.set(profiler.emit_nvtx, "__enter__", _no_ranges)
+    patches.set(profiler.emit_nvtx, "__exit__", lambda self, *_: None)

@@ -1,0 +1,183 @@
+"""Random numbers of simulated devices: one generator per device, ruled by ``torch.cuda.manual_seed`` and its kin."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node, current_index, device_index, simulated_device, untraced_device
+
+__all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "lent"]
+
+_base = torch._C.Generator
+
+
+class _DeviceGenerator(_base):
+    """A generator that says that it belongs to a simulated device."""
+
+    _dev: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._dev
+
+    def clone_state(self) -> torch.Generator:
+        copy = _make(self._dev)
+        copy.set_state(self.get_state())
+        return copy
+
+
+_own: weakref.WeakValueDictionary[int, _DeviceGenerator] = weakref.WeakValueDictionary()
+"""By the address of what torch draws from: operators get their generator from C++, which makes a plain object of it."""
+
+
+def device_of(generator: torch.Generator) -> torch.device:
+    """Where `generator` belongs to, as the code that is simulated sees it."""
+    return getattr(_own.get(_address(generator)), "device", generator.device)
+
+
+def _address(generator: torch.Generator) -> int:
+    return int(generator._cdata)  # type: ignore[attr-defined]  # not in the stubs
+
+
+class _GeneratorMeta(type(_base)):  # type: ignore[misc]
+    """``torch.Generator`` while simulated: makes either kind, and every generator is an instance of it."""
+
+    def __call__(cls, device: object = "cpu") -> torch.Generator:
+        target = simulated_device(device)
+        if target is None:
+            return _base(device)  # type: ignore[arg-type]
+        return _make(target)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _base)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, _base)
+
+
+def _make(device: torch.device) -> _DeviceGenerator:
+    node = active_node()
+    return _bare(device, torch.device("cpu") if node is None else node.backing)
+
+
+def _bare(device: torch.device, backing: torch.device) -> _DeviceGenerator:
+    generator: _DeviceGenerator = _DeviceGenerator.__new__(_DeviceGenerator, device=backing)  # type: ignore[call-arg]
+    generator._dev = device
+    _own[_address(generator)] = generator
+    return generator
+
+
+def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
+    """One generator per device, all seeded as the default generator of the CPU was."""
+    made = []
+    for device in devices:
+        generator = _bare(device, backing)
+        generator.manual_seed(torch.initial_seed() & (2**63 - 1))
+        made.append(generator)
+    return tuple(made)
+
+
+def ambient_generator(backing: torch.device) -> torch.Generator:
+    """That of the backing device itself. To be asked for before the node is entered, which replaces its name."""
+    return torch.default_generator if backing.type == "cpu" else torch.cuda.default_generators[backing.index]
+
+
+@contextlib.contextmanager
+def lent(generator: torch.Generator, ambient: torch.Generator) -> Iterator[None]:
+    """Inside, `ambient` draws what `generator` would, which goes on from there; then it is as it was."""
+    kept = ambient.get_state()
+    ambient.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(ambient.get_state())
+        ambient.set_state(kept)
+
+
+def _generator(device: object = None) -> torch.Generator:
+    node = active_node()
+    if node is None:
+        raise RuntimeError("the simulated node is not active")
+    made = untraced_device(device)
+    if made is None:
+        node.initialize()
+    else:
+        simulated_device(made)  # an ordinal that does not exist is refused
+    return node.generators[device_index(device)]
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    node = active_node()
+    if node is None:
+        return ()
+    node.initialize()
+    return node.generators
+
+
+def _seeded() -> tuple[torch.Generator, ...]:
+    """One for each device that there may be: to seed is no use of a device, and counts for what is used later."""
+    node = active_node()
+    return () if node is None else node.seeded
+
+
+def _manual_seed(seed: int) -> None:
+    _seeded()[current_index()].manual_seed(int(seed))
+
+
+def _manual_seed_all(seed: int) -> None:
+    for generator in _seeded():
+        generator.manual_seed(int(seed))
+
+
+def _seed() -> None:
+    _seeded()[current_index()].seed()
+
+
+def _seed_all() -> None:
+    _manual_seed_all(_seeded()[current_index()].seed())
+
+
+def _initial_seed() -> int:
+    return _generator().initial_seed()
+
+
+def _get_rng_state(device: object = "cuda") -> torch.Tensor:
+    return _generator(device).get_state()
+
+
+def _get_rng_state_all() -> list[torch.Tensor]:
+    return [generator.get_state() for generator in _generators()]
+
+
+def _set_rng_state(new_state: torch.Tensor, device: object = "cuda") -> None:
+    _generator(device).set_state(new_state)
+
+
+def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
+    for generator, state in zip(_generators(), new_states, strict=False):
+        generator.set_state(state)
+
+
+def install_random(patches: Patches) -> None:
+    """Replace ``torch.Generator`` and the random functions of ``torch.cuda``."""
+    generator = _GeneratorMeta("Generator", (_base,), {"__module__": "torch._C"})
+    patches.replace(torch.Generator, generator)
+    for name, function in (
+        ("manual_seed", _manual_seed),
+        ("manual_seed_all", _manual_seed_all),
+        ("seed", _seed),
+        ("seed_all", _seed_all),
+        ("initial_seed", _initial_seed),
+        ("get_rng_state", _get_rng_state),
+        ("get_rng_state_all", _get_rng_state_all),
+        ("set_rng_state", _set_rng_state),
+        ("set_rng_state_all", _set_rng_state_all),
+    ):
+        for owner in (torch.cuda, torch.cuda.random):
+            patches.set(owner, name, function)
+    patches.set(torch.cuda, "default_generators", ())

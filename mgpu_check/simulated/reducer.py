@@ -1,0 +1,147 @@
+"""DistributedDataParallel's half in C++: it sees tensors of the backing device, so what NCCL refuses is refused before.
+
+What it sends itself goes by gloo at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.simulated.groups import NO_CPU, connect, nccl_of
+from mgpu_check.simulated.late import LateFuture, LateWork
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.tensor import SimulatedTensor, tag
+
+__all__ = ["install_reducer"]
+
+_c10d = torch._C._distributed_c10d
+
+
+def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+    """What NCCL says to these tensors, by the device of the first one, as C++ sends them together."""
+    found = nccl_of(group)
+    if found is None or not tensors:
+        return
+    first = tensors[0]
+    if isinstance(first, SimulatedTensor):
+        connect(found, first.get_device())
+    elif "cpu" not in found.backends and first.device.type == "cpu":
+        raise RuntimeError(NO_CPU)
+
+
+def _verify(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def verify(process_group: dist.ProcessGroup, params: Sequence[torch.Tensor], logger: Any = None) -> None:
+        _meet(process_group, params)
+        original(process_group, params, logger)
+
+    return verify
+
+
+def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
+    """One call per device: C++, which joins tensors of one device before it sends them, sees the backing device only."""
+
+    @functools.wraps(original)
+    def broadcast(
+        process_group: dist.ProcessGroup, tensors: list[torch.Tensor], buffer_size: int, src: int = 0
+    ) -> None:
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for together in by_device.values():
+            _meet(process_group, together)
+            original(process_group, together, buffer_size, src)
+
+    return broadcast
+
+
+def _made(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init(self: object, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        group = kwargs.get("process_group", args[2] if len(args) > 2 else None)
+        if group is not None:
+            _meet(group, params)
+        original(self, params, *args, **kwargs)
+
+    return init
+
+
+def _forward_work(original: Callable[..., None]) -> Callable[..., None]:
+    """How many ranks are still there, while they join: C++ waits for gloo's work and reads its tensor."""
+
+    @functools.wraps(original)
+    def handle(self: object, work: object, use_static_world_size: bool) -> None:
+        original(self, work.works[0] if isinstance(work, LateWork) else work, use_static_world_size)
+
+    return handle
+
+
+def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def register(reducer: object, state: object, comm_hook: Callable[..., object]) -> None:
+        @functools.wraps(comm_hook)
+        def hook(state: object, bucket: object) -> object:
+            future = comm_hook(state, bucket)
+            if isinstance(future, LateFuture):
+                future.finish()
+            return future
+
+        original(reducer, state, hook)
+
+    return register
+
+
+def _finishing(original: Callable[..., object]) -> Callable[..., object]:
+    """A function whose last argument is a list of futures that C++ will wait for."""
+
+    @functools.wraps(original)
+    def given(*args: Any) -> object:
+        for future in args[-1]:
+            if isinstance(future, LateFuture):
+                future.finish()
+        return original(*args)
+
+    return given
+
+
+def _bucket_buffer(original: Callable[..., torch.Tensor]) -> Callable[[object], torch.Tensor]:
+    def buffer(self: object) -> torch.Tensor:
+        made = original(self)
+        home = self.parameters()[0]  # type: ignore[attr-defined]
+        return tag(made, home.device) if isinstance(home, SimulatedTensor) and type(made) is torch.Tensor else made
+
+    return buffer
+
+
+def _bucket_gradients(original: Callable[..., list[torch.Tensor]]) -> Callable[[object], list[torch.Tensor]]:
+    def gradients(self: object) -> list[torch.Tensor]:
+        home = self.parameters()[0]  # type: ignore[attr-defined]
+        made = original(self)
+        if not isinstance(home, SimulatedTensor):
+            return made
+        return [tag(g, home.device) if type(g) is torch.Tensor else g for g in made]
+
+    return gradients
+
+
+def install_reducer(patches: Patches) -> None:
+    """Replace what DistributedDataParallel calls in C++."""
+    for name, wrap in (
+        ("_verify_params_across_processes", _verify),
+        ("_broadcast_coalesced", _broadcast_coalesced),
+        ("_register_comm_hook", _comm_hook),
+    ):
+        patches.replace(getattr(_c10d, name), wrap(getattr(_c10d, name)))
+    patches.replace(torch.futures.collect_all, _finishing(torch.futures.collect_all))
+    reducer = _c10d.Reducer
+    patches.set(reducer, "__init__", _made(reducer.__init__))
+    patches.set(reducer, "_set_forward_pass_work_handle", _forward_work(reducer._set_forward_pass_work_handle))
+    patches.set(reducer, "_install_post_backward_futures", _finishing(reducer._install_post_backward_futures))
+    bucket = _c10d.GradBucket
+    patches.set(bucket, "buffer", _bucket_buffer(bucket.buffer))
+    patches.set(bucket, "gradients", _bucket_gradients(bucket.gradients))

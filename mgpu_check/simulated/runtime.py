@@ -1,0 +1,339 @@
+"""``torch.cuda`` and ``torch.accelerator`` of a simulated node: which devices there are, and which is current."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+
+from mgpu_check.simulated import streams
+from mgpu_check.simulated.allocator import device_memory
+from mgpu_check.simulated.masks import uuid_of
+from mgpu_check.simulated.native import refused, refused_class
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import (
+    Node,
+    active_node,
+    current_index,
+    device_index,
+    invalid_ordinal,
+    set_current_index,
+    untraced_device,
+)
+
+__all__ = ["install_runtime", "native_names"]
+
+_CAPABILITY = (9, 0)
+
+
+def _node() -> Node:
+    node = active_node()
+    if node is None:
+        raise RuntimeError("the simulated node is not active")
+    return node
+
+
+def _used() -> Node:
+    """The node, of which a device is used from now on."""
+    node = _node()
+    node.initialize()
+    return node
+
+
+def _checked_index(device: object) -> int:
+    index = device_index(device)
+    if not 0 <= index < _used().n:
+        raise invalid_ordinal()
+    return index
+
+
+def _current() -> int:
+    _used()
+    return current_index()
+
+
+class _Device:
+    """``torch.cuda.device(d)``: makes d current inside; None and negative numbers change nothing."""
+
+    def __init__(self, device: object) -> None:
+        made = untraced_device(device) if not (isinstance(device, int) and device < 0) else None
+        self.idx = -1 if made is None else (current_index() if made.index is None else int(made.index))
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        self.prev_idx = _exchange(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        self.idx = _exchange(self.prev_idx)
+
+
+class _DeviceOf(_Device):
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.get_device() if obj.is_cuda else -1)
+
+
+class _AcceleratorIndex:
+    """``torch.accelerator.device_index(i)``."""
+
+    def __init__(self, device: int | None, /) -> None:
+        self.idx = device
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        if self.idx is not None:
+            self.prev_idx = _exchange(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        if self.idx is not None:
+            _exchange(self.prev_idx)
+
+
+def _exchange(index: int) -> int:
+    previous = _current()
+    if index >= 0:
+        set_current_index(index)
+    return previous
+
+
+def _set_device(device: object) -> None:
+    index = -1 if isinstance(device, int) and device < 0 else device_index(device)
+    if index >= 0:
+        set_current_index(index)
+
+
+class DeviceProperties(SimpleNamespace):
+    """``torch.cuda.get_device_properties(i)``."""
+
+    def __repr__(self) -> str:
+        return (
+            f"_CudaDeviceProperties(name='{self.name}', major={self.major}, minor={self.minor}, "
+            f"total_memory={self.total_memory >> 20}MB, multi_processor_count={self.multi_processor_count}, "
+            f"uuid={self.uuid}, pci_bus_id={self.pci_bus_id}, pci_device_id={self.pci_device_id}, "
+            f"pci_domain_id={self.pci_domain_id}, L2_cache_size={self.L2_cache_size >> 20}MB)"
+        )
+
+
+def _properties(device: object = None) -> DeviceProperties:
+    index = device_index(device)
+    if not 0 <= index < _used().n:
+        raise AssertionError("Invalid device id")
+    major, minor = _CAPABILITY
+    return DeviceProperties(
+        name=f"SIMULATED ({_node().backing})",
+        major=major,
+        minor=minor,
+        total_memory=device_memory(index).total,
+        multi_processor_count=1,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+        warp_size=32,
+        L2_cache_size=50 << 20,
+        gcnArchName=f"sm_{major}{minor}",
+        clock_rate=1_000_000,
+        memory_clock_rate=1_000_000,
+        memory_bus_width=5120,
+        uuid=uuid_of(_node().physical[index]),
+        pci_bus_id=index,
+        pci_device_id=0,
+        pci_domain_id=0,
+    )
+
+
+def _can_access(device: object, peer_device: object) -> bool:
+    one, other = device_index(device), device_index(peer_device)
+    for index in (one, other):
+        if not 0 <= index < _used().n:
+            raise AssertionError(f"Invalid {'' if index == one else 'peer '}device id")
+    return one != other
+
+
+def _synchronize(device: object = None) -> None:
+    streams.synchronize(_checked_index(device))
+
+
+def _initialize() -> None:
+    _node().initialize()
+
+
+def _is_initialized() -> bool:
+    node = _node()
+    return node.initialized and not node.in_bad_fork
+
+
+def _is_in_bad_fork() -> bool:
+    return _node().in_bad_fork
+
+
+def _device_count() -> int:
+    """Before CUDA is initialized it is NVML that counts, and the driver is not asked."""
+    return _node().count()
+
+
+def _is_available() -> bool:
+    """It asks the driver, for which `CUDA_VISIBLE_DEVICES` is settled then, unless NVML is to be asked."""
+    return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
+
+
+def _device_module(device: object = None) -> object:
+    if device is None:
+        return torch.cuda
+    made = untraced_device(device)
+    if isinstance(device, torch.device | str) and made is not None:
+        name = made.type
+        module = getattr(torch, name, None)
+        if module is not None:
+            return module
+    raise RuntimeError(f"Device '{device}' does not have a corresponding module registered as 'torch.{device}'.")
+
+
+def _cuda_functions() -> dict[str, object]:
+    """Name in ``torch.cuda`` -> what stands there while simulated."""
+    functions: dict[str, object] = {
+        "is_available": _is_available,
+        "device_count": _device_count,
+        "_lazy_init": _initialize,
+        "init": _initialize,
+        "_initialized": False,  # checkpoint() looks here before it keeps the random states of the devices
+        "is_initialized": _is_initialized,
+        "_is_in_bad_fork": _is_in_bad_fork,
+        "current_device": _current,
+        "set_device": _set_device,
+        "device": _Device,
+        "device_of": _DeviceOf,
+        "_exchange_device": _exchange,
+        "_maybe_exchange_device": _exchange,
+        "get_device_properties": _properties,
+        "get_device_name": lambda device=None: _properties(device).name,
+        "get_device_capability": lambda device=None: _CAPABILITY,
+        "can_device_access_peer": _can_access,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: True,
+        "synchronize": _synchronize,
+        "current_stream": streams.current_stream,
+        "default_stream": streams.default_stream,
+        "set_stream": streams.set_stream,
+        "stream": streams.StreamContext,
+        "StreamContext": streams.StreamContext,
+        "Stream": streams.Stream,
+        "ExternalStream": streams.ExternalStream,
+        "Event": streams.Event,
+        "is_current_stream_capturing": lambda: False,
+        "_CudaDeviceProperties": DeviceProperties,
+        **_monitoring(),
+    }
+    return functions
+
+
+def _monitoring() -> dict[str, object]:
+    """What NVML says of the devices: nothing runs on them, and they are cool."""
+
+    def of(value: int) -> Callable[..., int]:
+        def answer(device: object = None) -> int:
+            _checked_index(device)
+            return value
+
+        return answer
+
+    def memory_used(device: object = None) -> int:
+        return device_memory(_checked_index(device)).reserved
+
+    def processes(device: object = None) -> str:
+        return f"GPU:{_checked_index(device)}\nno processes are running"
+
+    return {
+        "utilization": of(0),
+        "memory_usage": of(0),
+        "temperature": of(30),
+        "power_draw": of(0),
+        "clock_rate": of(1000),
+        "device_memory_used": memory_used,
+        "list_gpu_processes": processes,
+        "_device_count_nvml": lambda: len(_node().visible()),
+        "_raw_device_count_nvml": lambda: _node().total,
+        "_raw_device_uuid_nvml": lambda: [f"GPU-{uuid_of(i)}" for i in range(_node().total)],
+    }
+
+
+def _refused() -> dict[str, object]:
+    """Name in ``torch.cuda`` -> what says that it is not there."""
+    classes = ("CUDAGraph", "graph", "MemPool", "CUDAPluggableAllocator", "GreenContext")
+    functions = ("make_graphed_callables", "change_current_allocator", "_compile_kernel")
+    return {name: refused_class(f"torch.cuda.{name}") for name in classes} | {
+        name: refused(f"torch.cuda.{name}") for name in functions
+    }
+
+
+def _capability(index: int | None = None) -> dict[str, object]:
+    _checked_index(index)
+    dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    return {"supported_dtypes": dtypes}
+
+
+def _accelerator_functions() -> dict[str, object]:
+    """Name in ``torch._C`` -> the twin beneath ``torch.accelerator``."""
+    return {
+        "_get_accelerator": lambda *_: torch.device("cuda"),
+        "_accelerator_getAccelerator": lambda: torch.device("cuda"),
+        "_accelerator_getDeviceIndex": lambda: _current(),
+        "_accelerator_setDeviceIndex": _set_device,
+        "_accelerator_exchangeDevice": _exchange,
+        "_accelerator_maybeExchangeDevice": _exchange,
+        "_accelerator_hooks_device_count": lambda: _node().n,
+        "_accelerator_hooks_get_current_device": lambda: _current(),
+        "_accelerator_hooks_set_current_device": lambda index: _set_device(index),
+        "_accelerator_hooks_exchange_device": lambda index: _exchange(index),
+        "_accelerator_hooks_maybe_exchange_device": lambda index: _exchange(index),
+        "_accelerator_getDeviceCapability": _capability,
+        "_accelerator_getStream": streams.current_stream,
+        "_accelerator_setStream": streams.set_stream,
+        "_accelerator_synchronizeDevice": _synchronize,
+        "_cuda_isCurrentStreamCapturing": lambda: False,
+    }
+
+
+def _native_functions() -> dict[str, object]:
+    """Name in ``torch._C`` -> the twin beneath ``torch.cuda``, for those who call it there."""
+    return {
+        "_cuda_init": _initialize,
+        "_cuda_isInBadFork": _is_in_bad_fork,
+        "_cuda_getDeviceCount": lambda: _node().n,
+        "_cuda_getDevice": lambda: _current(),
+        "_cuda_setDevice": lambda index: _set_device(index),
+        "_cuda_exchangeDevice": lambda index: _exchange(index),
+        "_cuda_maybeExchangeDevice": lambda index: _exchange(index),
+        "_cuda_canDeviceAccessPeer": lambda one, other: _can_access(one, other),
+        "_cuda_synchronize": lambda: _synchronize(),
+        "_CudaDeviceProperties": DeviceProperties,
+    }
+
+
+def native_names() -> set[str]:
+    """The names in ``torch._C`` that :func:`install_runtime` replaces."""
+    return {*_accelerator_functions(), *_native_functions()}
+
+
+def install_runtime(patches: Patches) -> None:
+    """Replace the device functions of ``torch.cuda``, ``torch.accelerator`` and what they stand on."""
+    cuda = torch.cuda
+    for name, function in {**_cuda_functions(), **_refused()}.items():
+        original = getattr(cuda, name, None)
+        if original is None:
+            continue
+        home = sys.modules.get(getattr(original, "__module__", ""))
+        for owner in {cuda, home} if home is not None and vars(home).get(name) is original else {cuda}:
+            patches.set(owner, name, function)
+    for name in ("Stream", "Event"):
+        patches.set(torch, name, getattr(streams, name))
+    for name, function in {**_accelerator_functions(), **_native_functions()}.items():
+        patches.set(torch._C, name, function)
+    patches.set(torch.accelerator, "device_index", _AcceleratorIndex)
+    patches.set(torch, "get_device_module", _device_module)
+    patches.set(cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)

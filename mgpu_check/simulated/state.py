@@ -1,0 +1,212 @@
+"""The simulated node that this process is in, if any: its devices, their order, and which one is current."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from mgpu_check.simulated.masks import visible
+from mgpu_check.simulated.memory import DeviceMemory
+
+__all__ = [
+    "Node",
+    "active_node",
+    "cuda_error",
+    "current_index",
+    "device_index",
+    "enter_node",
+    "invalid_ordinal",
+    "leave_node",
+    "set_current_index",
+    "simulated_device",
+    "untraced_device",
+]
+
+# The C type, kept because `torch.device` itself is replaced while a simulation is active.
+_DEVICE_TYPE: type = type(torch.device("cpu"))
+
+_ERROR = (
+    "CUDA error: {}\n"
+    "{}"
+    "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+    "incorrect.\n"
+    "For debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+_BAD_FORK = (
+    "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+    "start method"
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """Simulated devices on one backing device.
+
+    The driver reads `CUDA_VISIBLE_DEVICES` when it is first asked: from then on it is settled which devices there are.
+
+    Attributes:
+        total: devices of the machine, before `CUDA_VISIBLE_DEVICES`.
+        seeded: a generator for each of them; the first is that of the first visible device.
+        ambient: the backing device's own, from which operators draw that take no generator.
+        pid: the process that first asked the driver; None before.
+        initialized: the process, or one that it was forked from, has used a device.
+        at_first_use: called when it does.
+    """
+
+    total: int
+    backing: torch.device
+    seeded: tuple[torch.Generator, ...] = ()
+    ambient: torch.Generator = torch.default_generator
+    pid: int | None = None
+    initialized: bool = False
+    at_first_use: list[Callable[[], object]] = field(default_factory=list)
+
+    @cached_property
+    def physical(self) -> tuple[int, ...]:
+        """Device i as a device of the machine. This, and what is made of it, asks the driver."""
+        self.pid = os.getpid()
+        return self.visible()
+
+    @cached_property
+    def n(self) -> int:
+        return len(self.physical)
+
+    @cached_property
+    def devices(self) -> tuple[torch.device, ...]:
+        return tuple(_DEVICE_TYPE("cuda", i) for i in range(self.n))
+
+    @cached_property
+    def memory(self) -> tuple[DeviceMemory, ...]:
+        return tuple(DeviceMemory(i) for i in range(self.n))
+
+    @cached_property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        return self.seeded[: self.n]
+
+    def visible(self) -> tuple[int, ...]:
+        """The devices of the machine that a process would see which asks now."""
+        # A real backing device sees the variable itself.
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES") if self.backing.type == "cpu" else None
+        return visible(listed, self.total)
+
+    def count(self) -> int:
+        """How many devices there are, without asking the driver: before the first use what the variable says now."""
+        return self.n if self.initialized else len(self.visible())
+
+    @property
+    def in_bad_fork(self) -> bool:
+        """Whether this process was forked from one that had asked the driver, which does not survive that."""
+        return self.pid is not None and self.pid != os.getpid()
+
+    def initialize(self) -> None:
+        """What torch does before it first touches a device; refuses in a child forked after the parent had asked for any."""
+        if self.in_bad_fork:
+            raise RuntimeError(_BAD_FORK)
+        if self.initialized:
+            return
+        if not self.n:
+            raise RuntimeError("No CUDA GPUs are available")
+        self.initialized = True
+        for call in self.at_first_use:
+            call()
+
+
+class _Current(threading.local):
+    index: int = 0
+
+
+_current = _Current()
+_node: Node | None = None
+
+
+def active_node() -> Node | None:
+    """The node of this process, or None outside a simulation."""
+    return _node
+
+
+def enter_node(node: Node) -> None:
+    global _node
+    _node = node
+    _current.index = 0
+
+
+def leave_node() -> None:
+    global _node
+    _node = None
+    _current.index = 0
+
+
+def current_index() -> int:
+    """The current device of this thread; a new thread starts at 0, as CUDA's does."""
+    return _current.index
+
+
+def cuda_error(code: int, name: str, hint: str = "") -> RuntimeError:
+    """The error of the CUDA runtime with this number and name, as torch words it."""
+    error: RuntimeError = torch.AcceleratorError(_ERROR.format(name, hint))
+    error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+def invalid_ordinal() -> RuntimeError:
+    """The error of the CUDA runtime for a device that does not exist."""
+    hint = "GPU device may be out of range, do you have enough GPUs?\n"
+    return cuda_error(101, "invalid device ordinal", hint)  # cudaErrorInvalidDevice
+
+
+def set_current_index(index: int) -> None:
+    node = _node
+    if node is not None:
+        node.initialize()
+        if not 0 <= index < node.n:
+            raise invalid_ordinal()
+    _current.index = index
+
+
+def untraced_device(device: object) -> torch.device | None:
+    """``device`` as ``torch.device``; None where it is neither an int, a string nor a device."""
+    if isinstance(device, _DEVICE_TYPE):
+        return device  # type: ignore[return-value]
+    if isinstance(device, str):
+        made: torch.device = _DEVICE_TYPE(device)
+        return made
+    if isinstance(device, int) and not isinstance(device, bool):
+        if device < 0:
+            raise RuntimeError(f"Device index must not be negative, got {device}")
+        return _DEVICE_TYPE("cuda", device)  # type: ignore[no-any-return]
+    return None
+
+
+def simulated_device(device: object) -> torch.device | None:
+    """The simulated device that ``device`` names, or None where it names none (the CPU, meta, ...).
+
+    A bare "cuda" is the current device. Raises the error of CUDA for an ordinal that does not exist.
+    """
+    node = _node
+    if node is None:
+        return None
+    made = untraced_device(device)
+    if made is None or made.type != "cuda":
+        return None
+    if not node.initialized or node.pid != os.getpid():
+        node.initialize()
+    index = _current.index if made.index is None else made.index
+    if index >= node.n:
+        raise invalid_ordinal()
+    return node.devices[index]
+
+
+def device_index(device: object = None) -> int:
+    """The index that ``device`` (None: the current one) means to a function of ``torch.cuda``."""
+    if device is None:
+        return _current.index
+    made = untraced_device(device)
+    if made is None or made.type != "cuda":
+        raise ValueError(f"Expected a cuda device, but got: {device}")
+    return _current.index if made.index is None else int(made.index)

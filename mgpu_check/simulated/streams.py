@@ -1,0 +1,363 @@
+"""Streams and events of simulated devices, and what makes them matter: results that are late.
+
+Operators run at once. What reality delivers late (a ``non_blocking`` copy to pinned host memory, a collective with
+``async_op=True``) is held back: until the stream that it was queued on is waited for, its destination holds poison.
+Streams take time only where they are told to sleep: each knows until when it is busy, and events when they are reached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Self
+
+import torch
+
+from mgpu_check.simulated.delivery import Late, Waiting, sleep_until
+from mgpu_check.simulated.state import (
+    active_node,
+    cuda_error,
+    current_index,
+    device_index,
+    invalid_ordinal,
+    set_current_index,
+    untraced_device,
+)
+
+__all__ = [
+    "Event",
+    "ExternalStream",
+    "Stream",
+    "StreamContext",
+    "as_on",
+    "chosen_streams",
+    "current_stream",
+    "default_stream",
+    "forget_streams",
+    "get_sync_debug_mode",
+    "hold_on_current",
+    "hold_outstanding",
+    "host_waits",
+    "set_stream",
+    "set_sync_debug_mode",
+    "stream_by_id",
+    "synchronize",
+]
+
+
+_PRIORITIES = (0, -3)  # the least and the greatest that torch supports
+_ids = itertools.count(1)
+_by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
+
+
+class Stream(Waiting):
+    """``torch.cuda.Stream`` of a simulated device."""
+
+    def __new__(cls, device: object = None, priority: int = 0, **given: object) -> Self:
+        if "stream_id" in given:
+            return stream_by_id(**given)  # type: ignore[arg-type, return-value]
+        return super().__new__(cls)
+
+    def __init__(self, device: object = None, priority: int = 0, **given: object) -> None:
+        if "stream_id" in given:
+            return
+        made = None if isinstance(device, int) and device < 0 else untraced_device(device)
+        if made is not None and made.type != "cuda":
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        node = active_node()
+        if node is None:
+            raise RuntimeError("the simulated node is not active")
+        node.initialize()
+        index = device_index(made)
+        if not 0 <= index < node.n:
+            raise invalid_ordinal()
+        self.device = node.devices[index]
+        self.priority = max(min(priority, _PRIORITIES[0]), _PRIORITIES[1])
+        self.stream_id = next(_ids)
+        _by_id[self.stream_id] = self
+        self._late: list[Late] = []
+        self._reached = 0.0
+        self._previous: list[tuple[int, Stream]] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return _PRIORITIES
+
+    @property
+    def device_index(self) -> int:
+        return int(self.device.index)
+
+    @property
+    def device_type(self) -> int:
+        return 1  # kCUDA
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id and id(self)
+
+    @property
+    def native_handle(self) -> int:
+        return self.cuda_stream
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.cuda_stream)
+
+    def sleep(self, seconds: float) -> None:
+        """Be busy for so long, with what is queued now."""
+        self._reached = max(self._reached, time.perf_counter()) + seconds
+        _busy[self.device_index] = max(_busy.get(self.device_index, 0.0), self._reached)
+
+    def hold(self, late: Late) -> None:
+        """Queue a late result behind what is on this stream."""
+        self._late = [kept for kept in self._late if not kept.done]
+        self._late.append(late)
+
+    def holds(self, late: Late) -> bool:
+        """Whether what is queued on this stream from now on comes after this result."""
+        return any(queued is late for queued in self._late)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self._follow(stream)
+
+    def wait_event(self, event: Event) -> None:
+        self._follow(event)
+
+    def _follow(self, other: Waiting) -> None:
+        self._late.extend(late for late in other._late if not late.done)
+        self._reached = max(self._reached, other._reached)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def __enter__(self) -> Self:
+        self._previous.append((current_index(), current_stream(self.device)))
+        set_current_index(self.device_index)
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        index, stream = self._previous.pop()
+        set_stream(stream)
+        set_current_index(index)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+
+
+class ExternalStream(Stream):
+    """A stream that another library made; nothing is queued on it but what this process queues."""
+
+    def __new__(cls, stream_ptr: int, device: object = None, **_: object) -> Self:
+        return super().__new__(cls)
+
+    def __init__(self, stream_ptr: int, device: object = None, **_: object) -> None:
+        super().__init__(device)
+        self._pointer = int(stream_ptr)
+
+    @property
+    def cuda_stream(self) -> int:
+        return self._pointer
+
+
+class Event(Waiting):
+    """``torch.cuda.Event``: remembers what a stream had still to do, and when."""
+
+    def __init__(
+        self,
+        device: object = None,
+        *,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        if isinstance(device, bool):  # torch.cuda.Event(enable_timing, ...) takes it first
+            enable_timing, device = device, None
+        self.enable_timing = enable_timing
+        self.blocking = blocking
+        self.interprocess = interprocess
+        self._recorded = False
+        self._reached = 0.0
+        self._late: list[Late] = []
+        self.device: torch.device | None = None
+
+    @property
+    def cuda_event(self) -> int:
+        return id(self) if self._recorded else 0
+
+    @property
+    def event_id(self) -> int:
+        return self.cuda_event
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or current_stream()
+        if self.device is not None and self.device != stream.device:
+            raise RuntimeError(
+                f"Event device {self.device.index} does not match recording stream's device {stream.device.index}."
+            )
+        self.device = stream.device
+        self._recorded = True
+        self._late = [late for late in stream._late if not late.done]
+        self._reached = max(time.perf_counter(), stream._reached)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds between the two records."""
+        if not self.enable_timing or not end_event.enable_timing:
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+        if not self._recorded or not end_event._recorded:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        if not (self.query() and end_event.query()):
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        if self.device != end_event.device:
+            raise cuda_error(400, "invalid resource handle")
+        return (end_event._reached - self._reached) * 1000
+
+    @classmethod
+    def from_ipc_handle(cls, device: object, handle: object) -> Event:
+        raise RuntimeError("CUDA IPC is not available on a simulated node")
+
+    def ipc_handle(self) -> bytes:
+        raise RuntimeError("CUDA IPC is not available on a simulated node")
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Event {self.cuda_event:#x}>"
+
+
+class _Streams(threading.local):
+    def __init__(self) -> None:
+        self.current: dict[int, Stream] = {}
+
+
+_streams = _Streams()
+_sync_debug_mode = 0
+_defaults: dict[int, Stream] = {}
+_busy: dict[int, float] = {}  # until when a stream of the device is
+# Late results by device, on whichever stream, for synchronize(): a stream that was dropped still has its work to do.
+_outstanding: dict[int, list[Late]] = {}
+
+
+def forget_streams() -> None:
+    """Drop all streams; what was late on them stays undelivered."""
+    global _streams
+    set_sync_debug_mode(0)
+    _defaults.clear()
+    _outstanding.clear()
+    _busy.clear()
+    _by_id.clear()
+    _streams = _Streams()
+
+
+def default_stream(device: object = None) -> Stream:
+    index = device_index(device)
+    stream = _defaults.get(index)
+    if stream is None:
+        made = Stream(torch.device("cuda", index))
+        made.stream_id = 0
+        stream = _defaults.setdefault(index, made)
+    return stream
+
+
+def stream_by_id(stream_id: int, device_index: int, device_type: int = 1) -> Stream:
+    """The stream that names itself by these three numbers; raises ValueError where there is none."""
+    stream = default_stream(torch.device("cuda", device_index)) if stream_id == 0 else _by_id.get(stream_id)
+    if stream is None or stream.device_index != device_index:
+        raise ValueError(f"stream_id={stream_id!r} names no stream of cuda:{device_index}")
+    return stream
+
+
+def current_stream(device: object = None) -> Stream:
+    index = device_index(device)
+    return _streams.current.get(index) or default_stream(index)
+
+
+def chosen_streams() -> dict[int, Stream]:
+    """The streams that this thread has made current, by device, where that is not the default one."""
+    return {index: stream for index, stream in _streams.current.items() if stream.stream_id}
+
+
+@contextlib.contextmanager
+def as_on(index: int, streams: dict[int, Stream]) -> Iterator[None]:
+    """Inside, device ``index`` is current, and ``streams`` are, on their devices; default ones on all others."""
+    before, device = _streams.current, current_index()
+    _streams.current = dict(streams)
+    set_current_index(index)
+    try:
+        yield
+    finally:
+        _streams.current = before
+        set_current_index(device)
+
+
+def set_stream(stream: Stream | None) -> None:
+    if stream is not None:
+        set_current_index(stream.device_index)
+        _streams.current[stream.device_index] = stream
+
+
+def synchronize(device: object = None) -> None:
+    """Wait for all work of a device, on whichever stream it was queued."""
+    sleep_until(_busy.pop(device_index(device), 0.0))
+    for late in _outstanding.pop(device_index(device), ()):
+        late.deliver()
+
+
+def hold_outstanding(late: Late, device: torch.device) -> None:
+    """Have ``synchronize(device)`` deliver a result that no stream of the caller's knows of."""
+    waiting = [kept for kept in _outstanding.get(device.index, ()) if not kept.done]
+    _outstanding[device.index] = [*waiting, late]
+
+
+def hold_on_current(late: Late, device: torch.device) -> None:
+    """Queue a late result on the current stream of ``device``."""
+    current_stream(device).hold(late)
+    hold_outstanding(late, device)
+
+
+def host_waits(device: torch.device) -> None:
+    """Before the host reads what the current stream of ``device`` computes, as ``.item()`` does."""
+    if _sync_debug_mode:
+        told = "called a synchronizing CUDA operation"
+        if _sync_debug_mode == 2:
+            raise RuntimeError(told)
+        warnings.warn(told, stacklevel=2)
+    current_stream(device).synchronize()
+
+
+def set_sync_debug_mode(mode: int) -> None:
+    """0: nothing, 1: warn, 2: raise where the host waits for a device."""
+    global _sync_debug_mode
+    _sync_debug_mode = mode
+
+
+def get_sync_debug_mode() -> int:
+    return _sync_debug_mode
+
+
+class StreamContext:
+    """``torch.cuda.stream(s)``: makes ``s`` and its device current inside."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()

@@ -1,0 +1,237 @@
+"""The tensor of a simulated device: a real tensor on the backing device that carries the device it stands for.
+
+Storage, views, in-place operations and autograd are the real ones; what changes is which device the tensor says that it
+is on, and that every operator passes :func:`dispatch.run`, which lets operands of one device only meet.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from mgpu_check.simulated.memory import BLOCK, Block
+from mgpu_check.simulated.state import active_node
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["TYPE_NAMES", "SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
+
+_no_dispatch = torch._C._DisableTorchDispatch
+_strided = torch.strided
+_plain: type = torch.Tensor
+TYPE_NAMES = {
+    torch.float32: "FloatTensor",
+    torch.float64: "DoubleTensor",
+    torch.float16: "HalfTensor",
+    torch.bfloat16: "BFloat16Tensor",
+    torch.uint8: "ByteTensor",
+    torch.int8: "CharTensor",
+    torch.int16: "ShortTensor",
+    torch.int32: "IntTensor",
+    torch.int64: "LongTensor",
+    torch.bool: "BoolTensor",
+    torch.complex64: "ComplexFloatTensor",
+    torch.complex128: "ComplexDoubleTensor",
+}
+
+Runner = Callable[[object, tuple[object, ...], dict[str, object]], object]
+_run: Runner
+
+
+def set_runner(run: Runner) -> None:
+    """Say what runs the operators of simulated tensors (``dispatch`` imports this module, so it says it itself)."""
+    global _run
+    _run = run
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor on a simulated ``cuda:i``."""
+
+    _dev: torch.device
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._dev
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def get_device(self) -> int:
+        return int(self._dev.index)
+
+    def numpy(self, *, force: bool = False) -> object:  # type: ignore[override]
+        if force:
+            return to_real(self).resolve_conj().resolve_neg().numpy()
+        raise _no_numpy(self)
+
+    def tolist(self) -> object:  # type: ignore[override]
+        return self.cpu().tolist()
+
+    def __array__(self, dtype: object = None) -> NoReturn:
+        raise _no_numpy(self)
+
+    def __dlpack_device__(self) -> tuple[int, int]:  # type: ignore[override]
+        return 2, int(self._dev.index)  # kDLCUDA
+
+    def __dlpack__(self, **_: object) -> NoReturn:
+        raise BufferError("a simulated CUDA tensor has no device memory to export through DLPack")
+
+    def record_stream(self, stream: object) -> None:
+        return None
+
+    def is_shared(self) -> bool:
+        return True
+
+    def share_memory_(self) -> SimulatedTensor:
+        return self
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
+        name = type(self).__name__
+        text = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+        text = text.replace(f"{name}(", "tensor(", 1).replace("\n" + " " * (len(name) + 1), "\n" + " " * 7)
+        return f"Parameter containing:\n{text}" if getattr(self, "_is_param", False) else text
+
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the "
+                "moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn.Module "
+                "attribute's value being a computed tensor"
+            )
+        with torch.no_grad():
+            if self.layout is _strided:
+                storage = copy.deepcopy(self.untyped_storage(), memo)
+                out = _on_storage(self, storage)
+            else:
+                out = self.clone()
+            out.requires_grad_(self.requires_grad)
+            memo[id(self)] = out
+            if self.grad is not None:
+                out.grad = copy.deepcopy(self.grad, memo)
+        for key, value in self.__dict__.items():
+            if key != "_dev":
+                out.__dict__[key] = copy.deepcopy(value, memo)
+        return out
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        hooks: OrderedDict[int, RemovableHandle] = OrderedDict()
+        if self.layout is not _strided:
+            return _of_sparse, (to_real(self.detach()), str(self._dev), self.requires_grad)
+        storage = torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
+        shape = (storage, self.storage_offset(), tuple(self.size()), self.stride())
+        if getattr(self, "_is_param", False):
+            data = _on_storage(self, self.untyped_storage())
+            return torch._utils._rebuild_parameter, (data, self.requires_grad, hooks)
+        build = (torch._utils._rebuild_tensor_v2, (*shape, self.requires_grad, hooks))
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_dev", "_is_param")}
+        if state:
+            return torch._tensor._rebuild_from_type_v2, (*build[:1], torch.Tensor, build[1], state)
+        return build
+
+
+def _no_numpy(t: SimulatedTensor) -> TypeError:
+    return TypeError(
+        f"can't convert {t._dev} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+    )
+
+
+def _on_storage(like: SimulatedTensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """A simulated tensor of the same metadata over ``storage``."""
+    with _no_dispatch(), torch.no_grad():
+        bare = torch.empty(0, dtype=like.dtype, device=storage_backing(storage))
+        bare.set_(storage, like.storage_offset(), like.size(), like.stride())
+        if like.is_conj():
+            bare = bare.conj()
+        if like.is_neg():
+            bare = torch._neg_view(bare)
+    return tag(bare, like._dev)
+
+
+def storage_backing(storage: torch.UntypedStorage) -> torch.device:
+    node = active_node()
+    return torch.device("cpu") if node is None else node.backing
+
+
+def _of_sparse(real: torch.Tensor, device: str, requires_grad: bool) -> torch.Tensor:
+    return real.to(device).requires_grad_(requires_grad)
+
+
+def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
+    """``bare``, a plain tensor on the backing device, as a tensor on the simulated ``device``; shares its memory."""
+    if bare.layout is not _strided:
+        out = torch.Tensor._make_subclass(SimulatedTensor, bare)  # a sparse tensor has no alias
+        out._dev = device
+        return out
+    out = bare.as_subclass(SimulatedTensor)
+    out._dev = device
+    if not bare.is_mkldnn:
+        storage = bare.untyped_storage()
+        attributes = storage.__dict__
+        if BLOCK not in attributes:
+            node = active_node()
+            if node is not None:
+                attributes[BLOCK] = Block(device, node.memory[device.index], storage.nbytes())
+    return out
+
+
+def raw(t: torch.Tensor) -> torch.Tensor:
+    """``t`` without its simulated device: a plain tensor on the backing device over the same memory, outside autograd."""
+    if not isinstance(t, SimulatedTensor):
+        return t
+    with _no_dispatch(), torch.no_grad():
+        if t.layout is not _strided:
+            return torch.Tensor._make_subclass(_plain, t)
+        bare = t.as_subclass(_plain)  # type: ignore[var-annotated]
+        return bare.detach() if bare.requires_grad else bare  # type: ignore[no-any-return]
+
+
+def is_simulated(t: object) -> bool:
+    """Whether ``t`` is a tensor on a simulated device."""
+    return isinstance(t, SimulatedTensor)
+
+
+def to_real(t: torch.Tensor) -> torch.Tensor:
+    """A plain CPU tensor with the values of ``t``; it shares no memory with it and knows nothing of the simulation.
+
+    ``requires_grad`` is kept, the graph is not; an ``nn.Parameter`` stays one. Tensors of real devices are copied too.
+    """
+    # Methods of the C base class: they do the same inside a simulation, after it and in a process without one.
+    with _no_dispatch(), torch.no_grad():
+        bare = torch._C.TensorBase.detach(t)
+        bare = torch._C.TensorBase.to(bare, "cpu", copy=True)
+        if type(bare) is not _plain:
+            bare = torch.Tensor._make_subclass(_plain, bare)
+    if isinstance(t, torch.nn.Parameter):
+        return torch.nn.Parameter(bare, requires_grad=t.requires_grad)
+    return bare.requires_grad_(t.requires_grad)
+
+
+def type_name(t: torch.Tensor) -> str:
+    """What ``t.type()`` says on a machine with the device, e.g. "torch.cuda.FloatTensor"."""
+    name = TYPE_NAMES.get(t.dtype, "Tensor")
+    sparse = "sparse." if t.layout is torch.sparse_coo else ""
+    return f"torch.{'cuda.' if isinstance(t, SimulatedTensor) else ''}{sparse}{name}"

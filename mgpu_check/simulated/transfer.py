@@ -1,0 +1,86 @@
+"""Copies between devices, as autograd sees them: the gradient of a copy returns to the device that the copy came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mgpu_check.simulated.host_copies import deliver_queued
+from mgpu_check.simulated.state import active_node
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+
+__all__ = ["move", "on_host_copy"]
+
+_to = torch._C.TensorBase.to
+_host_copy: Callable[[torch.Tensor, torch.device, bool], object] | None = None
+
+
+def on_host_copy(call: Callable[[torch.Tensor, torch.device, bool], object] | None) -> None:
+    """Call this with (copy, source device, non_blocking) after each copy from a device to the host."""
+    global _host_copy
+    _host_copy = call
+
+
+def _transfer(
+    t: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    non_blocking: bool,
+    memory_format: torch.memory_format,
+) -> torch.Tensor:
+    node = active_node()
+    source = t.device
+    if device.type != "cuda" or node is None:
+        home = device
+    else:
+        home = node.backing
+        node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
+        if source.type == "cpu":
+            deliver_queued(t, device)
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
+    if device.type == "cuda" and node is not None:
+        return tag(out, device)
+    if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
+        _host_copy(out, source, non_blocking)
+    return out
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: object,
+        t: torch.Tensor,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        non_blocking: bool,
+        memory_format: torch.memory_format,
+    ) -> torch.Tensor:
+        ctx.source, ctx.dtype = t.device, t.dtype  # type: ignore[attr-defined]
+        return _transfer(t, device, dtype, non_blocking, memory_format)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        back = move(grad, ctx.source, ctx.dtype)  # type: ignore[attr-defined]
+        return back, None, None, None, None
+
+
+def move(
+    t: torch.Tensor,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    """A copy of ``t`` on ``device`` (a simulated one, with its index, or a real one), as ``Tensor.to`` makes it.
+
+    Differentiable, twice too. The result is new memory, also where ``t`` is on ``device`` already and only the dtype
+    changes; ``t`` itself where nothing does.
+    """
+    if t.device == device and (dtype is None or dtype == t.dtype):
+        return t
+    if torch.is_grad_enabled() and t.requires_grad:
+        out: torch.Tensor = _Move.apply(t, device, dtype, non_blocking, memory_format)
+        return out
+    return _transfer(t, device, dtype, non_blocking, memory_format)

@@ -1,0 +1,101 @@
+"""``torch.cuda.FloatTensor`` and its kin, and ``Tensor.new``: the constructors of before there were dtypes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from mgpu_check.simulated.native import refused
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node, simulated_device
+from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor
+
+__all__ = ["install_typed"]
+
+
+class _Typed(type):
+    """The class of ``torch.cuda.FloatTensor``: calling it makes a tensor, and tensors of its dtype are its instances."""
+
+    dtype: torch.dtype
+    layout: torch.layout
+    is_cuda = True
+
+    def __call__(cls, *args: object, **kwargs: object) -> torch.Tensor:
+        if cls.layout is not torch.strided:
+            refused(f"{cls.__module__}.{cls.__name__}")()
+        return _made(torch.empty(0, dtype=cls.dtype), simulated_device(kwargs.pop("device", "cuda")), args)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, SimulatedTensor) and (instance.dtype, instance.layout) == (cls.dtype, cls.layout)
+
+    @property
+    def is_sparse(cls) -> bool:
+        return cls.layout is torch.sparse_coo
+
+
+def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, ...]) -> torch.Tensor:
+    """What ``like.new(*args)`` gives, on ``device``: by sizes, from a sequence, or of a tensor's own memory."""
+    assert device is not None
+    if len(args) == 1:
+        (given,) = args
+        if isinstance(given, torch.Tensor):
+            if given.device != device:
+                raise RuntimeError(
+                    f"legacy constructor expects device type: {device.type} but device type: {given.device.type} was passed"
+                )
+            return given.detach()
+        if isinstance(given, (list, tuple)) and not isinstance(given, torch.Size):
+            return torch.tensor(given, dtype=like.dtype, device=device)
+    if any(isinstance(a, (torch.TypedStorage, torch.UntypedStorage)) for a in args):
+        made = like.new(*args)
+        return made.to(device)
+    sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args or (0,)
+    return torch.empty(sizes, dtype=like.dtype, device=device)  # type: ignore[arg-type]
+
+
+def _new(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(original)
+    def new(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if active_node() is None or not isinstance(self, SimulatedTensor):
+            return original(self, *args, **kwargs)
+        device = simulated_device(kwargs.get("device", self.device))
+        if device is None:
+            raise RuntimeError(
+                f"legacy constructor expects device type: cuda but device type: {kwargs.get('device')} was passed"
+            )
+        return _made(torch.empty(0, dtype=self.dtype), device, args)
+
+    return new
+
+
+def _default_type(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def set_default_tensor_type(kind: object, /) -> None:
+        name = kind if isinstance(kind, str) else ""
+        chosen = getattr(torch.cuda, name.removeprefix("torch.cuda."), None) if name.startswith("torch.cuda.") else kind
+        if type(chosen) is _Typed:
+            torch.set_default_dtype(chosen.dtype)
+            torch.set_default_device("cuda")
+        else:
+            torch.set_default_device(None)
+            original(kind)
+
+    return set_default_tensor_type
+
+
+def install_typed(patches: Patches) -> None:
+    """Replace the typed tensors of ``torch.cuda``."""
+    for owner, layout in ((torch.cuda, torch.strided), (torch.cuda.sparse, torch.sparse_coo)):
+        for dtype, name in TYPE_NAMES.items():
+            if hasattr(owner, name):
+                body = {"__module__": owner.__name__, "dtype": dtype, "layout": layout}
+                patches.set(owner, name, _Typed(name, (), body))
+    patches.set(torch.Tensor, "new", _new(torch.Tensor.new))
+    patches.replace(torch.set_default_tensor_type, _default_type(torch.set_default_tensor_type))
+    patches.at_exit(lambda: torch.set_default_device(None) if _on_a_device() else None)
+
+
+def _on_a_device() -> bool:
+    return torch.get_default_device().type == "cuda"

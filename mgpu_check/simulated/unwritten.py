@@ -1,0 +1,156 @@
+"""Memory of a device that was made and not written yet: it holds what no right program computes from.
+
+A device leaves there what was there before, often zeros or the last model's weights, so that code that forgets to
+initialize passes until it does not. Here floating and complex numbers are NaN, integers their least value (or the
+greatest, where they have no sign) and booleans true. Memory of the host is as torch leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from mgpu_check.simulated.delivery import poison
+from mgpu_check.simulated.memory import block_of
+from mgpu_check.simulated.state import active_node
+
+__all__ = ["EMPTY", "never_written", "never_written_bytes", "operator", "refuse_oversized", "require"]
+
+# Functions and methods of torch whose result holds what was there before.
+EMPTY = frozenset(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"])
+_LARGE = 1 << 24  # elements: below, nobody asks whether they fit before they are there
+_FILLABLE = frozenset(
+    [
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+        torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    ]
+)  # fmt: skip
+_no_dispatch = torch._C._DisableTorchDispatch
+
+
+def never_written(t: torch.Tensor) -> None:
+    """Fill ``t``, which has just been made, with what nobody has written. Sparse and packed dtypes stay as they are."""
+    if t.layout is not torch.strided or not t.numel():
+        return
+    with _no_dispatch(), torch.no_grad():
+        if t.dtype in _FILLABLE:
+            poison(t)
+        elif t.dtype is torch.bool:
+            t.fill_(True)
+
+
+def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
+    """The same from byte ``start`` of a storage on: all bits set, which is NaN in each floating dtype."""
+    with _no_dispatch(), torch.no_grad():
+        home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
+        count = storage.nbytes() - start
+        torch.empty(0, dtype=torch.uint8, device=home).set_(storage, start, (count,), (1,)).fill_(255)
+
+
+def _magnitude(values: Iterable[object]) -> float:
+    """The product of the numbers among ``values``: at least the elements of what is made by these sizes."""
+    product = 1.0
+    for value in values:
+        if isinstance(value, (int, float)):
+            product *= max(abs(value), 1)
+        elif isinstance(value, (list, tuple)):
+            product *= _magnitude(value)
+    return product
+
+
+def require(
+    make: Callable[..., torch.Tensor], device: torch.device, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    """Raise ``torch.OutOfMemoryError`` where what ``make`` is asked for does not fit on ``device``, without making it."""
+    tensors = [a.numel() for a in args if isinstance(a, torch.Tensor)]
+    if _magnitude([*args, kwargs.get("size")]) * math.prod(tensors) < _LARGE:
+        return
+    node = active_node()
+    size = _bytes_of(make, args, {**kwargs, "device": "meta", "generator": None})
+    if node is not None and size is not None:
+        node.memory[device.index].require(size)
+
+
+def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> int | None:
+    """Bytes of what ``make`` returns for tensors on 'meta'; None where it cannot be told."""
+
+    def bare(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, (list, tuple)):
+            return [bare(item) for item in value]
+        return value
+
+    try:
+        with _no_dispatch():
+            made = make(*map(bare, args), **{k: bare(v) for k, v in kwargs.items() if v is not None})
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+    results = made if isinstance(made, (list, tuple)) else [made]
+    return sum(r.untyped_storage().nbytes() for r in results if isinstance(r, torch.Tensor))
+
+
+def refuse_oversized(
+    func: Callable[..., object], device: torch.device, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> None:
+    """After ``func`` has failed: raise ``torch.OutOfMemoryError`` if its result would not have fit on ``device``."""
+    node = active_node()
+    size = _bytes_of(func, args, kwargs)
+    if node is not None and size is not None:
+        node.memory[device.index].require(size)
+
+
+def _emptying(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
+        made = _sized(func)(*args, **kwargs)
+        never_written(made)
+        return made
+
+    return call
+
+
+def _sized(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
+        require(func, args[0].device, args, kwargs)  # type: ignore[attr-defined]
+        return func(*args, **kwargs)
+
+    return call
+
+
+def _resizing(func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def call(*args: object, **kwargs: object) -> torch.Tensor:
+        t = args[0]
+        assert isinstance(t, torch.Tensor)
+        storage = t.untyped_storage()
+        block, before = block_of(storage), storage.nbytes()
+        made = func(*args, **kwargs)
+        grown = storage.nbytes() > before
+        if grown and block is not None:
+            block.resize(storage.nbytes())
+        if grown:
+            never_written_bytes(storage, before)
+        return made
+
+    return call
+
+
+_OPERATORS: dict[str, Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]] = {
+    "aten::empty_like": _emptying,
+    "aten::new_empty": _emptying,
+    "aten::new_empty_strided": _emptying,
+    "aten::resize_": _resizing,
+    "aten::resize_as_": _resizing,
+    "aten::new_zeros": _sized,
+    "aten::new_ones": _sized,
+    "aten::new_full": _sized,
+    "aten::repeat": _sized,
+}
+
+
+def operator(name: str, func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """How operator ``name`` runs, whose kernel ``func`` is."""
+    wrap = _OPERATORS.get(name)
+    return func if wrap is None else wrap(func)

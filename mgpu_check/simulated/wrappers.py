@@ -1,0 +1,139 @@
+"""Tensors that wrap a device tensor: DTensor, and the results of functional collectives that are still on their way.
+
+C++ keeps a device for them, and autograd asks the driver of that device for a stream. So they are made on the backing
+device, where what they wrap is too, and say in Python that they are where the wrapped tensor says that it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import device_mesh
+
+from mgpu_check.simulated.patches import Patches
+from mgpu_check.simulated.state import active_node, device_index, simulated_device
+
+__all__ = ["convert_local", "install_wrappers", "is_distributed"]
+
+_DTENSOR = "torch.distributed.tensor"
+_FAKE = "_rebuild_tensor_from_dtensor_meta"
+
+
+def is_distributed(t: object) -> bool:
+    """Whether ``t`` is a DTensor; imports nothing to find out."""
+    kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
+    return kind is not None and isinstance(t, kind)
+
+
+def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The DTensor whose part on this rank is ``convert`` of that of ``t``, which must keep shape and strides.
+
+    Differentiable where ``convert`` is.
+    """
+    given: Any = t
+    local = convert(given.to_local())
+    made: torch.Tensor = type(given).from_local(
+        local, given.device_mesh, given.placements, run_check=False, shape=given.shape, stride=given.stride()
+    )
+    return made
+
+
+def _inner(self: torch.Tensor) -> torch.Tensor:
+    """The first tensor that ``self`` wraps."""
+    names, _ = self.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: torch.Tensor = getattr(self, names[0])
+    return inner
+
+
+def _teach(patches: Patches, kind: type) -> None:
+    """Have tensors of this class name the device of what they wrap."""
+    patches.set(kind, "device", property(lambda self: _inner(self).device))
+    patches.set(kind, "is_cuda", property(lambda self: _inner(self).is_cuda))
+    patches.set(kind, "is_cpu", property(lambda self: _inner(self).is_cpu))
+    patches.set(kind, "get_device", lambda self: _inner(self).get_device())
+
+
+def _make_wrapper(patches: Patches, original: Callable[..., torch.Tensor]) -> staticmethod[..., torch.Tensor]:
+    taught: set[type] = set()
+
+    @functools.wraps(original)
+    def make(cls: type, *args: object, **kwargs: object) -> torch.Tensor:
+        node = active_node()
+        if node is None or not hasattr(cls, "__tensor_flatten__") or simulated_device(kwargs.get("device")) is None:
+            return original(cls, *args, **kwargs)
+        if cls not in taught:
+            taught.add(cls)
+            _teach(patches, cls)
+        return original(cls, *args, **{**kwargs, "device": node.backing})
+
+    return staticmethod(make)
+
+
+def _fake(spec: Any) -> torch.Tensor:
+    """The fake tensor by which DTensor finds the shape of a result: only its device would need a driver."""
+    node, meta = active_node(), spec.tensor_meta
+    device = spec.mesh.device_type if node is None or spec.mesh.device_type != "cuda" else node.backing
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+
+
+def _region(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Random numbers of a DTensor: other ones in each shard, the same in its replicas, and all ranks in step after.
+
+    CUDA's generator skips to the part of its sequence that belongs to the shard. That of a CPU cannot, so each shard
+    has a sequence of its own, seeded by a number that all ranks draw.
+    """
+
+    @contextmanager
+    def region(self: Any, spec: Any, generator: torch.Generator | None = None) -> Iterator[None]:
+        node = active_node()
+        if node is None or self._device.type != "cuda" or not self.distribute_region_enabled:
+            with original(self, spec, generator):
+                yield
+            return
+        own = node.generators[device_index(self._device)]
+        start = SimpleNamespace(offset=0)  # in place of a state of CUDA's generator
+        self._set_pre_op_offset(start, spec)
+        root = torch.empty((), dtype=torch.int64, device=node.backing)
+        root.random_(generator=own if generator is None else generator)
+        kept = own.get_state()
+        own.manual_seed((int(root) + int(start.offset)) % 2**63)
+        try:
+            yield
+        finally:
+            own.set_state(kept)
+
+    return region
+
+
+def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None]:
+    """A DTensor needs a mesh: the first one is the time to teach DTensor, which is slow to import, where it lives."""
+    taught = False
+
+    @functools.wraps(original)
+    def init(self: object, *args: object, **kwargs: object) -> None:
+        nonlocal taught
+        if not taught:
+            taught = True
+            _teach(patches, importlib.import_module(_DTENSOR).DTensor)
+            schema = importlib.import_module(f"{_DTENSOR}._op_schema")
+            if hasattr(schema, _FAKE):
+                patches.set(schema, _FAKE, _fake)
+            tracker = importlib.import_module(f"{_DTENSOR}._random").OffsetBasedRNGTracker
+            patches.set(tracker, "_distribute_region", _region(tracker._distribute_region))
+        original(self, *args, **kwargs)
+
+    return init
+
+
+def install_wrappers(patches: Patches) -> None:
+    """Replace how tensors that wrap others are made."""
+    patches.set(torch.Tensor, "_make_wrapper_subclass", _make_wrapper(patches, torch.Tensor._make_wrapper_subclass))
+    mesh = device_mesh.DeviceMesh
+    patches.set(mesh, "__init__", _mesh(patches, mesh.__init__))

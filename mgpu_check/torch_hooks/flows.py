@@ -1,0 +1,174 @@
+"""What a rank gives each other rank in an operation, and what it takes from it: by that both sides can be compared.
+
+Sends and receives, and the collectives in which ranks may well have tensors of different sizes. In the others all ranks
+must have the same; see `collectives`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.processes.protocol import ANY, MANY, Flow, Group, Run
+
+__all__ = ["FLOWS", "Flows", "size_of"]
+
+_MOST_RUNS = 64  # of one flow that are kept apart; of what comes after, the number of tensors is compared only
+
+Get = Callable[[str], Any]
+Parts = Iterator[tuple[bool, int, str]]
+"""Whether it is given, or taken; the index of the peer in the group, `ANY` for any; dtype and number of elements."""
+
+
+def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
+    """ "float32[8]": dtype and number of elements, whatever the shape."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel() if count is None else count}]"
+
+
+def _sizes(tensors: Any, count: int) -> list[str]:
+    """Of a list with a tensor for each rank; nothing where it is none, of which the collective itself will complain."""
+    if isinstance(tensors, (list, tuple)) and len(tensors) == count:
+        return [size_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+    return []
+
+
+def _one(tensor: Any, peers: Sequence[int], given: bool) -> Parts:
+    if isinstance(tensor, torch.Tensor):
+        size = size_of(tensor)
+        for peer in peers:
+            yield given, peer, size
+
+
+def _each(tensors: Any, count: int, given: bool) -> Parts:
+    for peer, size in enumerate(_sizes(tensors, count)):
+        yield given, peer, size
+
+
+def _all_gather(get: Get, me: int, count: int, root: int) -> Parts:
+    yield from _one(get("tensor"), range(count), True)
+    yield from _each(get("tensor_list"), count, False)
+
+
+def _gather(get: Get, me: int, count: int, root: int) -> Parts:
+    yield from _one(get("tensor"), (root,), True)
+    if me == root:
+        yield from _each(get("gather_list"), count, False)
+
+
+def _scatter(get: Get, me: int, count: int, root: int) -> Parts:
+    if me == root:
+        yield from _each(get("scatter_list"), count, True)
+    yield from _one(get("tensor"), (root,), False)
+
+
+def _reduce_scatter(get: Get, me: int, count: int, root: int) -> Parts:
+    yield from _each(get("input_list"), count, True)
+    yield from _one(get("output"), range(count), False)
+
+
+def _all_to_all(get: Get, me: int, count: int, root: int) -> Parts:
+    yield from _each(get("input_tensor_list"), count, True)
+    yield from _each(get("output_tensor_list"), count, False)
+
+
+def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
+    given = get("input")
+    if not isinstance(given, torch.Tensor) or given.dim() == 0:
+        return
+    row = given.numel() // max(1, given.shape[0])
+    for giving, tensor, splits in (
+        (True, given, get("input_split_sizes")),
+        # The functional one makes what it returns itself.
+        (False, get("output"), get("output_split_sizes")),
+    ):
+        rows = list(splits) if isinstance(splits, (list, tuple)) and splits else None
+        if rows is None:
+            whole = tensor if isinstance(tensor, torch.Tensor) else given
+            sizes = [size_of(given, whole.numel() // count)] * count
+        else:
+            sizes = [size_of(given, number * row) for number in rows]
+        if isinstance(tensor, torch.Tensor) and tensor.dtype != given.dtype:
+            return
+        for peer, size in enumerate(sizes):
+            yield giving, peer, size
+
+
+def _send(get: Get, me: int, count: int, root: int) -> Parts:
+    yield from _one(get("tensor"), (root,), True)
+
+
+def _receive(get: Get, me: int, count: int, root: int) -> Parts:
+    yield from _one(get("tensor"), (root,), False)
+
+
+def _send_objects(get: Get, me: int, count: int, root: int) -> Parts:
+    yield True, root, "objects"
+
+
+def _receive_objects(get: Get, me: int, count: int, root: int) -> Parts:
+    yield False, root, "objects"
+
+
+FLOWS: Mapping[str, Callable[[Get, int, int, int], Parts]] = {
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "send": _send,
+    "isend": _send,
+    "recv": _receive,
+    "irecv": _receive,
+    "send_object_list": _send_objects,
+    "recv_object_list": _receive_objects,
+}
+"""By function of ``torch.distributed``; given its arguments by name, the own index, the size, and the index of the root."""
+
+
+class Flows:
+    """The account of one rank, since `clear`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[tuple[Group, bool, int, int], list[list[Any]]] = {}
+
+    def clear(self) -> None:
+        """Start anew."""
+        self._runs.clear()
+
+    def add(
+        self, name: str, get: Get, group: Group, me: int, root: int, tag: int, place: tuple[str, int]
+    ) -> Callable[[], None]:
+        """Write an operation down that begins. What takes that back, if it then did not."""
+        added: list[list[Any]] = []
+        with self._lock:
+            for given, index, what in FLOWS[name](get, group.ranks.index(me), len(group.ranks), root):
+                peer = ANY if index == ANY else group.ranks[index]
+                runs = self._runs.setdefault((group, given, peer, tag), [])
+                if len(runs) >= _MOST_RUNS:
+                    what = MANY
+                if not runs or (runs[-1][1:] != [what, name, *place] and runs[-1][1] != MANY):
+                    runs.append([0, what, name, *place])
+                runs[-1][0] += 1
+                added.append(runs[-1])
+
+        def take_back() -> None:
+            with self._lock:
+                for run in added:
+                    run[0] -= 1
+
+        return take_back
+
+    def told(self) -> tuple[Flow, ...]:
+        """All of it, for the pytest process."""
+        if not self._runs:
+            return ()
+        with self._lock:
+            return tuple(
+                Flow(group, given, peer, tag, tuple(Run(*run) for run in runs if run[0]))
+                for (group, given, peer, tag), runs in self._runs.items()
+            )
