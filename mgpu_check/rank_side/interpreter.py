@@ -139,11 +139,17 @@ def _loggers() -> list[logging.Logger]:
 
 def open_files() -> dict[int, tuple[int, int]]:
     """Which file each file descriptor is."""
-    found = {}
-    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        with contextlib.suppress(OSError):  # that of the directory itself
-            status = os.fstat(int(name))
-            found[int(name)] = status.st_dev, status.st_ino
+    found: dict[int, tuple[int, int]] = {}
+    try:
+        names = os.listdir("/proc/self/fd")
+    except OSError:
+        return found  # no Linux
+    for number in map(int, names):
+        try:
+            status = os.fstat(number)
+        except OSError:
+            continue  # that of the directory itself
+        found[number] = status.st_dev, status.st_ino
     return found
 
 

@@ -6,14 +6,17 @@ import pickle
 import sys
 import types
 
+import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms.model_averaging.averagers
 import torch.nn.attention
 from torch.backends import cudnn
 from torch.backends.cuda import matmul
 from torch.nn.attention import SDPBackend
 
+from mgpu_check.processes import pickling
 from mgpu_check.processes.pickling import dumps, loads
 
 aten = torch.ops.aten
@@ -99,3 +102,25 @@ def test_functions_that_name_them_run_in_ranks(pool):
         return torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32, total.tolist(), narrow.max
 
     assert pool.run(body, size=2) == [(True, True, [6.0, 6.0], 65504.0)] * 2
+
+
+def a_submodule():
+    return torch.nn.attention.SDPBackend.MATH
+
+
+def submodules_deep_down():
+    return torch.distributed.algorithms.model_averaging.averagers, torch.nn.functional.relu, dist.nn, cudnn.benchmark
+
+
+def none_of_them():
+    return torch.ones(1), dist.get_rank, sys.version
+
+
+@pytest.mark.parametrize("function", [a_submodule, submodules_deep_down, none_of_them])
+def test_the_submodules_that_a_function_names_are_those_that_cloudpickle_finds(function):
+    """They are found by looking names up, and not by reading through all modules."""
+    theirs = cloudpickle.cloudpickle._find_imported_submodules
+    arguments = function.__code__, [torch, dist, cudnn, sys]
+    assert set(pickling._find_imported_submodules(*arguments)) == set(theirs(*arguments))
+    assert cloudpickle.loads(dumps(function)).__name__ == function.__name__
+    assert cloudpickle.cloudpickle._find_imported_submodules is theirs  # others of this process have their own
