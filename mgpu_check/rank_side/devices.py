@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_check.simulated import streams
+
 __all__ = ["DeviceRefused", "Devices", "MaskIgnored", "check_visible", "devices_behind", "has_nccl", "take"]
 
 _GRACE = 0.005
@@ -63,10 +65,38 @@ def take(device: int) -> None:
 
 
 class Devices(abc.ABC):
-    """What this process has queued on devices, and whether they can still be used.
+    """What this process has queued on devices, and whether they can still be used."""
 
-    By a thread of its own, because CUDA has no way to ask whether a device is idle, and to wait may take for ever.
-    """
+    @abc.abstractmethod
+    def idle(self, patience: float = _GRACE) -> bool:
+        """Return whether all that was queued is done; wait for `patience` seconds at most.
+
+        Raises:
+            RuntimeError: an error of a kernel has come up.
+        """
+
+    def wait(self) -> None:
+        """Wait as long as it takes until all that was queued is done; raise as `idle`."""
+        self.idle(threading.TIMEOUT_MAX)
+
+    def usable(self) -> bool:
+        """Return whether devices are idle, and have no error that sticks to this process."""
+        try:
+            return self.idle(_LONGER_GRACE)
+        except Exception:
+            return False
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Put back what a call may have changed of CUDA's own settings."""
+
+    @abc.abstractmethod
+    def give_back(self) -> None:
+        """Free the memory that nobody needs any more."""
+
+
+class _WithDriver(Devices):
+    """Waits in a thread of its own, because CUDA has no way to ask whether a device is idle, and to wait may take for ever."""
 
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mgpu-check-synchronize")
@@ -74,11 +104,6 @@ class Devices(abc.ABC):
         self._pending: concurrent.futures.Future[None] | None = None
 
     def idle(self, patience: float = _GRACE) -> bool:
-        """Whether all that was queued is done, for which it waits a moment only.
-
-        Raises:
-            RuntimeError: an error of a kernel has come up.
-        """
         if not self.used():
             return True
         if self._pending is None:
@@ -97,35 +122,16 @@ class Devices(abc.ABC):
         self._pending = None
         return True
 
-    def wait(self) -> None:
-        """As `idle`, as long as it takes."""
-        self.idle(threading.TIMEOUT_MAX)
-
-    def usable(self) -> bool:
-        """Whether devices are idle, and have no error that sticks to this process."""
-        try:
-            return self.idle(_LONGER_GRACE)
-        except Exception:
-            return False
-
     @abc.abstractmethod
     def used(self) -> bool:
-        """Whether anything can be queued there."""
+        """Return whether anything can be queued there."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait for all that is queued, in a thread that has no device of its own yet."""
 
-    @abc.abstractmethod
-    def restore(self) -> None:
-        """Put back what a call may have changed of CUDA's own settings."""
 
-    @abc.abstractmethod
-    def give_back(self) -> None:
-        """Free the memory that nobody needs any more."""
-
-
-class RealDevices(Devices):
+class RealDevices(_WithDriver):
     """All that this process sees."""
 
     def used(self) -> bool:
@@ -162,11 +168,8 @@ def _with_contexts() -> list[int]:
     return [i for i in known if torch._C._cuda_hasPrimaryContext(i)]  # type: ignore[attr-defined]  # not in the stubs
 
 
-class BackingDevice(Devices):
-    """The one that computes for a simulated node. To be made before the node is entered, which replaces CUDA's functions.
-
-    Streams and other settings of the code under test are those of simulated devices, and put back there.
-    """
+class BackingDevice(_WithDriver):
+    """The one that computes for a simulated node. To be made before the node is entered, which replaces CUDA's functions."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -191,12 +194,32 @@ class BackingDevice(Devices):
             self._cuda["emptyCache"]()
 
 
-def devices_behind(simulate: str | None) -> Devices | None:
-    """The real devices of a process whose node is simulated on the device `simulate`, or is real: None for the CPU."""
+class SimulatedDevices(Devices):
+    """Those of a simulated node: their streams are busy where code has had them sleep, and beside them what computes for them.
+
+    Streams and other settings of the code under test are put back by the node.
+    """
+
+    def __init__(self, backing: BackingDevice | None) -> None:
+        self._backing = backing
+
+    def idle(self, patience: float = _GRACE) -> bool:
+        return streams.wait_until_idle(patience) and (self._backing is None or self._backing.idle(patience))
+
+    def restore(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        if self._backing is not None:
+            self._backing.give_back()
+
+
+def devices_behind(simulate: str | None) -> Devices:
+    """Return the devices of a process whose node is simulated on the device `simulate`, or is real."""
     if simulate is None:
         return RealDevices()
     device = torch.device(simulate)
-    return None if device.type == "cpu" else BackingDevice(device.index)
+    return SimulatedDevices(None if device.type == "cpu" else BackingDevice(device.index))
 
 
 def has_nccl() -> bool:

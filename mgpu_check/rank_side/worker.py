@@ -200,7 +200,7 @@ class Worker:
                 raise TypeError(
                     f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
                 ) from None
-            settled = self.devices is None or self.devices.idle()
+            settled = self.devices.idle()
         except BaseException as error:
             value = None
             try:
@@ -209,7 +209,7 @@ class Worker:
                 traceback.clear_frames(error.__traceback__)  # what the test holds leaves nothing to tell of it with
                 failure = failure_of(error)
             self.error = error
-            reusable = self.devices is None or self.devices.usable()
+            reusable = self.devices.usable()
         for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
             with contextlib.suppress(BaseException):  # the test has closed them, or put something else there
                 stream.flush()  # type: ignore[union-attr]
@@ -233,8 +233,7 @@ class Worker:
         """Wait for the devices: an error of a kernel, or a collective that never ends, belongs to the call that it is of."""
         assert self.outcome is not None
         try:
-            if self.devices is not None:
-                self.devices.wait()
+            self.devices.wait()
         except BaseException as error:
             self.error = error
             return dataclasses.replace(
@@ -244,8 +243,7 @@ class Worker:
 
     def restore(self) -> None:
         """Have the state of a fresh rank, as far as any call may have changed it."""
-        if self.devices is not None:
-            self.devices.restore()
+        self.devices.restore()
         self.baseline.restore()
 
     def move(self, surroundings: protocol.Surroundings) -> None:
@@ -291,8 +289,7 @@ class Worker:
             callback()
         stray.listen()
         try:
-            if self.devices is not None:
-                self.devices.give_back()
+            self.devices.give_back()
             self.baseline.restore_process()
             _write_stacks_to(self.stacks_fd)
             self.restore()

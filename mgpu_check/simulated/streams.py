@@ -48,9 +48,11 @@ __all__ = [
     "set_sync_debug_mode",
     "stream_by_id",
     "synchronize",
+    "wait_until_idle",
 ]
 
 
+_LONGEST_SLEEP = 1e6  # seconds; Python refuses some more
 _PRIORITIES = (0, -3)  # the least and the greatest that torch supports
 _ids = itertools.count(1)
 _by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
@@ -314,6 +316,14 @@ def synchronize(device: object = None) -> None:
     sleep_until(_busy.pop(device_index(device), 0.0))
     for late in _outstanding.pop(device_index(device), ()):
         late.deliver()
+
+
+def wait_until_idle(seconds: float) -> bool:
+    """Wait for the streams of all devices, `seconds` at most; return whether they have nothing left to do."""
+    end = time.perf_counter() + seconds
+    while (left := min(max(_busy.values(), default=0.0), end) - time.perf_counter()) > 0:
+        time.sleep(min(left, _LONGEST_SLEEP))
+    return max(_busy.values(), default=0.0) <= time.perf_counter()
 
 
 def hold_outstanding(late: Late, device: torch.device) -> None:

@@ -367,6 +367,22 @@ def test_death_by_exit(pool, code):
         pool.run(body, code, size=2)
 
 
+def test_a_call_ends_with_what_its_simulated_streams_have_to_do(pool):
+    """As on real devices: what a stream still does when the function has returned belongs to this call, and no other."""
+
+    def sleep(rank, cycles):
+        import torch
+
+        if rank.index == 1:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                torch.cuda._sleep(cycles)
+
+    with pytest.raises(RankHang, match=r"rank 1 is done, but for what it has queued on its devices"):
+        pool.run(sleep, 10**15, size=2, timeout=0.5)
+    pool.run(sleep, 30_000_000, size=2)  # 20 ms
+    assert pool.run(lambda rank: rank.index, size=2) == [0, 1]
+
+
 def test_a_hang_has_the_stacks_of_all_and_names_the_culprit(pool):
     def body(rank):
         import time

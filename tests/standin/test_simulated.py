@@ -20,6 +20,17 @@ def test_green_collectives(rank):
     got = [torch.empty_like(x) for _ in range(2)]
     dist.all_gather(got, x)
     assert [y.item() for y in got] == [0, 1]
+
+
+@pytest.mark.ranks(2, timeout=3)
+def test_red_kernel_that_never_ends(rank):
+    if rank.index == 1:
+        torch.cuda._sleep(10**15)
+
+
+@pytest.mark.ranks(2)
+def test_green_after_a_kernel_that_never_ends(rank):
+    assert on(rank, 1.0).item() == 1
 """
 )
 
