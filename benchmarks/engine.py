@@ -248,7 +248,7 @@ def ranks(size: int) -> dict[str, float]:
     from mgpu_check.engine.launcher import LocalLauncher
     from mgpu_check.engine.pool import RankPool
 
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=size, simulate="cpu", timeout=60.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=size, simulate="cpu", timeout=60.0)
     try:
         pool.run(os.getpid, size=1)
         started = time.perf_counter()

@@ -49,7 +49,7 @@ class Done:
 
 
 def environment() -> dict[str, str]:
-    """Without what this run was given: no GPU, no launcher, no hub, one thread for each rank."""
+    """Without what this run was given: no GPU, no launcher, no connections, one thread for each rank."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MGPU_CHECK_", "PYTEST_", "CUDA_VISIBLE"))}
     return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 

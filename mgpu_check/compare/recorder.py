@@ -18,8 +18,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import started
-from mgpu_check.compare import watched as witnesses
+from mgpu_check.compare import started, watched
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, summaries
@@ -41,7 +40,7 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
     """
-    rank, world = witnesses.place()
+    rank, world = watched.place()
     # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
     precision.exact()
     torch.backends.cudnn.deterministic = True
@@ -54,7 +53,7 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
     hooked = torch.optim.Optimizer.profile_hook_step  # what calls the hooks around a step
     torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
     torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
-    witnesses.install(recorder, world)
+    watched.install(recorder, world)
     started.install(fd)
     if entered is not None:
         from mgpu_check.compare.entered import install as install_count
@@ -110,7 +109,7 @@ class Recorder:
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
         if self._here.depth == 1 and module.training and self._calls < _CALLS:
-            self._here.drawn = witnesses.generators()
+            self._here.drawn = watched.generators()
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self._here.depth -= 1
@@ -133,7 +132,7 @@ class Recorder:
         """Note the first model whose result depends on random numbers that it draws."""
         before, self._here.drawn = getattr(self._here, "drawn", None), None
         self._calls += 1
-        if before is None or "random" in self._told or before == witnesses.generators():
+        if before is None or "random" in self._told or before == watched.generators():
             return
         self._told.add("random")
         self.note("random", what=f"the forward pass of {type(unwrapped(module)).__name__}")
@@ -170,7 +169,7 @@ class Recorder:
             batch_norms=norms,
             dropouts=random,
         )
-        if replicas > 1 and self.world > 1 and not witnesses.in_a_group():
+        if replicas > 1 and self.world > 1 and not watched.in_a_group():
             self.wait("alone")
 
     # backward

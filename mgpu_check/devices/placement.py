@@ -1,24 +1,24 @@
-"""Where ranks can run, and which of these places the ranks of a world take."""
+"""Where ranks can run, and which of these slots the ranks of a world take."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Seat", "WorldSize", "seats_for", "spread"]
+__all__ = ["Slot", "WorldSize", "slots_for", "spread"]
 
 
 @dataclass(frozen=True, order=True)
-class Seat:
-    """A place for one rank: a device of a host.
+class Slot:
+    """Where one rank can run: a device of a host.
 
     Attributes:
         host: index of the host, 0 on one machine.
-        slot: index of the device there, among those of the run.
+        index: index of the device there, among those of the run.
     """
 
     host: int
-    slot: int
+    index: int
 
 
 class WorldSize(int):
@@ -55,8 +55,8 @@ def spread(size: int, per_host: Sequence[int]) -> WorldSize:
     return WorldSize(counts)
 
 
-def seats_for(size: int, available: Sequence[Seat]) -> tuple[Seat, ...]:
-    """The seats of the ranks 0 to `size` - 1.
+def slots_for(size: int, available: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of the ranks 0 to `size` - 1.
 
     Raises:
         ValueError: there are not as many, or not on the hosts that a `WorldSize` names.
@@ -65,9 +65,9 @@ def seats_for(size: int, available: Sequence[Seat]) -> tuple[Seat, ...]:
         raise ValueError(f"size={size!r} is not a world size of this run; choose 1 to {len(available)}")
     if not isinstance(size, WorldSize):
         return tuple(sorted(available)[:size])
-    taken: list[Seat] = []
+    taken: list[Slot] = []
     for host, count in enumerate(size.per_host):
-        here = sorted(seat for seat in available if seat.host == host)
+        here = sorted(slot for slot in available if slot.host == host)
         if count > len(here):
             raise ValueError(f"size={size!r}: host {host} has {len(here)} devices, and {count} ranks are to run there")
         taken += here[:count]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 
 __all__ = ["Mask", "Masks"]
 
@@ -23,5 +23,5 @@ class Mask:
     uuids: tuple[str, ...] = ()
 
 
-Masks = Callable[[Sequence[Seat]], Mask]
+Masks = Callable[[Sequence[Slot]], Mask]
 """The mask of a process that is to see these devices of its host."""

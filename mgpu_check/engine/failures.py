@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
-from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import pickling
 from mgpu_check.processes.protocol import Failure
 from mgpu_check.processes.rank_lists import grouped, intervals, named
 from mgpu_check.processes.record import Entered, Record, fewest, parting
@@ -231,7 +231,7 @@ def _exception(failure: Failure) -> BaseException | None:
     if failure.pickled is None:
         return None
     try:
-        error = transport.loads(failure.pickled)
+        error = pickling.loads(failure.pickled)
     except BaseException:  # its class refers to what only the rank has; and whatever it raises is not ours
         return None
     return error if isinstance(error, BaseException) else None

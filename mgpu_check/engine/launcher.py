@@ -17,14 +17,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.forkserver import END, FILES, FORK
 from mgpu_check.engine.process import Process, halted
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.leftovers import MARK, clear
-from mgpu_check.processes.protocol import Surroundings
+from mgpu_check.processes.protocol import CallContext
 from mgpu_check.processes.record import SIZE
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.stacks import HALTED
@@ -76,8 +76,8 @@ class Launcher(Protocol):
     def start(self) -> None:
         """Begin to come up, without waiting for it."""
 
-    def launch(self, seats: Sequence[Seat]) -> list[Process]:
-        """A new process, connected, for each of `seats`."""
+    def launch(self, slots: Sequence[Slot]) -> list[Process]:
+        """A new process, connected, for each of `slots`."""
 
     def store(self, name: str) -> str:
         """Address of a rendezvous that has not been used yet, for a world called `name`: see `RankSpec.store`."""
@@ -85,14 +85,14 @@ class Launcher(Protocol):
     def host_name(self, host: int) -> str:
         """What reports call a host; nothing where there is one only."""
 
-    def surroundings(self, here: Surroundings) -> Surroundings:
-        """What ranks are told of the surroundings of this process."""
+    def call_context(self, here: CallContext) -> CallContext:
+        """What ranks are told of the context of calls in this process."""
 
     def losses(self) -> list[str]:
         """What became of agents that are lost, where no failure has told it yet; nothing on one machine."""
 
-    def binding(self, seat: Seat, here: Sequence[Seat]) -> tuple[int, int]:
-        """The index of a seat's real device as its process sees it, and how many it sees, if those of `here` are meant."""
+    def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
+        """The index of a slot's real device as its process sees it, and how many it sees, if those of `here` are meant."""
 
     def waitables(self) -> list[int]:
         """File descriptors that are readable when a process has ended; then `collect` is to be called."""
@@ -165,19 +165,19 @@ class LocalLauncher:
     def host_name(self, host: int) -> str:
         return ""
 
-    def surroundings(self, here: Surroundings) -> Surroundings:
+    def call_context(self, here: CallContext) -> CallContext:
         return here
 
     def losses(self) -> list[str]:
         return []
 
-    def binding(self, seat: Seat, here: Sequence[Seat]) -> tuple[int, int]:
-        return here.index(seat), len(here)
+    def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
+        return here.index(slot), len(here)
 
-    def launch(self, seats: Sequence[Seat]) -> list[Process]:
+    def launch(self, slots: Sequence[Slot]) -> list[Process]:
         launched: list[Process] = []
         try:
-            for _ in seats:
+            for _ in slots:
                 launched.append(self.fork(*socket.socketpair()))
         except BaseException:
             for process in launched:

@@ -10,18 +10,17 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mgpu_check.devices.placement import Seat, seats_for
+from mgpu_check.devices.placement import Slot, slots_for
 from mgpu_check.devices.visibility import Mask, Masks
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.warm import Place, WarmWorlds
 from mgpu_check.engine.world import Function, World
 from mgpu_check.errors import AgentLost, StartupFailure
-from mgpu_check.processes import pickling as transport
-from mgpu_check.processes import protocol
+from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.unpicklable import culprit, culprit_of
 
-__all__ = ["CannotTravel", "RankPool"]
+__all__ = ["NotPicklable", "RankPool"]
 
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
 
@@ -29,7 +28,7 @@ Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
 """Takes what each rank has told in a call: see `worker.tell`."""
 
 
-class CannotTravel(TypeError):
+class NotPicklable(TypeError):
     """A function, or an argument of a call, cannot be pickled."""
 
 
@@ -37,7 +36,7 @@ class RankPool:
     """Warm ranks of every world size up to `devices`, and the node process. Nothing starts before it is needed.
 
     Args:
-        seats: where ranks can run; a number stands for that many devices of this machine.
+        slots: where ranks can run; a number stands for that many devices of this machine.
         simulate: backing device of the simulated node, or None on real devices.
         timeout: seconds that a call gets where it does not say.
         wrap: put around every function before it is sent; must travel by reference.
@@ -49,11 +48,11 @@ class RankPool:
     def __init__(
         self,
         launcher: Launcher,
-        seats: int | Sequence[Seat],
+        slots: int | Sequence[Slot],
         simulate: str | None,
         timeout: float,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
-        masks: Masks = lambda seats: Mask(),
+        masks: Masks = lambda slots: Mask(),
         memory: Callable[[], int | None] = lambda: None,
         hear: Hear = lambda told: None,
     ) -> None:
@@ -69,12 +68,12 @@ class RankPool:
         self._used: set[Place] = set()
         self._made = 0
         self._functions = 0
-        self.reseat(seats)
+        self.set_slots(slots)
 
-    def reseat(self, seats: int | Sequence[Seat]) -> None:
-        """Have these seats from now on; a number stands for that many devices of this machine."""
-        self.seats = tuple(Seat(0, slot) for slot in range(seats)) if isinstance(seats, int) else tuple(seats)
-        self.available = self.seats
+    def set_slots(self, slots: int | Sequence[Slot]) -> None:
+        """Have these slots from now on; a number stands for that many devices of this machine."""
+        self.slots = tuple(Slot(0, index) for index in range(slots)) if isinstance(slots, int) else tuple(slots)
+        self.available = self.slots
 
     @property
     def devices(self) -> int:
@@ -92,15 +91,15 @@ class RankPool:
             reused: it will be called many times in this test.
 
         Raises:
-            CannotTravel: it, or something that it refers to, cannot be pickled.
+            NotPicklable: it, or something that it refers to, cannot be pickled.
         """
         name = getattr(function, "__name__", type(function).__name__)
         self._functions += 1
         wrapped = self.wrap(function)
         try:
-            return Function(str(self._functions), transport.dumps(wrapped), name, reused)
+            return Function(str(self._functions), pickling.dumps(wrapped), name, reused)
         except Exception as error:
-            raise CannotTravel(
+            raise NotPicklable(
                 f"{name} cannot run in another process: it refers to {culprit_of(function) or error}; "
                 "make files, locks, processes and the like inside of it"
             ) from error
@@ -131,7 +130,7 @@ class RankPool:
         """
         size = self.devices if size is None else size
         try:
-            seats_for(size, self.available)
+            slots_for(size, self.available)
         except ValueError as error:
             raise ValueError(f"ranks.run: {error}") from None
         args, kwargs = _with_rank(fn, args, kwargs)
@@ -153,9 +152,9 @@ class RankPool:
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout!r} is not valid; choose a finite number of seconds above 0")
         try:
-            arguments = transport.dumps((args, dict(kwargs)))
+            arguments = pickling.dumps((args, dict(kwargs)))
         except Exception as error:
-            raise CannotTravel(
+            raise NotPicklable(
                 f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
             ) from error
         with self._lock:
@@ -163,7 +162,7 @@ class RankPool:
             if size:
                 self.sizes.add(size)
             try:
-                results = world.run(function, arguments, self._surroundings(self._simulate), timeout)
+                results = world.run(function, arguments, self._call_context(self._simulate), timeout)
             finally:
                 if world.told:
                     self.hear(world.told)
@@ -171,12 +170,12 @@ class RankPool:
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
         """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
-        world = self._new_world(Place((), (Seat(host, 0),), None), simulate=None, masked=False)
+        world = self._new_world(Place((), (Slot(host, 0),), None), simulate=None, masked=False)
         try:
             function = self.function(fn)
-            arguments = transport.dumps(((), {}))
-            (result,) = world.run(function, arguments, self._surroundings(None), 300.0)
-            return transport.loads(result)
+            arguments = pickling.dumps(((), {}))
+            (result,) = world.run(function, arguments, self._call_context(None), 300.0)
+            return pickling.loads(result)
         finally:
             world.discard()
 
@@ -186,14 +185,14 @@ class RankPool:
             self._world(self._place(size, backend, host))
 
     def _place(self, size: int, backend: str | None, host: int) -> Place:
-        seats = seats_for(size, self.available) if size else ()
-        hosts = {seat.host for seat in seats} or {host}
-        return Place(seats, tuple(seat for seat in self.available if seat.host in hosts), backend)
+        slots = slots_for(size, self.available) if size else ()
+        hosts = {slot.host for slot in slots} or {host}
+        return Place(slots, tuple(slot for slot in self.available if slot.host in hosts), backend)
 
     def _world(self, place: Place) -> World:
         world = self._worlds.take(place)
         if world is None:
-            self._worlds.make_room(place, len(self.seats), self._used)
+            self._worlds.make_room(place, len(self.slots), self._used)
             try:
                 world = self._new_world(place, self._simulate)
             except StartupFailure:
@@ -209,28 +208,28 @@ class RankPool:
     def _new_world(self, place: Place, simulate: str | None, masked: bool = True) -> World:
         self._made += 1
         store = self._launcher.store(f"world-{self._made}")
-        surroundings = self._surroundings(simulate)
-        seats = place.seats or place.visible[:1]
-        hosts = sorted({seat.host for seat in seats})
+        call_context = self._call_context(simulate)
+        slots = place.slots or place.visible[:1]
+        hosts = sorted({slot.host for slot in slots})
 
         def spec_of(index: int) -> protocol.RankSpec:
             rank = None if index == NODE else index
-            seat = seats[rank or 0]
-            here = [other for other in place.visible if other.host == seat.host]
-            beside = [other for other in seats if other.host == seat.host]
-            node_index, local_index = hosts.index(seat.host), beside.index(seat)
-            device, devices = (here.index(seat), len(here)) if simulate else self._launcher.binding(seat, here)
+            slot = slots[rank or 0]
+            here = [other for other in place.visible if other.host == slot.host]
+            beside = [other for other in slots if other.host == slot.host]
+            node_index, local_index = hosts.index(slot.host), beside.index(slot)
+            device, devices = (here.index(slot), len(here)) if simulate else self._launcher.binding(slot, here)
             environment = {
                 "RANK": str(rank or 0),
                 "LOCAL_RANK": str(local_index),
                 "GROUP_RANK": str(node_index),
-                "WORLD_SIZE": str(len(seats)),
+                "WORLD_SIZE": str(len(slots)),
                 "LOCAL_WORLD_SIZE": str(len(beside)),
                 "GROUP_WORLD_SIZE": str(len(hosts)),
             }
-            if simulate and self._launcher.host_name(seat.host):
-                environment["NCCL_HOSTID"] = str(seat.host)  # hosts of a simulated run may well be one machine
-            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in surroundings.environment:
+            if simulate and self._launcher.host_name(slot.host):
+                environment["NCCL_HOSTID"] = str(slot.host)  # hosts of a simulated run may well be one machine
+            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in call_context.environment:
                 # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
                 # devices after each call, report such an error with its place, and replace the process ourselves.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
@@ -238,7 +237,7 @@ class RankPool:
             environment.update(mask.environment)
             return protocol.RankSpec(
                 index=rank,
-                size=len(seats),
+                size=len(slots),
                 local_index=local_index,
                 node_index=node_index,
                 device=device,
@@ -248,24 +247,24 @@ class RankPool:
                 store=store,
                 group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
                 # In the node process DataParallel has a thread for each device, as ranks are a process each.
-                threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.seats else len(here))),
-                surroundings=surroundings,
+                threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.slots else len(here))),
+                call_context=call_context,
                 own_environment=environment,
                 uuids=mask.uuids,
             )
 
-        return World(self._launcher, spec_of, range(len(seats)) if place.seats else [NODE], seats, self.timeout)
+        return World(self._launcher, spec_of, range(len(slots)) if place.slots else [NODE], slots, self.timeout)
 
-    def _surroundings(self, simulate: str | None) -> protocol.Surroundings:
-        return self._launcher.surroundings(_surroundings(simulate))
+    def _call_context(self, simulate: str | None) -> protocol.CallContext:
+        return self._launcher.call_context(_call_context(simulate))
 
-    def begin_test(self, available: Sequence[Seat] | None = None) -> None:
+    def begin_test(self, available: Sequence[Slot] | None = None) -> None:
         """Start the account of a new test.
 
         Args:
-            available: the seats that it may use; default all.
+            available: the slots that it may use; default all.
         """
-        self.available = self.seats if available is None else tuple(available)
+        self.available = self.slots if available is None else tuple(available)
         self.sizes = set()
         self._used = set()
 
@@ -336,7 +335,7 @@ class RankPool:
         self._launcher.close()
 
 
-def _surroundings(simulate: str | None) -> protocol.Surroundings:
+def _call_context(simulate: str | None) -> protocol.CallContext:
     """Those of this process now, as its ranks are to have them."""
     environment = dict(os.environ)
     environment.pop("PYTEST_CURRENT_TEST", None)  # it differs for each test and phase, and means this process
@@ -347,7 +346,7 @@ def _surroundings(simulate: str | None) -> protocol.Surroundings:
         directory = os.getcwd()
     except FileNotFoundError:
         directory = os.sep
-    return protocol.Surroundings(tuple(sys.path), directory, environment)
+    return protocol.CallContext(tuple(sys.path), directory, environment)
 
 
 def _with_rank(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.world import World
 
@@ -30,18 +30,18 @@ class Place:
     """What tells one world from another.
 
     Attributes:
-        seats: of its ranks, in rank order; empty for a node process.
-        visible: the seats whose devices its processes see, on all hosts where it has any.
+        slots: of its ranks, in rank order; empty for a node process.
+        visible: the slots whose devices its processes see, on all hosts where it has any.
     """
 
-    seats: tuple[Seat, ...]
-    visible: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
+    visible: tuple[Slot, ...]
     backend: str | None
 
     @property
-    def occupied(self) -> tuple[Seat, ...]:
-        """The seats on whose devices it may have a context."""
-        return self.seats or self.visible
+    def occupied(self) -> tuple[Slot, ...]:
+        """The slots on whose devices it may have a context."""
+        return self.slots or self.visible
 
 
 class WarmWorlds:
@@ -82,17 +82,17 @@ class WarmWorlds:
         """End a world."""
         self._worlds.pop(place).discard()
 
-    def make_room(self, place: Place, seats: int, used: set[Place]) -> None:
+    def make_room(self, place: Place, slots: int, used: set[Place]) -> None:
         """Let worlds go where they are too many beside a new one.
 
         Args:
-            seats: how many there are.
+            slots: how many there are.
             used: by the current test. Of these, devices that are full may cost some, too.
 
         Raises:
             RankDied: a process of one that was used has ended already.
         """
-        wanted, most = max(len(place.seats), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * seats)
+        wanted, most = max(len(place.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
         for other in list(self._worlds):
             if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
                 break
@@ -100,8 +100,8 @@ class WarmWorlds:
                 self.let_go(other)
         if self._real:
             most = 1 if self._alone else _most_on_device(self._memory())
-            for seat in place.occupied:
-                beside = [other for other in self._worlds if seat in other.occupied]
+            for slot in place.occupied:
+                beside = [other for other in self._worlds if slot in other.occupied]
                 for other in sorted(beside[: max(0, len(beside) + 1 - most)], key=lambda other: other in used):
                     self._worlds[other].check_alive("while no call used it")
                     self.let_go(other)

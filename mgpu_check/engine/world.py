@@ -7,15 +7,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.answers import agree
 from mgpu_check.engine.balance import imbalance, unmatched
 from mgpu_check.engine.failures import NODE, Ending, Finished, Raised, alike, disagreement, error_of, last_collectives
 from mgpu_check.engine.launcher import Launcher
-from mgpu_check.engine.world_processes import EXIT_TIMEOUT, Crew
+from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses
 from mgpu_check.errors import RankFailure
-from mgpu_check.processes import pickling as transport
-from mgpu_check.processes import protocol
+from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import Garbled, frame
 from mgpu_check.processes.clock import Clock, ready
 
@@ -48,7 +47,7 @@ class Abandoned(Exception):
         self.failure = failure
 
 
-class World(Crew):
+class World(WorldProcesses):
     """Warm processes that run the same function each.
 
     A world is *broken* once it may not be used again: a process died, was killed, or they are out of lockstep.
@@ -59,10 +58,10 @@ class World(Crew):
         launcher: Launcher,
         spec_of: Callable[[int], protocol.RankSpec],
         indices: Sequence[int],
-        seats: Sequence[Seat],
+        slots: Sequence[Slot],
         timeout: float,
     ) -> None:
-        """Start a process for each of `indices`: ranks, or `NODE`; on the seat that stands in its place.
+        """Start a process for each of `indices`: ranks, or `NODE`; on the slot that stands in its place.
 
         Args:
             timeout: seconds that a call usually gets; what the engine asks for on its own gets no more.
@@ -78,14 +77,14 @@ class World(Crew):
         self._rest_timeout = min(_REST_TIMEOUT, timeout)
         self._numbers = itertools.count()
         self._known: set[str] = set()
-        self._surroundings: protocol.Surroundings | None = None
-        super().__init__(launcher, spec_of, indices, seats)
+        self._call_context: protocol.CallContext | None = None
+        super().__init__(launcher, spec_of, indices, slots)
 
     def run(
         self,
         function: Function,
         arguments: bytes,
-        surroundings: protocol.Surroundings,
+        call_context: protocol.CallContext,
         timeout: float,
     ) -> list[bytes]:
         """Call a function on every process; the pickled results, in rank order.
@@ -108,11 +107,11 @@ class World(Crew):
             None if function.key in self._known else function.pickled,
             arguments,
             function.reused,
-            None if surroundings == self._surroundings else surroundings,
+            None if call_context == self._call_context else call_context,
         )
         if function.reused:
             self._known.add(function.key)
-        self._surroundings = surroundings
+        self._call_context = call_context
         started = Clock.now()
         self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
         self._running = doing, started
@@ -194,7 +193,7 @@ class World(Crew):
             RankFailure: it cannot be made again in this process.
         """
         try:
-            value: object = transport.loads(result)
+            value: object = pickling.loads(result)
         except BaseException as error:  # code of the result's own class runs here
             who = self.who.full([index if self.who.size else NODE])
             text = f"{type(error).__name__}: {error}"
@@ -218,7 +217,7 @@ class World(Crew):
         return error_of(endings, self.who, doing, round(Clock.now() - since, 1), records)
 
     def check_idle(self, when: str) -> None:
-        """As of any crew; but a call that Ctrl-C has interrupted is answered still, to nobody."""
+        """As of the processes of any world; but a call that Ctrl-C has interrupted is answered still, to nobody."""
         if self._running is None:
             super().check_idle(when)
 
@@ -237,7 +236,7 @@ class World(Crew):
             f"{self.who([index])}: {line}"
             for index, answer in answers.items()
             if isinstance(answer, protocol.Rested)
-            for line in answer.dirt
+            for line in answer.left_behind
         ]
         if late or errors:
             counts = ", ".join(f"rank {index}: {count}" for index, count in entered.items())
@@ -297,9 +296,11 @@ class World(Crew):
         self.told = {
             i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Rested) and answer.told
         }
-        dirt = {line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.dirt}
-        self.broken |= bool(dirt)
-        return tuple(sorted(dirt))
+        left_behind = {
+            line for answer in answers.values() if isinstance(answer, protocol.Rested) for line in answer.left_behind
+        }
+        self.broken |= bool(left_behind)
+        return tuple(sorted(left_behind))
 
 
 def _went_well(answer: object, number: int | None = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.answers import collect, send
 from mgpu_check.engine.failures import NODE, Died, Interrupted, Who
 from mgpu_check.engine.launcher import Launcher
@@ -17,14 +17,14 @@ from mgpu_check.processes.record import Record
 from mgpu_check.processes.signals import STACKS_SIGNAL
 from mgpu_check.processes.stacks import HALTED
 
-__all__ = ["EXIT_TIMEOUT", "Crew"]
+__all__ = ["EXIT_TIMEOUT", "WorldProcesses"]
 
 EXIT_TIMEOUT = 1.0
 _START_TIMEOUT = 120.0
 _LAST_CHARACTERS = 4000
 
 
-class Crew:
+class WorldProcesses:
     """Warm processes, one for each rank of a world, or the node process.
 
     It is *broken* once it may not be used again: a process died, was killed, or they are out of lockstep.
@@ -35,22 +35,22 @@ class Crew:
         launcher: Launcher,
         spec_of: Callable[[int], protocol.RankSpec],
         indices: Sequence[int],
-        seats: Sequence[Seat],
+        slots: Sequence[Slot],
     ) -> None:
-        """Start a process for each of `indices`: ranks, or `NODE`; on the seat that stands in its place.
+        """Start a process for each of `indices`: ranks, or `NODE`; on the slot that stands in its place.
 
         Raises:
             StartupFailure: one did not come up.
         """
         self.launcher = launcher
-        hosts = {index: launcher.host_name(seat.host) for index, seat in zip(indices, seats, strict=True)}
+        hosts = {index: launcher.host_name(slot.host) for index, slot in zip(indices, slots, strict=True)}
         self.who = Who(0 if list(indices) == [NODE] else len(indices), hosts if all(hosts.values()) else {})
         self.broken = False
         self._answers: dict[int, object] = {}
         self._garbled: dict[int, str] = {}
         self.processes: dict[int, Process] = {}
         try:
-            self.processes = dict(zip(indices, launcher.launch(seats), strict=True))
+            self.processes = dict(zip(indices, launcher.launch(slots), strict=True))
             self._await_ready(self._send(spec_of))
         except BaseException:
             self.discard()

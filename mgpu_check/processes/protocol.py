@@ -17,6 +17,7 @@ __all__ = [
     "MANY",
     "SEED",
     "Call",
+    "CallContext",
     "EndTest",
     "Explain",
     "Failure",
@@ -30,7 +31,6 @@ __all__ = [
     "Rested",
     "Run",
     "Settle",
-    "Surroundings",
 ]
 
 SEED = 0
@@ -38,7 +38,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class CallContext:
     """What a process has from the pytest process: `sys.path`, directory, environment.
 
     Attributes:
@@ -51,12 +51,12 @@ class Surroundings:
     environment: dict[str, str] = field(repr=False)
     removed: frozenset[str] | None = None
 
-    def over(self, own: Surroundings) -> Surroundings:
+    def over(self, own: CallContext) -> CallContext:
         """These, in a process that had its `own` when it started."""
         if self.removed is None:
             return self
         kept = {name: value for name, value in own.environment.items() if name not in self.removed}
-        return Surroundings(
+        return CallContext(
             (*self.path, *(entry for entry in own.path if entry not in self.path)),
             self.directory if os.path.isdir(self.directory) else own.directory,
             {**kept, **self.environment},
@@ -92,7 +92,7 @@ class RankSpec:
     store: str
     group_timeout: float
     threads: int
-    surroundings: Surroundings
+    call_context: CallContext
     own_environment: dict[str, str]
     uuids: tuple[str, ...] = ()
 
@@ -112,7 +112,7 @@ class Call:
     Attributes:
         function: None where the process was sent it before under the same key.
         keep: it will be called again before the test ends.
-        surroundings: None where they are those of the last call.
+        call_context: None where they are those of the last call.
     """
 
     number: int
@@ -120,7 +120,7 @@ class Call:
     function: bytes | None
     arguments: bytes
     keep: bool
-    surroundings: Surroundings | None
+    call_context: CallContext | None
 
 
 @dataclass(frozen=True)
@@ -254,11 +254,11 @@ class Rested:
     """Answer to `EndTest` and `Meet`.
 
     Attributes:
-        dirt: names what cannot be undone; who has any is to be replaced.
+        left_behind: names what cannot be undone; who has any is to be replaced.
         told: what there was to say since the last call.
     """
 
-    dirt: tuple[str, ...]
+    left_behind: tuple[str, ...]
     told: tuple[tuple[str, Any], ...] = ()
 
 

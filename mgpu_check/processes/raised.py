@@ -8,8 +8,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from mgpu_check.processes import pickling as transport
-from mgpu_check.processes import protocol
+from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.frames import is_engine
 
 __all__ = ["EXPLAIN", "clipped", "failure_of", "shortened", "without_engine"]
@@ -111,7 +110,7 @@ def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None
 def _pickled(error: BaseException) -> bytes | None:
     explanation = getattr(error, "__dict__", {}).pop(EXPLAIN, None)
     try:
-        return transport.dumps(error)
+        return pickling.dumps(error)
     except BaseException:  # code of the exception's own runs here
         return None
     finally:

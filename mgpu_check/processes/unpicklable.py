@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import pickling
 
 __all__ = ["culprit", "culprit_of"]
 
@@ -23,7 +23,7 @@ def culprit_of(function: Callable[..., Any]) -> str | None:
 def culprit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
     for name, value in (*enumerate(args), *kwargs.items()):
         try:
-            transport.dumps(value)
+            pickling.dumps(value)
         except Exception as error:
             return f"{name!r}, of type {type(value).__name__}, cannot be pickled: {error}"
     return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.engine.pool import CannotTravel
+from mgpu_check.engine.pool import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
@@ -125,7 +125,7 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
     pool.prepare(size, needs.backend, needs.host)
     try:
         function = pool.function(bare(original), reused=True)
-    except CannotTravel as error:
+    except NotPicklable as error:
         raise pytest.UsageError(str(error)) from None
 
     @functools.wraps(original)
@@ -144,7 +144,7 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
                 results = pool.call(
                     function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout, host=needs.host
                 )
-        except CannotTravel as error:
+        except NotPicklable as error:
             raise pytest.UsageError(f"{error}; make it in the test's body") from None
         # It may be a comparison that should have been asserted: pytest and Hypothesis say what they say of any test.
         return next((result for result in results if result is not None), None)

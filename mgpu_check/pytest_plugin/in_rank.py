@@ -25,7 +25,7 @@ from mgpu_check.processes.frames import is_engine
 from mgpu_check.processes.raised import EXPLAIN, without_engine
 from mgpu_check.pytest_plugin.forwarding import Collector
 from mgpu_check.pytest_plugin.replacements import replaced
-from mgpu_check.rank_side import uncaught as stray
+from mgpu_check.rank_side import uncaught
 from mgpu_check.rank_side.coverage import Measuring
 from mgpu_check.rank_side.debuggers import refused, without_debugger
 from mgpu_check.rank_side.worker import at_rest, tell
@@ -89,7 +89,7 @@ def _warn_of_strays() -> None:
     Where the function itself has raised, they are told at the end of the test, as pytest does it.
     """
     errors: list[Warning] = []
-    for one in stray.take():
+    for one in uncaught.take():
         category = getattr(pytest, one.warning)
         try:
             warnings.warn_explicit(one.text, category, one.file, one.line)

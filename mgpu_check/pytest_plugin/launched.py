@@ -47,7 +47,7 @@ def wrong_launch(environment: Mapping[str, str]) -> str | None:
 def over() -> str | None:
     """Why the rest of the tests cannot run, None if they can."""
     driver = current.driver()
-    return None if driver is None else driver.hub.over
+    return None if driver is None else driver.connections.over
 
 
 def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> tuple[Settings, list[Device]]:
@@ -63,19 +63,19 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
     from mgpu_check.engine.remote.launcher import WrongLaunch
 
     try:
-        seats = launcher.gather()
+        slots = launcher.gather()
     except WrongLaunch as wrong:
         raise Misfit(str(wrong)) from None
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
-    gpus = len(seats) if settings.gpus is None else settings.gpus
-    if gpus > len(seats):
+    gpus = len(slots) if settings.gpus is None else settings.gpus
+    if gpus > len(slots):
         raise Misfit(
-            f"--gpus={gpus} ({settings.origins['gpus']}), but {len(seats)} ranks were launched ({hosts}): launch one for "
-            f"each GPU, or ask for --gpus={len(seats)}"
+            f"--gpus={gpus} ({settings.origins['gpus']}), but {len(slots)} ranks were launched ({hosts}): launch one for "
+            f"each GPU, or ask for --gpus={len(slots)}"
         )
-    seats = seats[:gpus]
-    pool.reseat(seats)
-    counts = Counter(seat.host for seat in seats)
+    slots = slots[:gpus]
+    pool.set_slots(slots)
+    counts = Counter(slot.host for slot in slots)
     per_host = tuple(counts[host] for host in range(len(counts)))
     devices: list[Device] = []
     if settings.simulate != "cpu":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mgpu_check.devices.inventory import Device
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.devices.visibility import Mask
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.settings import Settings
@@ -111,7 +111,7 @@ class Leasing:
         if self._leases is not None:
             self._leases.check()
 
-    def begin(self, count: int, purpose: str) -> tuple[Seat, ...] | None:
+    def begin(self, count: int, purpose: str) -> tuple[Slot, ...] | None:
         """Lease `count` devices (0: all), as long as that may take.
 
         Returns:
@@ -133,8 +133,8 @@ class Leasing:
             if self._lease.waited > _A_WAIT:
                 self._waits.append(self._lease.waited)
         self.active = True
-        # Simulated devices are made in each rank anew: with the same seats, warm ranks serve, whichever were leased.
-        return tuple(Seat(0, slot) for slot in (self.places if self._real else range(len(self.places))))
+        # Simulated devices are made in each rank anew: with the same slots, warm ranks serve, whichever were leased.
+        return tuple(Slot(0, index) for index in (self.places if self._real else range(len(self.places))))
 
     def end(self) -> None:
         """Give the devices back."""
@@ -143,12 +143,12 @@ class Leasing:
         if lease is not None:
             lease.give_back()
 
-    def mask(self, seats: Sequence[Seat]) -> Mask:
+    def mask(self, slots: Sequence[Slot]) -> Mask:
         """How a process is told that it is to see these devices only."""
         if self._whole or not self._tokens:
             return Mask()
-        value = ",".join(self._tokens[seat.slot] for seat in seats)
-        own = [self._devices[seat.slot] for seat in seats]
+        value = ",".join(self._tokens[slot.index] for slot in slots)
+        own = [self._devices[slot.index] for slot in slots]
         # The other variable with it, so that they do not contradict each other, whichever comes first.
         variables = {_CUDA, *(device.mask for device in own)}
         return Mask(dict.fromkeys(sorted(variables), value), tuple(device.uuid for device in own))

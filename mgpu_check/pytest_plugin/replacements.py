@@ -24,7 +24,7 @@ from unittest import mock
 import cloudpickle
 import pytest
 
-from mgpu_check.processes import pickling as transport
+from mgpu_check.processes import pickling
 
 __all__ = ["Replacements", "replaced"]
 
@@ -115,7 +115,7 @@ class Replacements:
         made = [self._replacement(*one, function) for one in found.values()]
         self._places.forget_all_but([target for target, _, _ in found.values()])
         known = tuple(one for one in made if one is not None)
-        return transport.dumps(known) if known else b""
+        return pickling.dumps(known) if known else b""
 
     def _replacement(self, target: Any, item: bool, name: Any, function: Callable[..., Any]) -> _Replacement | None:
         if target is os.environ or (target is sys and name in _STREAMS):
@@ -164,7 +164,7 @@ def _replacement(
     why = "is a mock, and its calls would not be seen here" if isinstance(value, mock.NonCallableMock) else ""
     if not why:
         try:
-            return _Replacement(module, path, item, name, transport.dumps(value))
+            return _Replacement(module, path, item, name, pickling.dumps(value))
         except Exception as error:
             why = f"cannot be pickled: {error}"
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
@@ -230,13 +230,13 @@ def replaced(pickled: bytes) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as undo:
-        for one in transport.loads(pickled):
+        for one in pickling.loads(pickled):
             try:
                 target = _found(importlib.import_module(one.module), one.path)
             except (ImportError, AttributeError):
                 continue  # there is nothing here that could be used instead of it
             undo.callback(_put, target, one.item, one.name, _value(target, one.item, one.name))
-            _put(target, one.item, one.name, _MISSING if one.value is None else transport.loads(one.value))
+            _put(target, one.item, one.name, _MISSING if one.value is None else pickling.loads(one.value))
         yield
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_check.devices.inventory import Device
 from mgpu_check.errors import RankHang, RankHangInFixture
-from mgpu_check.pytest_plugin import launched as beyond
+from mgpu_check.pytest_plugin import launched
 from mgpu_check.pytest_plugin.leasing import Leasing, RunDirectory
 from mgpu_check.pytest_plugin.missing_devices import TooFewDevices, lack, too_few
 from mgpu_check.settings import Settings
@@ -66,13 +66,13 @@ class Ranks:
             TypeError: `fn`, or an argument, cannot be pickled.
         """
         __tracebackhide__ = True
-        from mgpu_check.engine.pool import CannotTravel
+        from mgpu_check.engine.pool import NotPicklable
 
         self._session.on_ranks()
         try:
             with abandoning(self._session), self._session.some_devices(size):
                 return self._session.pool.run(fn, *args, size=size, timeout=timeout, **kwargs)
-        except (CannotTravel, ValueError) as misuse:
+        except (NotPicklable, ValueError) as misuse:
             raise misuse.with_traceback(None) from None  # of the caller: the engine's lines help nobody
 
     def __repr__(self) -> str:
@@ -185,7 +185,7 @@ class GpuSession:
         from mgpu_check.pytest_plugin.serialization import Shipped, warning_filters
         from mgpu_check.rank_side.coverage import coverage_here
 
-        self._agents = beyond.launcher_of_this_run(self.settings)
+        self._agents = launched.launcher_of_this_run(self.settings)
         return RankPool(
             self._agents or LocalLauncher(PRELOAD, self.settings.simulate),
             devices,
@@ -195,7 +195,7 @@ class GpuSession:
                 function, self.fault, warning_filters(), self.drawn, coverage_here(), self.replacements(function)
             ),
             hear=deliver,
-            masks=lambda seats: self.leasing.mask(seats),
+            masks=lambda slots: self.leasing.mask(slots),
             memory=lambda: min((device.memory for device in self.devices), default=None),
         )
 
@@ -207,7 +207,7 @@ class GpuSession:
                 self.settings,
                 self.devices,
                 self.shared,
-                launched=beyond.is_launched(),
+                launched=launched.is_launched(),
                 waits=self.waits,
                 on_wait=lambda line: self.on_wait(line),
             )
@@ -223,8 +223,8 @@ class GpuSession:
 
         settings = self.settings
         backing = settings.simulate
-        if beyond.is_launched():
-            self._take_seats()
+        if launched.is_launched():
+            self._take_slots()
             return
         if backing == "cpu":
             return
@@ -237,7 +237,7 @@ class GpuSession:
             raise TooFewDevices(too_few(settings, found, os.environ, torch_version()))
         if backing is None:
             self.settings = settings.counted(len(self.devices))
-            pool.reseat(self.settings.gpus or 0)
+            pool.set_slots(self.settings.gpus or 0)
             self.leasing.check()
 
     def hand_over(self) -> dict[str, Any]:
@@ -262,12 +262,12 @@ class GpuSession:
         self.devices = [Device(**device) for device in told["devices"]]
         self.settings = self.settings.counted(len(self.devices))
 
-    def _take_seats(self) -> None:
+    def _take_slots(self) -> None:
         self._pool = self._new_pool(1)
         assert self._agents is not None
         try:
-            self.settings, self.devices = beyond.take_seats(self.settings, self._pool, self._agents)
-        except beyond.Misfit as misfit:
+            self.settings, self.devices = launched.take_seats(self.settings, self._pool, self._agents)
+        except launched.Misfit as misfit:
             raise TooFewDevices(str(misfit)) from None
 
     def lack(self, count: int, host: int | None = None) -> str | None:
@@ -289,9 +289,9 @@ class GpuSession:
             How many it has.
         """
         self.examples = 0
-        seats = self.leasing.begin(count, name)
+        slots = self.leasing.begin(count, name)
         self._note_deaths()
-        self.pool.begin_test(seats)
+        self.pool.begin_test(slots)
         self._last = name
         return self.pool.devices
 
@@ -301,9 +301,9 @@ class GpuSession:
         if self.leasing.active:
             yield
             return
-        right = isinstance(size, int) and 0 < size <= len(self.pool.seats)
-        seats = self.leasing.begin(size if size and right else 0, "a fixture")
-        before, self.pool.available = self.pool.available, seats or self.pool.available
+        right = isinstance(size, int) and 0 < size <= len(self.pool.slots)
+        slots = self.leasing.begin(size if size and right else 0, "a fixture")
+        before, self.pool.available = self.pool.available, slots or self.pool.available
         try:
             yield
         finally:
@@ -360,8 +360,8 @@ class GpuSession:
         settings = self.settings
         if settings.simulate:
             return f"SIMULATED {settings.simulate} x{len(self.leasing.places)}"
-        seats = [] if self._pool is None else self._pool.available
-        own = [self.devices[seat.slot] for seat in seats if seat.slot < len(self.devices)]
+        slots = [] if self._pool is None else self._pool.available
+        own = [self.devices[slot.index] for slot in slots if slot.index < len(self.devices)]
         if settings.per_host:
             own = self.devices  # host by host
         return ", ".join(f"cuda:{device.index} {device.name} {device.uuid}".rstrip() for device in own)
@@ -387,7 +387,7 @@ class GpuSession:
         else:
             parts.append("all visible GPUs" if settings.gpus is None else f"{settings.gpus} GPUs")
         if self._agents is not None:
-            parts.append(beyond.describe(self._agents))
+            parts.append(launched.describe(self._agents))
         parts.append(f"torch {torch_version()}")
         sizes = "1" if settings.gpus == 1 else f"1 to {settings.gpus or 'all'}"
         parts.append(f"world sizes {sizes}, rank timeout {settings.rank_timeout:g} s")

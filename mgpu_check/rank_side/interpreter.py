@@ -109,7 +109,7 @@ class InterpreterState:
             if _state_of(logger) != state:
                 _restore(logger, state)
 
-    def dirt(self) -> list[str]:
+    def left_behind(self) -> list[str]:
         """What could not be undone."""
         pairs = zip(_OF_SYSTEM, self.of_system, strict=True)
         return [f"another {name} of the process" for (name, get, _), value in pairs if get() != value]

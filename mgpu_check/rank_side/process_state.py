@@ -78,7 +78,7 @@ class ProcessState:
         if sys.path != list(self.path):
             sys.path[:] = self.path
 
-    def dirt(self) -> list[str]:
+    def left_behind(self) -> list[str]:
         """What is left behind and cannot be undone in a living process."""
         found = []
         if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
@@ -93,7 +93,7 @@ class ProcessState:
             found.append(f"closed or replaced file descriptors: {', '.join(map(str, other))}")
         if left := files_left_open(self.files, now):
             found.append(f"files that are still open: {', '.join(left)}")
-        return [*found, *self.interpreter.dirt()]
+        return [*found, *self.interpreter.left_behind()]
 
 
 def _handlers() -> dict[int, Any]:

@@ -118,13 +118,13 @@ class Baseline:
 
     def restore_process(self) -> None:
         """Undo what a test may have changed in the process itself."""
-        self.restore_surroundings()
+        self.restore_context()
         self.process.restore()
         if torch.multiprocessing.get_sharing_strategy() != self.sharing:
             torch.multiprocessing.set_sharing_strategy(self.sharing)
         _destroy_extra_groups()
 
-    def restore_surroundings(self) -> None:
+    def restore_context(self) -> None:
         """Environment and working directory."""
         if dict(os.environ) != self.environment:
             os.environ.clear()
@@ -135,7 +135,7 @@ class Baseline:
         except OSError:
             pass  # the directory is gone: the tests that need it will say so
 
-    def dirt(self) -> tuple[str, ...]:
+    def left_behind(self) -> tuple[str, ...]:
         """What is left behind and cannot be undone in a living process."""
         found = []
         # More than `threading` knows, where one was started by `_thread`.
@@ -147,7 +147,7 @@ class Baseline:
         if (group := _world()) is not self.group:
             how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
             found.append(f"the default process group was {how}")
-        return (*found, *self.replaceable.changed(), *self.process.dirt())
+        return (*found, *self.replaceable.changed(), *self.process.left_behind())
 
 
 def _destroy_extra_groups() -> None:

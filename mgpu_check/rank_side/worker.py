@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.processes import pickling as transport
-from mgpu_check.processes import protocol
+from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import RankEnd
 from mgpu_check.processes.leftovers import MARK
 from mgpu_check.processes.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
 from mgpu_check.processes.spawned import give_by_value
-from mgpu_check.rank_side import uncaught as stray
+from mgpu_check.rank_side import uncaught
 from mgpu_check.rank_side.devices import check_visible, devices_behind, has_nccl, take
 from mgpu_check.rank_side.rank import Rank, become, current_rank
 from mgpu_check.rank_side.rendezvous import open_store
@@ -60,7 +59,7 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> 
     connection = RankEnd(connection_fd)
     _write_stacks_to(stacks_fd)
     recorder.attach(record_fd)
-    stray.listen()
+    uncaught.listen()
     give_by_value()
     # It goes with the run: a rank that is killed removes no temporary files of its own.
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
@@ -113,13 +112,13 @@ class Worker:
         self.outcome: protocol.Outcome | None = None
         self.devices = devices_behind(spec.simulate)
         self.nccl = False
-        self.own = protocol.Surroundings(tuple(sys.path), os.getcwd(), dict(os.environ))
+        self.own = protocol.CallContext(tuple(sys.path), os.getcwd(), dict(os.environ))
         self.own_environment = {**spec.own_environment, MARK: directory}
-        surroundings = spec.surroundings.over(self.own)
+        call_context = spec.call_context.over(self.own)
         os.environ.clear()
-        os.environ.update({**surroundings.environment, **self.own_environment})
-        os.chdir(surroundings.directory)
-        sys.path[:] = surroundings.path
+        os.environ.update({**call_context.environment, **self.own_environment})
+        os.chdir(call_context.directory)
+        sys.path[:] = call_context.path
         torch.set_num_threads(spec.threads)
         if spec.simulate is not None:
             from mgpu_check.simulated import simulated_node
@@ -184,18 +183,18 @@ class Worker:
         _told.clear()
         recorder.begin()
         try:
-            if call.surroundings is not None:
-                self.move(call.surroundings)
+            if call.call_context is not None:
+                self.move(call.call_context)
             self.restore()
-            function = self.functions[call.key] if call.function is None else transport.loads(call.function)
+            function = self.functions[call.key] if call.function is None else pickling.loads(call.function)
             if call.keep:
                 self.functions[call.key] = function
-            args, kwargs = transport.loads(call.arguments)
+            args, kwargs = pickling.loads(call.arguments)
             result = function(
                 *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
             )
             try:
-                value = transport.dumps(result)
+                value = pickling.dumps(result)
             except Exception as error:
                 raise TypeError(
                     f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"
@@ -246,14 +245,14 @@ class Worker:
         self.devices.restore()
         self.baseline.restore()
 
-    def move(self, surroundings: protocol.Surroundings) -> None:
+    def move(self, call_context: protocol.CallContext) -> None:
         """Take over what has changed around the pytest process: a fixture may have set a variable."""
-        surroundings = surroundings.over(self.own)
-        sys.path[:] = surroundings.path
-        self.baseline.process.path = surroundings.path
-        self.baseline.environment = {**surroundings.environment, **self.own_environment}
-        self.baseline.directory = surroundings.directory
-        self.baseline.restore_surroundings()
+        call_context = call_context.over(self.own)
+        sys.path[:] = call_context.path
+        self.baseline.process.path = call_context.path
+        self.baseline.environment = {**call_context.environment, **self.own_environment}
+        self.baseline.directory = call_context.directory
+        self.baseline.restore_context()
 
     def resolve(self, argument: object) -> object:
         if not isinstance(argument, protocol.Placeholder):
@@ -287,7 +286,7 @@ class Worker:
         gc.collect(1)  # what finalizers have to say is of this test; what is older has seldom anything to say
         for callback in _at_rest:
             callback()
-        stray.listen()
+        uncaught.listen()
         try:
             self.devices.give_back()
             self.baseline.restore_process()
@@ -296,6 +295,6 @@ class Worker:
         except Exception as error:
             return protocol.Rested((f"a state that cannot be put back: {failure_of(error).headline}",))
         late = ["operations of a process group that were begun after the function had returned"]
-        dirt = self.baseline.dirt()
-        told = tuple(("stray", one.plain) for one in stray.take())
-        return protocol.Rested((*(late if recorder.total != self.entered else ()), *dirt), told)
+        left_behind = self.baseline.left_behind()
+        told = tuple(("stray", one.plain) for one in uncaught.take())
+        return protocol.Rested((*(late if recorder.total != self.entered else ()), *left_behind), told)

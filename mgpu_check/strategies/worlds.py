@@ -8,7 +8,7 @@ from typing import TypeVar
 from hypothesis import strategies as st
 
 from mgpu_check import settings
-from mgpu_check.devices.placement import Seat, WorldSize, seats_for, spread
+from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
 
 __all__ = ["all_devices", "all_pairs", "device_counts", "device_pairs", "places", "world_sizes"]
 
@@ -63,8 +63,8 @@ def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
         if size <= sum(per_host[:count])
     ]
     # As full as can be on the first hosts, and as empty as can be on the last: hosts with unequal numbers of ranks.
-    filled = seats_for(size, [Seat(host, slot) for host in hosts for slot in range(per_host[host])])
-    spreads.append(tuple(sum(seat.host == host for seat in filled) for host in hosts))
+    filled = slots_for(size, [Slot(host, index) for host in hosts for index in range(per_host[host])])
+    spreads.append(tuple(sum(slot.host == host for slot in filled) for host in hosts))
     for counts in spreads:
         world = WorldSize([*counts, *([0] * (len(per_host) - len(counts)))])
         if world.per_host not in [other.per_host for other in found]:

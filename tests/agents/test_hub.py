@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.remote.addresses import listen_at
-from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present
 from mgpu_check.engine.remote.launcher import AgentLauncher, WrongLaunch
 from mgpu_check.engine.remote.lines import Lines, line
@@ -25,16 +25,16 @@ VERSIONS = {"torch": "2.13"}
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    one = Hub(listen_at("127.0.0.1"), KEY, size=2, parent=None, patience=0.2)
+def connections() -> Iterator[Connections]:
+    one = Connections(listen_at("127.0.0.1"), KEY, size=2, parent=None, patience=0.2)
     one.patience = 30.0
     one.start()
     yield one
     one.finish(0)
 
 
-def connect(hub: Hub, key: Key = KEY) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", hub.port))
+def connect(connections: Connections, key: Key = KEY) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", connections.port))
     connection.settimeout(10.0)
     try:
         present(connection, key, 10.0)
@@ -44,8 +44,8 @@ def connect(hub: Hub, key: Key = KEY) -> socket.socket:
     return connection
 
 
-def join(hub: Hub, rank: int, **told: Any) -> socket.socket:
-    connection = connect(hub)
+def join(connections: Connections, rank: int, **told: Any) -> socket.socket:
+    connection = connect(connections)
     description = {
         "rank": rank,
         "local_rank": rank,
@@ -63,17 +63,17 @@ def join(hub: Hub, rank: int, **told: Any) -> socket.socket:
     return connection
 
 
-def gather(hub: Hub) -> AgentLauncher:
-    launcher = AgentLauncher(hub, "run", VERSIONS, {})
+def gather(connections: Connections) -> AgentLauncher:
+    launcher = AgentLauncher(connections, "run", VERSIONS, {})
     launcher.gather()
     return launcher
 
 
-def test_agents_join_and_are_told_the_end(hub: Hub):
-    first, second = join(hub, 0), join(hub, 1)
-    launcher = gather(hub)
+def test_agents_join_and_are_told_the_end(connections: Connections):
+    first, second = join(connections, 0), join(connections, 1)
+    launcher = gather(connections)
     assert [host.name for host in launcher.hosts] == ["host0", "host1"]
-    ending = threading.Thread(target=hub.finish, args=(3,))
+    ending = threading.Thread(target=connections.finish, args=(3,))
     ending.start()
     for agent in (first, second):
         lines = Lines()
@@ -100,30 +100,30 @@ class Bomb:
     ],
     ids=["nothing", "a byte", "noise", "a pickle", "a line", "much"],
 )
-def test_strangers_are_not_heard(hub: Hub, said: bytes):
-    with socket.create_connection(("127.0.0.1", hub.port)) as stranger:
+def test_strangers_are_not_heard(connections: Connections, said: bytes):
+    with socket.create_connection(("127.0.0.1", connections.port)) as stranger:
         try:
             stranger.sendall(said)
         except ConnectionError:
             pass
-        agents = [join(hub, 0), join(hub, 1)]  # while it is still there
-        assert len(gather(hub).hosts) == 2
+        agents = [join(connections, 0), join(connections, 1)]  # while it is still there
+        assert len(gather(connections).hosts) == 2
         for agent in agents:
             agent.close()
 
 
-def test_strangers_that_say_nothing_do_not_use_up_the_hub(hub: Hub):
-    strangers = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(200)]
-    agents = [join(hub, 0), join(hub, 1)]
-    assert len(gather(hub).hosts) == 2
+def test_strangers_that_say_nothing_do_not_use_up_the_hub(connections: Connections):
+    strangers = [socket.create_connection(("127.0.0.1", connections.port)) for _ in range(200)]
+    agents = [join(connections, 0), join(connections, 1)]
+    assert len(gather(connections).hosts) == 2
     for one in [*strangers, *agents]:
         one.close()
 
 
-def test_a_wrong_key_is_refused(hub: Hub):
+def test_a_wrong_key_is_refused(connections: Connections):
     with pytest.raises((Stranger, OSError)):
-        connect(hub, Key(new_secret(), "elsewhere"))
-    assert hub.agents == {}
+        connect(connections, Key(new_secret(), "elsewhere"))
+    assert connections.agents == {}
 
 
 def test_an_agent_refuses_another_driver():
@@ -134,118 +134,122 @@ def test_an_agent_refuses_another_driver():
             present(ours, KEY, 10.0)
 
 
-def test_nobody_can_send_an_answer_back(hub: Hub):
+def test_nobody_can_send_an_answer_back(connections: Connections):
     """A stranger between two that listen gets from neither what the other wants to hear."""
-    with socket.create_connection(("127.0.0.1", hub.port)) as one:
+    with socket.create_connection(("127.0.0.1", connections.port)) as one:
         greeting = one.recv(1000)
-        with socket.create_connection(("127.0.0.1", hub.port)) as other:
+        with socket.create_connection(("127.0.0.1", connections.port)) as other:
             assert other.recv(1000)[:13] == greeting[:13]
             other.sendall(greeting[13:] * 2)
             one.sendall(greeting[13:] * 2)
             assert one.recv(1000) == b"" and other.recv(1000) == b""
 
 
-def test_missing_agents_are_named(hub: Hub):
-    hub.patience = 0.3
+def test_missing_agents_are_named(connections: Connections):
+    connections.patience = 0.3
     with (
-        join(hub, 0),
+        join(connections, 0),
         pytest.raises(WrongLaunch, match=r"ranks 1, all of node 1 have not come within 0.3 s.*0 on host0"),
     ):
-        hub.await_agents([0], 10.0)
-        gather(hub)
+        connections.await_agents([0], 10.0)
+        gather(connections)
 
 
-def test_other_versions_are_named(hub: Hub):
+def test_other_versions_are_named(connections: Connections):
     told = {"versions": {"torch": "2.11"}}
-    with join(hub, 0), join(hub, 1, **told), pytest.raises(WrongLaunch, match=r"rank 1 on host1 has torch 2.11, but"):
-        gather(hub)
+    with (
+        join(connections, 0),
+        join(connections, 1, **told),
+        pytest.raises(WrongLaunch, match=r"rank 1 on host1 has torch 2.11, but"),
+    ):
+        gather(connections)
 
 
-def test_two_hosts_of_one_name_are_told_apart(hub: Hub):
-    with join(hub, 0, host="same"), join(hub, 1, host="same"):
-        assert [host.name for host in gather(hub).hosts] == ["same (node 0)", "same (node 1)"]
+def test_two_hosts_of_one_name_are_told_apart(connections: Connections):
+    with join(connections, 0, host="same"), join(connections, 1, host="same"):
+        assert [host.name for host in gather(connections).hosts] == ["same (node 0)", "same (node 1)"]
 
 
-def test_without_node_indices_hosts_go_by_name(hub: Hub):
+def test_without_node_indices_hosts_go_by_name(connections: Connections):
     nowhere = {"node": None, "local_rank": None}
-    with join(hub, 0, host="same", **nowhere), join(hub, 1, host="same", **nowhere):
-        launcher = gather(hub)
+    with join(connections, 0, host="same", **nowhere), join(connections, 1, host="same", **nowhere):
+        launcher = gather(connections)
         assert [host.ranks for host in launcher.hosts] == [(0, 1)]
         assert launcher.host_name(0) == ""  # one machine
 
 
 @pytest.mark.parametrize(("devices", "expected"), [(1, (0, 1)), (2, (1, 2)), (8, (1, 2))])
-def test_a_task_that_is_bound_to_one_gpu_has_that(hub: Hub, devices: int, expected: tuple[int, int]):
+def test_a_task_that_is_bound_to_one_gpu_has_that(connections: Connections, devices: int, expected: tuple[int, int]):
     same = {"node": 0, "host": "one", "devices": devices}
-    with join(hub, 0, **same), join(hub, 1, **same):
-        assert gather(hub).binding(Seat(0, 1), [Seat(0, 0), Seat(0, 1)]) == expected
+    with join(connections, 0, **same), join(connections, 1, **same):
+        assert gather(connections).binding(Slot(0, 1), [Slot(0, 0), Slot(0, 1)]) == expected
 
 
-def test_an_agent_that_is_lost_is_named(hub: Hub):
-    first = join(hub, 0)
-    join_second = join(hub, 1)
-    launcher = gather(hub)
+def test_an_agent_that_is_lost_is_named(connections: Connections):
+    first = join(connections, 0)
+    join_second = join(connections, 1)
+    launcher = gather(connections)
     with first:
-        agent, _, launched = hub.launch(1)
+        agent, _, launched = connections.launch(1)
         join_second.close()
         with pytest.raises(AgentGone, match="the agent of rank 1 on host1 was lost"):
             launched.result(10.0)
         assert agent.gone == "the agent of rank 1 on host1 was lost"
         assert launcher.losses() == [agent.gone]
         assert launcher.losses() == []
-        with join(hub, 1):
-            assert hub.await_agents([0, 1], 10.0) == []
+        with join(connections, 1):
+            assert connections.await_agents([0, 1], 10.0) == []
 
 
-def test_a_line_without_an_end_is_cut_off(hub: Hub):
-    with join(hub, 0) as agent:
-        hub.await_agents([0], 10.0)
+def test_a_line_without_an_end_is_cut_off(connections: Connections):
+    with join(connections, 0) as agent:
+        connections.await_agents([0], 10.0)
         with pytest.raises(OSError):  # which one depends on how far it comes
             for _ in range(100):
                 agent.sendall(b" " * (1 << 20))
-        with hub.changed:
-            assert hub.changed.wait_for(lambda: 0 not in hub.agents, 10.0)
+        with connections.changed:
+            assert connections.changed.wait_for(lambda: 0 not in connections.agents, 10.0)
 
 
-def test_a_line_of_brackets_ends_one_connection_and_not_the_run(hub: Hub):
-    with join(hub, 0) as agent, join(hub, 1):
-        hub.await_agents([0, 1], 10.0)
+def test_a_line_of_brackets_ends_one_connection_and_not_the_run(connections: Connections):
+    with join(connections, 0) as agent, join(connections, 1):
+        connections.await_agents([0, 1], 10.0)
         agent.sendall(b'{"a":' * 100_000 + b"\n")
-        with hub.changed:
-            assert hub.changed.wait_for(lambda: 0 not in hub.agents, 10.0)
-        assert 1 in hub.agents
+        with connections.changed:
+            assert connections.changed.wait_for(lambda: 0 not in connections.agents, 10.0)
+        assert 1 in connections.agents
 
 
-def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(hub: Hub):
+def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(connections: Connections):
     """It dies while it starts: the agent says so at once, when the main thread may not know of the process yet."""
-    with join(hub, 0) as connection, join(hub, 1):
-        gather(hub)
-        agent, number, launched = hub.launch(0)
-        with connect(hub) as rank:
+    with join(connections, 0) as connection, join(connections, 1):
+        gather(connections)
+        agent, number, launched = connections.launch(0)
+        with connect(connections) as rank:
             rank.sendall(line({"launch": number}))
             connection.sendall(line({"event": "launched", "id": number, "pid": 7}))
             connection.sendall(line({"event": "exit", "id": number, "code": -11}))
             made = launched.result(10.0)
             assert made.pid == 7
             made.connection.close()
-            asked = hub.ask(agent, number, "runnable")
+            asked = connections.ask(agent, number, "runnable")
             lines = Lines()
             while (message := lines.next()) is None or message["do"] != "call":
                 lines.feed(connection.recv(1 << 16) if message is None else b"")
             connection.sendall(line({"event": "answer", "request": message["request"], "value": False}))
             assert asked.result(10.0) is False  # what was said before has been heard, too
             ended: list[int | None] = []
-            hub.watch(agent, number, ended.append)
-            hub.collect()
+            connections.watch(agent, number, ended.append)
+            connections.collect()
             assert ended == [-11]
 
 
-def test_a_run_without_agents_ends(hub: Hub):
-    hub.interrupt = lambda: None  # type: ignore[method-assign]
-    hub.patience = 0.0
-    with hub.changed:
-        assert hub.changed.wait_for(lambda: hub.over is not None, 10.0)
-    assert "no agent has been connected" in str(hub.over)
+def test_a_run_without_agents_ends(connections: Connections):
+    connections.interrupt = lambda: None  # type: ignore[method-assign]
+    connections.patience = 0.0
+    with connections.changed:
+        assert connections.changed.wait_for(lambda: connections.over is not None, 10.0)
+    assert "no agent has been connected" in str(connections.over)
 
 
 def test_time_is_short_for_whoever_connects():

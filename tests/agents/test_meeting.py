@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.engine.remote.addresses import is_loopback, listen_at, listener_for, rendezvous_of
-from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, new_secret
 from mgpu_check.engine.remote.joining import Refused, Run, connect
 from mgpu_check.engine.remote.meeting import Announced, End, Meeting
@@ -32,8 +32,8 @@ def meeting() -> Meeting:
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
-    one = Hub(listen_at("127.0.0.1"), HUB_KEY, size=2, parent=None, patience=30.0)
+def connections() -> Iterator[Connections]:
+    one = Connections(listen_at("127.0.0.1"), HUB_KEY, size=2, parent=None, patience=30.0)
     one.start()
     yield one
     one.finish(0)
@@ -125,24 +125,24 @@ def test_a_trusted_network_has_the_key_in_the_store():
         trusting.driver()
 
 
-def test_a_process_with_another_key_is_refused_and_seen_by_the_driver(hub: Hub):
+def test_a_process_with_another_key_is_refused_and_seen_by_the_driver(connections: Connections):
     """Hosts that do not share the file: both sides say so, the driver long before its agents are given up."""
     port = free_port()
     meeting = Meeting(place(0, port), 30.0, USER)
-    meeting.announce("127.0.0.1", hub.port)
+    meeting.announce("127.0.0.1", connections.port)
     warned: list[str] = []
     seen = threading.Event()
-    hub.warn = lambda text: (warned.append(text), seen.set())[0]
+    connections.warn = lambda text: (warned.append(text), seen.set())[0]
     other = Run(place(1, port), Key(new_secret(), "/home/other/key"), [], 5.0)
     with pytest.raises(
         Refused, match=r"another key than the one in /home/other/key.*--agent-key-file.*--trust-network"
     ):
         other.join()
     assert seen.wait(10.0)
-    assert "refused a process at 127.0.0.1" in warned[0] and hub.refused == {"127.0.0.1": 1}
+    assert "refused a process at 127.0.0.1" in warned[0] and connections.refused == {"127.0.0.1": 1}
 
 
-def test_who_hands_on_what_both_say_is_no_further(hub: Hub):
+def test_who_hands_on_what_both_say_is_no_further(connections: Connections):
     """A rogue that agents take for the driver, and that connects to the driver itself: each proof holds for one address."""
     with socket.create_server(("127.0.0.1", 0)) as rogue:
         port = rogue.getsockname()[1]
@@ -150,7 +150,7 @@ def test_who_hands_on_what_both_say_is_no_further(hub: Hub):
         def hand_on() -> None:
             to_agent, _ = rogue.accept()
             rogue.close()
-            with to_agent, socket.create_connection(("127.0.0.1", hub.port)) as to_driver:
+            with to_agent, socket.create_connection(("127.0.0.1", connections.port)) as to_driver:
                 for source, target in ((to_driver, to_agent), (to_agent, to_driver), (to_driver, to_agent)):
                     target.sendall(source.recv(1000))
 
@@ -159,14 +159,14 @@ def test_who_hands_on_what_both_say_is_no_further(hub: Hub):
         with pytest.raises((Stranger, OSError)):
             connect(Announced("127.0.0.1", port, "x", HUB_KEY))
         relay.join()
-    assert hub.agents == {} and hub.refused == {"127.0.0.1": 1}
-    connect(Announced("127.0.0.1", hub.port, "x", HUB_KEY)).close()
+    assert connections.agents == {} and connections.refused == {"127.0.0.1": 1}
+    connect(Announced("127.0.0.1", connections.port, "x", HUB_KEY)).close()
 
 
-def test_what_was_shown_to_one_run_is_nothing_to_another_of_the_same_user(hub: Hub):
+def test_what_was_shown_to_one_run_is_nothing_to_another_of_the_same_user(connections: Connections):
     with pytest.raises((Stranger, OSError)):
-        connect(Announced("127.0.0.1", hub.port, "x", HUB_KEY.of_run("another")))
-    assert hub.refused == {"127.0.0.1": 1}
+        connect(Announced("127.0.0.1", connections.port, "x", HUB_KEY.of_run("another")))
+    assert connections.refused == {"127.0.0.1": 1}
 
 
 def test_one_address_has_one_spelling():
@@ -196,7 +196,7 @@ def test_a_driver_that_dies_before_anybody_joins_is_waited_for_by_nobody(code: i
     assert Run(place(1, port, final=True), USER, [], 600.0).join() == end
 
 
-def test_the_first_agent_leaves_if_a_driver_of_an_earlier_attempt_goes_meanwhile(hub: Hub, monkeypatch):
+def test_the_first_agent_leaves_if_a_driver_of_an_earlier_attempt_goes_meanwhile(connections: Connections, monkeypatch):
     port = free_port()
     meeting = Meeting(place(0, port), 30.0, USER)
     announced = meeting.announce("127.0.0.1", free_port())  # nobody is there

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mgpu_check.devices.placement import Seat, WorldSize, seats_for, spread
-from mgpu_check.processes.protocol import Surroundings
+from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
+from mgpu_check.processes.protocol import CallContext
 from mgpu_check.pytest_plugin.requirements import placements
 from mgpu_check.settings import activate, resolve
 from mgpu_check.strategies import device_counts, places, world_sizes
@@ -43,12 +43,12 @@ def test_spread_ranks_are_all_there_and_even(hosts: list[int], data: st.DataObje
 @given(hosts=HOSTS, data=st.data())
 def test_what_is_tried_fits_and_crosses_hosts_where_it_can(hosts: list[int], data: st.DataObject):
     size = data.draw(st.integers(1, sum(hosts)))
-    seats = [Seat(host, slot) for host, most in enumerate(hosts) for slot in range(most)]
+    slots = [Slot(host, slot) for host, most in enumerate(hosts) for slot in range(most)]
     worlds = placed(size, hosts)
     for world in worlds:
-        taken = seats_for(world, seats)
+        taken = slots_for(world, slots)
         assert len(set(taken)) == size
-        assert [sum(seat.host == host for seat in taken) for host in range(len(hosts))] == list(world.per_host)
+        assert [sum(slot.host == host for slot in taken) for host in range(len(hosts))] == list(world.per_host)
     used = [sum(count > 0 for count in world.per_host) for world in worlds]
     assert used.count(1) == sum(most >= size for most in hosts)
     assert size == 1 or max(used) > 1
@@ -97,13 +97,13 @@ def test_a_counterexample_is_the_smallest_world_and_tells_its_hosts():
 
 
 def test_a_rank_beyond_keeps_what_its_own_host_set(tmp_path):
-    own = Surroundings(("/own",), str(tmp_path), {"INTERFACE": "eth1", "GONE": "x", "BOTH": "agent"})
-    told = Surroundings(("/driver",), "/no/such/directory", {"BOTH": "test", "NEW": "1"}, frozenset({"GONE"}))
-    assert told.over(own) == Surroundings(
+    own = CallContext(("/own",), str(tmp_path), {"INTERFACE": "eth1", "GONE": "x", "BOTH": "agent"})
+    told = CallContext(("/driver",), "/no/such/directory", {"BOTH": "test", "NEW": "1"}, frozenset({"GONE"}))
+    assert told.over(own) == CallContext(
         ("/driver", "/own"), str(tmp_path), {"INTERFACE": "eth1", "BOTH": "test", "NEW": "1"}
     )
 
 
 def test_a_rank_of_this_machine_has_what_the_pytest_process_has():
-    told = Surroundings(("/driver",), "/", {"A": "1"})
-    assert told.over(Surroundings(("/own",), "/tmp", {"B": "2"})) is told
+    told = CallContext(("/driver",), "/", {"A": "1"})
+    assert told.over(CallContext(("/own",), "/tmp", {"B": "2"})) is told

@@ -95,7 +95,7 @@ class Bomb:
 
 
 def test_strangers(ranks):
-    port = current.driver().hub.port
+    port = current.driver().connections.port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
     for said in (b"", b"x", os.urandom(1 << 16), b"{}\\n" * 100, pickle.dumps(Bomb()) * 100, b"\\0" * 64):
         with socket.create_connection(("127.0.0.1", port)) as stranger:

@@ -22,7 +22,7 @@ from mgpu_check.recipes import models
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=4, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=4, simulate="cpu", timeout=30.0)
     pool.begin_test()
     with by_value([sys.modules[__name__]]):
         yield pool

@@ -90,7 +90,7 @@ IN_A_CALL = {
     ),
     # No rank is at fault, and none is reached.
     "unpicklable-argument": Told(
-        r"(E +\S+CannotTravel: )?(test_fault|happen) cannot be called in another process: argument ('value'|2), of type lock, cannot be pickled"
+        r"(E +\S+NotPicklable: )?(test_fault|happen) cannot be called in another process: argument ('value'|2), of type lock, cannot be pickled"
     ),
     "unpicklable-error": raised(r"Difficult: <str\(\) of it raised RuntimeError>", "unpicklable-error"),
     "sends-what-nobody-receives": Told(

@@ -11,7 +11,7 @@ import torch
 
 from mgpu_check.devices import inventory
 from mgpu_check.devices.inventory import Device
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.pytest_plugin.leasing import Leasing
 from mgpu_check.settings import Settings
 
@@ -94,5 +94,5 @@ def test_a_rank_is_told_its_devices_by_the_variable_that_its_driver_honours(
         monkeypatch.setenv(name, value)
     settings = Settings(gpus=3, simulate=None, rank_timeout=60.0, strict_gpus=False, origins={})
     leasing = Leasing(settings, devices, launched=False, waits=[], on_wait=lambda line: None)
-    mask = leasing.mask([Seat(0, 0), Seat(0, 2)])
+    mask = leasing.mask([Slot(0, 0), Slot(0, 2)])
     assert (mask.environment, mask.uuids) == (masks, ("uuid-0", "uuid-2"))

@@ -12,7 +12,7 @@ from mgpu_check.engine.pool import RankPool
 
 @pytest.fixture(scope="module")
 def warm_pool() -> Iterator[RankPool]:
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=4, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=4, simulate="cpu", timeout=30.0)
     yield pool
     pool.close()
 

@@ -182,7 +182,7 @@ def test_a_message_without_end(pool):
 
 @contextlib.contextmanager
 def own_pool():
-    pool = RankPool(LocalLauncher(), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(), slots=2, simulate="cpu", timeout=30.0)
     pool.begin_test()
     try:
         yield pool
@@ -268,15 +268,15 @@ def alive(pid):
 
 def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_server_is_replaced(monkeypatch):
     """As one bad device would do it: the others wait for that rank in the rendezvous."""
-    from mgpu_check.engine import world_processes as crew
+    from mgpu_check.engine import world_processes
 
-    monkeypatch.setattr(crew, "_START_TIMEOUT", 20.0)
+    monkeypatch.setattr(world_processes, "_START_TIMEOUT", 20.0)
     with own_pool() as pool:
         (server,) = pool.run(os.getppid, size=1)
         original = pool._launcher.launch
 
-        def launch(seats):
-            processes = original(seats)
+        def launch(slots):
+            processes = original(slots)
             os.kill(processes[1].pid, signal.SIGKILL)
             return processes
 
@@ -308,7 +308,7 @@ def once():
 def test_resources_that_are_used_up_are_told_with_what_to_do(tmp_path, monkeypatch):
     (tmp_path / "refusing.py").write_text(REFUSING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    pool = RankPool(LocalLauncher(["refusing:once"]), seats=1, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(["refusing:once"]), slots=1, simulate="cpu", timeout=30.0)
     pool.begin_test()
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from mgpu_check.engine.launcher import LocalLauncher
-from mgpu_check.engine.pool import CannotTravel, RankPool
+from mgpu_check.engine.pool import NotPicklable, RankPool
 from mgpu_check.engine.world import Abandoned
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
 
@@ -94,9 +94,9 @@ def test_a_wrong_timeout_is_a_value_error(pool):
 
 def test_what_cannot_travel_is_named(pool):
     lock = threading.Lock()
-    with pytest.raises(CannotTravel, match="argument 0, of type lock, cannot be pickled"):
+    with pytest.raises(NotPicklable, match="argument 0, of type lock, cannot be pickled"):
         pool.run(lambda x: x, lock)
-    with pytest.raises(CannotTravel, match="it refers to 'lock', of type lock"):
+    with pytest.raises(NotPicklable, match="it refers to 'lock', of type lock"):
         pool.run(lambda: lock)
     with pytest.raises(RankFailure, match="the result, of type lock, cannot be sent"):
         pool.run(threading.Lock)
@@ -537,7 +537,7 @@ def test_of_much_output_the_beginning_and_the_end_are_kept_and_the_rest_leaves_t
 
 
 def test_idle_worlds_beyond_the_limit_are_let_go():
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=12, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=12, simulate="cpu", timeout=30.0)
     try:
         for size in range(1, 13):
             pool.begin_test()
@@ -553,7 +553,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
     import tempfile
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess
@@ -569,7 +569,7 @@ def test_close_leaves_no_process_and_no_file(tmp_path, monkeypatch):
 
 
 def test_the_fork_server_is_replaced_too():
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=2, simulate="cpu", timeout=30.0)
     try:
         ranks = pids(pool)
         os.kill(pool.run(os.getppid)[0], signal.SIGKILL)
@@ -583,7 +583,7 @@ def test_the_fork_server_is_replaced_too():
 
 def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
     """What is forked from the pytest process inherits its sockets."""
-    pool = RankPool(LocalLauncher(simulate="cpu"), seats=2, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(simulate="cpu"), slots=2, simulate="cpu", timeout=30.0)
 
     def body():
         import subprocess
@@ -606,7 +606,7 @@ def test_a_child_of_this_process_does_not_keep_the_ranks_alive():
 
 
 def test_a_failing_preload_is_told():
-    pool = RankPool(LocalLauncher(["no_such_module"]), seats=1, simulate="cpu", timeout=30.0)
+    pool = RankPool(LocalLauncher(["no_such_module"]), slots=1, simulate="cpu", timeout=30.0)
     try:
         with pytest.raises(StartupFailure, match="No module named 'no_such_module'"):
             pids(pool)
@@ -615,7 +615,7 @@ def test_a_failing_preload_is_told():
 
 
 def test_a_rank_that_cannot_start_is_told():
-    pool = RankPool(LocalLauncher(), seats=2, simulate="cuda:0", timeout=30.0)
+    pool = RankPool(LocalLauncher(), slots=2, simulate="cuda:0", timeout=30.0)
     try:
         with pytest.raises(StartupFailure, match=r"rank \d of 2 could not start: "):
             pids(pool)

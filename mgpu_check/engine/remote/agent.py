@@ -16,7 +16,7 @@ from typing import Any
 
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.process import Process, describe_exit
-from mgpu_check.engine.remote import exit_codes as verdict
+from mgpu_check.engine.remote import exit_codes
 from mgpu_check.engine.remote.credentials import Key, Stranger
 from mgpu_check.engine.remote.joining import Refused, Run, connect
 from mgpu_check.engine.remote.keyfile import UnusableKey
@@ -64,10 +64,10 @@ def main(
         return NO_DRIVER
     # Until there is a driver to tell, the agent just ends, even while it waits in the store; its fork server follows.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    code = verdict.of_earlier_attempt(os.environ)
+    code = exit_codes.of_earlier_attempt(os.environ)
     if code is not None:
-        verdict.leave(code, place, os.environ)
-        return verdict.share_of(code, place)
+        exit_codes.leave(code, place, os.environ)
+        return exit_codes.share_of(code, place)
     launcher = LocalLauncher(preload, simulate)
     launcher.start()  # it imports torch while this process does
     run: Run | None = None
@@ -88,8 +88,8 @@ def main(
             run.process.wait(_END_TIMEOUT)
     if code is None:
         return _leave_early(place, _end_of(run.process), NO_DRIVER)
-    verdict.leave(code, place, os.environ)
-    return verdict.share_of(code, place)
+    exit_codes.leave(code, place, os.environ)
+    return exit_codes.share_of(code, place)
 
 
 def _leave_early(place: Place, why: str, code: int) -> int:

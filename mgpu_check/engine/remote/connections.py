@@ -18,11 +18,11 @@ from typing import Any
 
 from mgpu_check.engine.remote.credentials import Key
 from mgpu_check.engine.remote.lines import line, shut, tune
-from mgpu_check.engine.remote.listener import Door
+from mgpu_check.engine.remote.listener import Listener
 from mgpu_check.engine.remote.members import Agent, AgentGone, Launch, Launched
 from mgpu_check.errors import StartupFailure
 
-__all__ = ["Hub"]
+__all__ = ["Connections"]
 
 _SEND_TIMEOUT = 10.0
 _TO_FINISH, _TO_UNWIND = 3.0, 7.0
@@ -30,7 +30,7 @@ _MOST_WARNINGS = 16
 _LEFT = "was ended by its launcher"
 
 
-class Hub:
+class Connections:
     """The agents that have joined, by rank.
 
     Attributes:
@@ -68,7 +68,7 @@ class Hub:
         self._untold: list[str] = []
         self._first = ""
         self._selector = selectors.DefaultSelector()
-        self._door = Door(listener, key, self._selector, self._admit, self._refuse)
+        self._listener = Listener(listener, key, self._selector, self._admit, self._refuse)
         self._interrupted = False
         self._closing = False
         self._stopped = False
@@ -181,7 +181,7 @@ class Hub:
             for key, _ in self._selector.select(1.0):
                 key.data()
             now = time.monotonic()
-            self._door.send_away_the_late()
+            self._listener.send_away_the_late()
             if not self.agents and not self._closing and now - self._alone_since > self.patience:
                 self._end(f"no agent has been connected for {self.patience:g} s")
             if self._over_since is not None and not self._closing and now - self._over_since > _TO_FINISH:
@@ -190,7 +190,7 @@ class Hub:
     def _close(self) -> None:
         agents = [agent.connection for agent in [*self.agents.values(), *self._left]]
         ends = [self.ends_read, self._ends_write, self._wake_read, self._wake_write]
-        self._door.close()
+        self._listener.close()
         self._selector.close()
         for one in [*agents, *ends]:
             one.close()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mgpu_check.engine.remote.addresses import words_of_parent
-from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key
 from mgpu_check.engine.remote.current import become
 from mgpu_check.engine.remote.launcher import AgentLauncher
@@ -90,7 +90,7 @@ class Driver:
     """
 
     size: int
-    hub: Hub
+    connections: Connections
     environment: Mapping[str, str]
     command: tuple[str, ...]
     trusting: str = ""
@@ -100,12 +100,12 @@ class Driver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hub.finish(self.exit_code)
+        self.connections.finish(self.exit_code)
 
     def launcher(self, patience: float) -> AgentLauncher:
         """The launcher of this run, which waits `patience` seconds for agents."""
-        self.hub.patience = patience
-        return AgentLauncher(self.hub, f"{secrets.token_hex(4)}", versions(), self.environment)
+        self.connections.patience = patience
+        return AgentLauncher(self.connections, f"{secrets.token_hex(4)}", versions(), self.environment)
 
 
 def is_driver() -> bool:
@@ -121,11 +121,11 @@ def take_over() -> Driver:
         signal.SIGINT, signal.default_int_handler
     )  # it may be ignored here, as in what a script has in its background
     key = Key(bytes.fromhex(told["key"]), "the agent of rank 0")
-    hub = Hub(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
+    connections = Connections(socket.socket(fileno=told["listener"]), key, told["size"], told["parent"], _PATIENCE)
     terminal = os.dup(2)  # pytest will have taken the other
-    hub.warn = lambda text: _print(terminal, text)
-    hub.start()
-    driver = Driver(told["size"], hub, dict(os.environ), tuple(told["command"]), told["trusting"])
+    connections.warn = lambda text: _print(terminal, text)
+    connections.start()
+    driver = Driver(told["size"], connections, dict(os.environ), tuple(told["command"]), told["trusting"])
     become(driver)
     return driver
 

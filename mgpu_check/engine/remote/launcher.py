@@ -7,15 +7,15 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from mgpu_check.devices.placement import Seat
+from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.process import Process
-from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.keyfile import REMEDY
 from mgpu_check.engine.remote.members import Agent, AgentGone, Launched
-from mgpu_check.engine.remote.remote import RemoteProcess
+from mgpu_check.engine.remote.process import RemoteProcess
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
-from mgpu_check.processes.protocol import Surroundings
+from mgpu_check.processes.protocol import CallContext
 from mgpu_check.processes.rank_lists import intervals
 
 __all__ = ["AgentLauncher", "WrongLaunch"]
@@ -33,7 +33,7 @@ class Host:
 
     Attributes:
         name: its own, with its index where another host has the same.
-        ranks: launched ranks there; the seat `slot` belongs to ``ranks[slot]``.
+        ranks: launched ranks there; slot `i` belongs to ``ranks[i]``.
     """
 
     name: str
@@ -43,7 +43,9 @@ class Host:
 class AgentLauncher:
     """Starts processes where agents are, and tells how they end."""
 
-    def __init__(self, hub: Hub, run: str, versions: Mapping[str, str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, connections: Connections, run: str, versions: Mapping[str, str], environment: Mapping[str, str]
+    ) -> None:
         """Nothing is waited for yet.
 
         Args:
@@ -52,26 +54,26 @@ class AgentLauncher:
             environment: of this process when it started.
         """
         self.hosts: list[Host] = []
-        self.hub = hub
+        self.connections = connections
         self._store = ""
         self._run = run
         self._versions = versions
         self._environment = environment
-        self._rank_at: dict[Seat, int] = {}
+        self._rank_at: dict[Slot, int] = {}
 
-    def gather(self) -> list[Seat]:
-        """Wait for all agents; the seats that they have, in the order of hosts.
+    def gather(self) -> list[Slot]:
+        """Wait for all agents; the slots that they have, in the order of hosts.
 
         Raises:
             WrongLaunch: one is missing, or does not fit.
         """
-        hub = self.hub
-        missing = hub.await_agents(range(hub.size), hub.patience)
-        if hub.over is not None:
-            raise WrongLaunch(hub.over)
+        connections = self.connections
+        missing = connections.await_agents(range(connections.size), connections.patience)
+        if connections.over is not None:
+            raise WrongLaunch(connections.over)
         if missing:
             raise WrongLaunch(self._missing(missing))
-        agents = [hub.agents[rank] for rank in range(hub.size)]
+        agents = [connections.agents[rank] for rank in range(connections.size)]
         self._compare(agents)
         # Rank 0 itself may know the place as "localhost"; its neighbours on other hosts cannot.
         beyond = next((agent for agent in agents if agent.host != agents[0].host), agents[0])
@@ -87,14 +89,14 @@ class AgentLauncher:
             here.sort(key=lambda agent: (agent.told["local_rank"] or 0, agent.rank))
             name = names[index] if names.count(names[index]) == 1 else f"{names[index]} (node {index})"
             self.hosts.append(Host(name, tuple(agent.rank for agent in here)))
-            for slot, agent in enumerate(here):
-                self._rank_at[Seat(index, slot)] = agent.rank
-                hub.host_names[agent.rank] = name
+            for place, agent in enumerate(here):
+                self._rank_at[Slot(index, place)] = agent.rank
+                connections.host_names[agent.rank] = name
         return list(self._rank_at)
 
     def _missing(self, missing: list[int]) -> str:
-        hub = self.hub
-        there = sorted(hub.agents.values(), key=lambda agent: agent.rank)
+        connections = self.connections
+        there = sorted(connections.agents.values(), key=lambda agent: agent.rank)
         known = ", ".join(f"{agent.rank} on {agent.host}" for agent in there) or "none"
         nodes = {agent.told["node"] for agent in there} - {None}
         sizes = {agent.told["local_size"] for agent in there} - {None}
@@ -102,13 +104,13 @@ class AgentLauncher:
         if nodes and len(sizes) == 1 and (absent := {rank // min(sizes) for rank in missing} - nodes):
             guess = f", all of node {intervals(sorted(absent))}"
         return (
-            f"{hub.size} ranks were launched, but the agents of ranks {intervals(missing)}{guess} have not come within "
-            f"{hub.patience:g} s; those that have: {known}{self._refused()}"
+            f"{connections.size} ranks were launched, but the agents of ranks {intervals(missing)}{guess} have not come within "
+            f"{connections.patience:g} s; those that have: {known}{self._refused()}"
         )
 
     def _refused(self) -> str:
-        with self.hub.changed:
-            refused = sorted(self.hub.refused)
+        with self.connections.changed:
+            refused = sorted(self.connections.refused)
         if not refused:
             return ""
         return f"; refused, because they have another key than this run: processes at {', '.join(refused)}; {REMEDY}"
@@ -125,24 +127,24 @@ class AgentLauncher:
 
     def visible_on(self, host: int) -> int:
         """How many real devices the first agent of a host sees."""
-        return int(self.hub.agents[self.hosts[host].ranks[0]].told["devices"])
+        return int(self.connections.agents[self.hosts[host].ranks[0]].told["devices"])
 
     def start(self) -> None:
         """The agents have started their fork servers themselves."""
 
-    def launch(self, seats: Sequence[Seat]) -> list[Process]:
-        hub = self.hub
-        wanted = [self._rank_at[seat] for seat in seats]
+    def launch(self, slots: Sequence[Slot]) -> list[Process]:
+        connections = self.connections
+        wanted = [self._rank_at[slot] for slot in slots]
         self._await(wanted)
         asked: list[tuple[Agent, int, Future[Launched]]] = []
         launched: list[Process] = []
         try:
             try:
                 for rank in wanted:
-                    asked.append(hub.launch(rank))
+                    asked.append(connections.launch(rank))
                 for agent, number, future in asked:
                     made = future.result(_START_TIMEOUT)
-                    launched.append(RemoteProcess(hub, agent, number, made.pid, Channel(made.connection)))
+                    launched.append(RemoteProcess(connections, agent, number, made.pid, Channel(made.connection)))
             except AgentGone as gone:
                 raise StartupFailure(f"{gone}, while it started a rank") from None
             except TimeoutError:
@@ -155,7 +157,7 @@ class AgentLauncher:
                 process.kill()
                 process.close()
             for agent, number, _ in asked[len(launched) :]:
-                hub.ask(agent, number, "close")
+                connections.ask(agent, number, "close")
             raise
         return launched
 
@@ -165,23 +167,23 @@ class AgentLauncher:
         Raises:
             StartupFailure: they will not be, or are not in time.
         """
-        hub = self.hub
-        patience = 0.0 if self.lost_for_good() else hub.patience
-        missing = hub.await_agents(sorted(set(ranks)), patience)
+        connections = self.connections
+        patience = 0.0 if self.lost_for_good() else connections.patience
+        missing = connections.await_agents(sorted(set(ranks)), patience)
         if missing:
-            hosts = sorted({hub.host_names[rank] for rank in missing})
+            hosts = sorted({connections.host_names[rank] for rank in missing})
             text = f"the agents of ranks {intervals(missing)} on {', '.join(hosts)} are lost"
-            why = self.lost_for_good() or f"have not come back within {hub.patience:g} s"
+            why = self.lost_for_good() or f"have not come back within {connections.patience:g} s"
             raise StartupFailure(f"{text}, and {why}")
 
     def lost_for_good(self) -> str | None:
         """Why agents that are lost will not come back; None where none is lost, or they may."""
-        hub = self.hub
-        if hub.over is not None:
-            return f"the run is over: {hub.over}"
+        connections = self.connections
+        if connections.over is not None:
+            return f"the run is over: {connections.over}"
         return None
 
-    def surroundings(self, here: Surroundings) -> Surroundings:
+    def call_context(self, here: CallContext) -> CallContext:
         """What a rank takes over of `here`: what has changed since this process started. The rest it has of its agent."""
         changed = {name: value for name, value in here.environment.items() if self._environment.get(name) != value}
         removed = frozenset(self._environment.keys() - here.environment.keys())
@@ -189,12 +191,12 @@ class AgentLauncher:
 
     def losses(self) -> list[str]:
         self.collect()
-        return self.hub.untold()
+        return self.connections.untold()
 
-    def binding(self, seat: Seat, here: Sequence[Seat]) -> tuple[int, int]:
-        if self.visible_on(seat.host) == 1 < len(here):
+    def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
+        if self.visible_on(slot.host) == 1 < len(here):
             return 0, 1  # the launcher shows each of its processes one device
-        return here.index(seat), len(here)
+        return here.index(slot), len(here)
 
     def store(self, name: str) -> str:
         return f"{self._store}/{self._run}/{name}"
@@ -203,10 +205,10 @@ class AgentLauncher:
         return self.hosts[host].name if len(self.hosts) > 1 else ""
 
     def waitables(self) -> list[int]:
-        return [self.hub.ends_read.fileno()]
+        return [self.connections.ends_read.fileno()]
 
     def collect(self) -> None:
-        self.hub.collect()
+        self.connections.collect()
 
     def ending(self) -> list[int]:
         return []  # the devices are this run's own until it ends

@@ -13,7 +13,7 @@ from typing import Any
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, verify
 from mgpu_check.engine.remote.lines import LONGEST, Lines
 
-__all__ = ["Door"]
+__all__ = ["Listener"]
 
 _MOST = 64
 _TIMEOUT = 20.0
@@ -37,7 +37,7 @@ class _Guest:
     data: bytes = b""
 
 
-class Door:
+class Listener:
     """Accepts connections, has them show the key, and hands over those that have it, with the first line they say.
 
     Nothing here blocks, and nothing that comes without the key is read further than a proof is long.

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from mgpu_check.engine.process import STACKS_TIMEOUT, Process
-from mgpu_check.engine.remote.connections import Hub
+from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.members import Agent, AgentGone
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.record import Record, parse
@@ -21,16 +21,16 @@ _NOBODY_KNOWS = 75
 class RemoteProcess(Process):
     """Asks the agent for what a local process finds in its files."""
 
-    def __init__(self, hub: Hub, agent: Agent, number: int, pid: int, connection: Channel) -> None:
+    def __init__(self, connections: Connections, agent: Agent, number: int, pid: int, connection: Channel) -> None:
         self.pid = pid
         self.connection = connection
         self.exit_code: int | None = None
-        self._hub = hub
+        self._connections = connections
         self._agent = agent
         self._number = number
         self._stacks_asked: Future[Any] | None = None
         self._closed = False
-        hub.watch(agent, number, self._ended)
+        connections.watch(agent, number, self._ended)
 
     def _ended(self, code: int | None) -> None:
         self.exit_code = code
@@ -39,25 +39,25 @@ class RemoteProcess(Process):
 
     def _ask(self, method: str, *arguments: Any, timeout: float = _ANSWER_TIMEOUT, default: Any = "") -> Any:
         try:
-            return self._hub.ask(self._agent, self._number, method, *arguments).result(timeout)
+            return self._connections.ask(self._agent, self._number, method, *arguments).result(timeout)
         except (AgentGone, TimeoutError):
             return default
 
     def cause(self) -> str:
         if self.lost is None:
             return super().cause()
-        self._hub.untold()  # the failure tells it
+        self._connections.untold()  # the failure tells it
         return self.lost
 
     def mark_output(self) -> None:
-        self._hub.ask(self._agent, self._number, "mark_output")
+        self._connections.ask(self._agent, self._number, "mark_output")
 
     def output(self, name: str) -> str:
         return str(self._ask("output", name))
 
     def ask_for_stacks(self, signal_number: int) -> None:
-        self._hub.ask(self._agent, self._number, "ask_for_stacks", signal_number)
-        self._stacks_asked = self._hub.ask(self._agent, self._number, "stacks")
+        self._connections.ask(self._agent, self._number, "ask_for_stacks", signal_number)
+        self._stacks_asked = self._connections.ask(self._agent, self._number, "stacks")
 
     def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
         assert self._stacks_asked is not None
@@ -83,10 +83,10 @@ class RemoteProcess(Process):
 
     def kill(self) -> None:
         if self.exit_code is None and not self._closed:
-            self._hub.ask(self._agent, self._number, "kill")
+            self._connections.ask(self._agent, self._number, "kill")
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.connection.close()
-            self._hub.ask(self._agent, self._number, "close")
+            self._connections.ask(self._agent, self._number, "close")
