@@ -91,7 +91,12 @@ class DeviceMismatch(CheckFailure):
 
 
 class RankFailure(CheckFailure):
-    """At least one rank raised while it ran a function of the test."""
+    """At least one rank raised while it ran a function of the test.
+
+    ``account`` holds, for code that looks for the cause, how the call ended on each rank; None where it was no call.
+    """
+
+    account: object = None
 
 
 class RankDied(RankFailure):
@@ -106,11 +111,12 @@ class RankHang(BaseException):
     """Ranks did not finish in time.
 
     No ``Exception``, because Hypothesis would run the example again and again to shrink it, each time for the whole
-    deadline. ``mistakes`` is that of `ScalingMismatch`, where a gate was at work.
+    deadline. ``mistakes`` is that of `ScalingMismatch`, where a gate was at work; ``account`` that of `RankFailure`.
     """
 
     ranks: tuple[int, ...]
     mistakes: tuple[str, ...] = ()
+    account: object = None
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)

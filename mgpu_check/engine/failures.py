@@ -17,14 +17,17 @@ from mgpu_check.processes.stacks import HALTED, place_of
 
 __all__ = [
     "NODE",
+    "Account",
     "Died",
     "Finished",
     "Interrupted",
     "Raised",
     "Who",
+    "account_of",
     "alike",
+    "all_returned",
+    "different_collectives",
     "disagreement",
-    "error_of",
     "last_collectives",
     "raised_at",
 ]
@@ -57,11 +60,13 @@ class Died:
         cause: signal or exit code, in words.
         last_words: the stacks that it left.
         lost: with the agent that held it.
+        exit_code: of the process, negative for a signal; None where it has not ended by itself.
     """
 
     cause: str
     last_words: str
     lost: bool = False
+    exit_code: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,91 +114,182 @@ class Who:
         return f"{text} ({', '.join(f'{intervals(some)} on {host}' for host, some in on)})"
 
 
-def error_of(
-    endings: Mapping[int, Ending], who: Who, doing: str, timeout: float | None, records: Mapping[int, Record]
-) -> BaseException:
-    """The error to raise in the parent, when not all of `endings` are `Finished`.
+@dataclass(frozen=True)
+class Account:
+    """How a call ended on each rank: data for whoever looks for the cause, and the text that users read.
 
-    Args:
+    Attributes:
         endings: rank -> how the call ended there, in the order in which the answers came.
+        who: how the ranks are called.
         doing: what the ranks were at, such as "test_step".
-        timeout: the deadline in seconds, if it passed.
+        deadline: in seconds, if it passed.
         records: rank -> the collectives that it has entered.
+        instead: lines to tell in place of the endings, where all ranks returned.
     """
-    died = {rank: end for rank, end in endings.items() if isinstance(end, Died)}
-    raised = {rank: end for rank, end in endings.items() if isinstance(end, Raised)}
-    interrupted = {rank: end for rank, end in endings.items() if isinstance(end, Interrupted)}
-    if raised or died:
-        timeout = None  # the others were waited for until the deadline, but that is not the story
-    finished = [rank for rank, end in endings.items() if isinstance(end, Finished)]
 
-    headlines: list[str] = []
-    blocks: list[str] = []
-    for cause, ranks in grouped((end.cause, rank) for rank, end in died.items()):
-        headlines.append(f"{who.full(ranks)} died: {cause}")
-        words = next((died[rank].last_words for rank in ranks if died[rank].last_words), "")
-        if words:
-            blocks.append(_block(f"{who(ranks)}: stacks at the end", words))
-    # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
-    for ranks in alike(endings):
-        said = grouped((_ADDRESS.sub("", raised[rank].failure.headline), rank) for rank in ranks)
-        for _, some in said[:_MOST_HEADLINES]:
-            headlines.append(f"{who.full(some)} raised {raised[some[0]].failure.headline}")
-        others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
-        if others:
-            headlines.append(f"{who.full(others)} raised the same with other values")
-        blocks.append(_block(who(ranks), raised[ranks[0]].failure.text))
-    if interrupted and timeout is not None:
-        headlines[:0] = _hang_headlines(interrupted, who, doing, timeout, records)
-    elif interrupted:
-        seconds = max(end.seconds for end in interrupted.values())
-        headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")
-        if halted := [rank for rank, end in interrupted.items() if end.stacks == HALTED]:
-            headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
-    for stacks, ranks in grouped((end.stacks, rank) for rank, end in interrupted.items() if end.stacks != HALTED):
-        text = stacks or "no stacks: the process did not answer, as in uninterruptible sleep"
-        blocks.append(_block(f"{who(ranks)}: stacks of all threads, when stopped", text))
-    if finished:
-        headlines.append(f"{who(finished)} finished")
-    parted = parting(records) or {}
-    if any(records[rank].current != entered for rank, entered in parted.items()) or not interrupted:
-        headlines += [different] if (different := different_collectives(records, who)) else []
-    told = interrupted if timeout is not None else {}
-    headlines += last_collectives({rank: record for rank, record in records.items() if rank not in told}, who)
+    endings: Mapping[int, Ending]
+    who: Who
+    doing: str = ""
+    deadline: float | None = None
+    records: Mapping[int, Record] = field(default_factory=dict)
+    instead: tuple[str, ...] = ()
 
-    message = "\n".join([*headlines, *(f"\n{block}" for block in blocks)])
-    if interrupted and timeout is not None:
-        return RankHang(message, ranks=sorted({*interrupted, *raised, *died}))
-    if died:
-        kind = AgentLost if any(end.lost for end in died.values()) else RankDied
-        return kind(message, ranks=sorted(died))
-    error = RankFailure(message, ranks=sorted(raised))
-    first = next(iter(raised.values()), None)
-    if first is not None:
-        return raised_at(error, first.failure.filename, first.failure.lineno, _exception(first.failure))
-    return error
+    @property
+    def died(self) -> dict[int, Died]:
+        return {rank: end for rank, end in self.endings.items() if isinstance(end, Died)}
+
+    @property
+    def raised(self) -> dict[int, Raised]:
+        return {rank: end for rank, end in self.endings.items() if isinstance(end, Raised)}
+
+    @property
+    def interrupted(self) -> dict[int, Interrupted]:
+        return {rank: end for rank, end in self.endings.items() if isinstance(end, Interrupted)}
+
+    @property
+    def finished(self) -> list[int]:
+        return [rank for rank, end in self.endings.items() if isinstance(end, Finished)]
+
+    @property
+    def hung(self) -> float | None:
+        """The deadline, where that it passed is the story: not where others were waited for that had failed."""
+        return self.deadline if self.interrupted and not (self.raised or self.died) else None
+
+    @property
+    def parted(self) -> dict[int, Entered]:
+        """Rank -> the first collective that is another one than on other ranks; empty where there is none.
+
+        Empty, too, where ranks still wait in these very collectives: a hang is told by them already.
+        """
+        parted = parting(self.records) or {}
+        waiting = all(self.records[rank].current == entered for rank, entered in parted.items())
+        return {} if waiting and self.interrupted else parted
+
+    @property
+    def last(self) -> dict[int, Entered]:
+        """Rank -> the collective that it is in, or has entered last; without those that nothing has recorded."""
+        lasts = {rank: record.last for rank, record in self.records.items() if not self._in_another(rank)}
+        return {rank: entered for rank, entered in lasts.items() if entered is not None and entered.number}
+
+    def _in_another(self, rank: int) -> bool:
+        """Whether a rank that hangs is in a collective that is not recorded."""
+        end, record = self.endings.get(rank), self.records[rank]
+        if self.hung is None or not isinstance(end, Interrupted) or record.current is not None:
+            return False
+        place = place_of(end.stacks)
+        return place is not None and bool(place.collective)
+
+    def told_of_raised(self) -> list[tuple[list[int], str]]:
+        """Ranks that raised the same, with the line that says so; as many lines as help."""
+        lines: list[tuple[list[int], str]] = []
+        for ranks in alike(self.endings):
+            said = grouped((_ADDRESS.sub("", self.raised[rank].failure.headline), rank) for rank in ranks)
+            for _, some in said[:_MOST_HEADLINES]:
+                lines.append((some, f"{self.who.full(some)} raised {self.raised[some[0]].failure.headline}"))
+            others = [rank for _, some in said[_MOST_HEADLINES:] for rank in some]
+            if others:
+                lines.append((others, f"{self.who.full(others)} raised the same with other values"))
+        return lines
+
+    def headlines(self, doing: str | None = None) -> list[str]:
+        """What happened, a line each.
+
+        Args:
+            doing: what the ranks were at, if users know it by another name.
+        """
+        if self.instead:
+            return list(self.instead)
+        who, interrupted = self.who, self.interrupted
+        headlines = [
+            f"{who.full(ranks)} died: {cause}"
+            for cause, ranks in grouped((end.cause, rank) for rank, end in self.died.items())
+        ]
+        # Once a rank is dead, its peers' errors are mostly echoes of that: they come second.
+        headlines += [line for _, line in self.told_of_raised()]
+        if self.hung is not None:
+            headlines[:0] = _hang_headlines(interrupted, who, doing or self.doing, self.hung, self.records)
+        elif interrupted:
+            seconds = max(end.seconds for end in interrupted.values())
+            headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")
+            if halted := [rank for rank, end in interrupted.items() if end.stacks == HALTED]:
+                headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
+        if self.finished:
+            headlines.append(f"{who(self.finished)} finished")
+        headlines += [different] if (different := different_collectives(self.parted, who)) else []
+        told = interrupted if self.hung is not None else {}
+        rest = {rank: record for rank, record in self.records.items() if rank not in told}
+        return headlines + last_collectives(rest, who)
+
+    def blocks(self) -> list[str]:
+        """Stacks and tracebacks, each under a line of its own."""
+        blocks: list[str] = []
+        for _, ranks in grouped((end.cause, rank) for rank, end in self.died.items()):
+            words = next((self.died[rank].last_words for rank in ranks if self.died[rank].last_words), "")
+            if words:
+                blocks.append(_block(f"{self.who(ranks)}: stacks at the end", words))
+        for ranks in alike(self.endings):
+            blocks.append(_block(self.who(ranks), self.raised[ranks[0]].failure.text))
+        stacks_of = ((end.stacks, rank) for rank, end in self.interrupted.items() if end.stacks != HALTED)
+        for stacks, ranks in grouped(stacks_of):
+            text = stacks or "no stacks: the process did not answer, as in uninterruptible sleep"
+            blocks.append(_block(f"{self.who(ranks)}: stacks of all threads, when stopped", text))
+        return blocks
+
+    def __str__(self) -> str:
+        return "\n".join([*self.headlines(), *(f"\n{block}" for block in self.blocks())])
+
+    def error(self) -> BaseException:
+        """The error to raise in the parent, when not all ranks have finished."""
+        if self.hung is not None:
+            hang = RankHang(str(self), ranks=sorted(self.interrupted))
+            hang.account = self
+            return hang
+        if self.died:
+            kind = AgentLost if any(end.lost for end in self.died.values()) else RankDied
+            death = kind(str(self), ranks=sorted(self.died))
+            death.account = self
+            return death
+        error = RankFailure(str(self), ranks=sorted(self.raised))
+        error.account = self
+        first = next(iter(self.raised.values()), None)
+        if first is not None:
+            return raised_at(error, first.failure.filename, first.failure.lineno, _exception(first.failure))
+        return error
+
+
+def account_of(error: BaseException) -> Account | None:
+    """What is known of a failure of ranks; None where it is none of a call."""
+    account = getattr(error, "account", None)
+    return account if isinstance(account, Account) else None
 
 
 def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
     """The error where all ranks have returned, but have not entered the same collectives."""
-    text = different_collectives(records, who)
+    parted = parting(records) or {}
+    text = different_collectives(parted, who)
     first = text or "ranks have entered different collectives, or with different tensors"
     lines = [first, *([] if text else last_collectives(records, who))]
-    parted = parting(records) or {}
     odd = _odd(parted)
-    error = RankFailure(
-        "\n".join([*lines, "all ranks returned: what they computed in them is undefined"]),
-        ranks=sorted(odd or records),
-    )
+    lines.append("all ranks returned: what they computed in them is undefined")
+    error = all_returned(lines, who, records, odd or records)
     if not odd:
         return error
     return raised_at(error, parted[odd[0]].file, parted[odd[0]].line, None)
 
 
-def different_collectives(records: Mapping[int, Record], who: Who) -> str:
+def all_returned(
+    lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int] | None = None
+) -> RankFailure:
+    """An error that tells `lines` of a call that all ranks have returned from."""
+    account = Account({rank: Finished() for rank in records}, who, records=records, instead=tuple(lines))
+    error = RankFailure(str(account), ranks=sorted(records if ranks is None else ranks))
+    error.account = account
+    return error
+
+
+def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
     """ "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …"; nothing where none differ."""
-    parted = parting(records)
-    if parted is None:
+    if not parted:
         return ""
     said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
     groups = sorted(grouped(said), key=lambda g: len(g[1]))
@@ -274,7 +370,7 @@ def _were(ranks: Collection[int]) -> str:
 def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
     """The ranks that raised, those together that raised the same at the same place, if with other values."""
     failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
-    kinds = (((f.headline.partition(":")[0], f.filename, f.lineno), rank) for f, rank in failures)
+    kinds = (((f.type, f.filename, f.lineno), rank) for f, rank in failures)
     return [sorted(ranks) for _, ranks in grouped(kinds)]
 
 

@@ -10,7 +10,17 @@ from typing import Any
 from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.answers import agree
 from mgpu_check.engine.balance import imbalance, unmatched
-from mgpu_check.engine.failures import NODE, Ending, Finished, Raised, alike, disagreement, error_of, last_collectives
+from mgpu_check.engine.failures import (
+    NODE,
+    Account,
+    Ending,
+    Finished,
+    Raised,
+    alike,
+    all_returned,
+    disagreement,
+    last_collectives,
+)
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses
 from mgpu_check.errors import RankFailure
@@ -70,9 +80,7 @@ class World(WorldProcesses):
             StartupFailure: one did not come up.
         """
         self.told: dict[int, tuple[tuple[str, Any], ...]] = {}  # by the ranks of the last call, if by any
-        self._failed: tuple[BaseException, dict[int, Ending], Callable[[dict[int, Ending]], BaseException]] | None = (
-            None
-        )
+        self._failed: tuple[BaseException, Account] | None = None
         self._running: tuple[str, float] | None = None  # the function, and since when
         self._rest_timeout = min(_REST_TIMEOUT, timeout)
         self._numbers = itertools.count()
@@ -160,11 +168,9 @@ class World(WorldProcesses):
         if len(kinds) == 1 and isinstance(first, Raised) and first.failure.kind != "error":
             raise Abandoned(first.failure)
 
-        def told(endings: dict[int, Ending]) -> BaseException:
-            return error_of(endings, self.who, doing, timeout if timed_out else None, records)
-
-        error = told(endings)
-        self._failed = (error, endings, told)
+        account = Account(endings, self.who, doing, timeout if timed_out else None, records)
+        error = account.error()
+        self._failed = (error, account)
         raise error
 
     def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
@@ -214,7 +220,7 @@ class World(WorldProcesses):
         for index, answer in self._answers.items():
             if isinstance(answer, protocol.Outcome):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
-        return error_of(endings, self.who, doing, round(Clock.now() - since, 1), records)
+        return Account(endings, self.who, doing, round(Clock.now() - since, 1), records).error()
 
     def check_idle(self, when: str) -> None:
         """As of the processes of any world; but a call that Ctrl-C has interrupted is answered still, to nobody."""
@@ -244,21 +250,21 @@ class World(WorldProcesses):
                 "ranks entered different numbers of operations of the default process group, and could not meet in a "
                 f"barrier afterwards: one has begun a collective that others never entered ({counts})"
             )
-            raise RankFailure("\n".join([text, *errors, *last_collectives(records, self.who)]), ranks=entered)
+            raise all_returned([text, *errors, *last_collectives(records, self.who)], self.who, records, entered)
         self.broken = False
 
     def explain(self, error: BaseException) -> None:
         """Give `error` the best text that its ranks can make of it, if it is the last that this world has raised."""
         if self._failed is None or self._failed[0] is not error:
             return
-        _, endings, told = self._failed
-        better = dict(endings)
+        _, account = self._failed
+        better = dict(account.endings)
         for ranks in alike(better):
             ending, text = better[ranks[0]], self._explanation(ranks[0])
             if text:
                 assert isinstance(ending, Raised)
                 better[ranks[0]] = Raised(dataclasses.replace(ending.failure, text=text))
-        error.args = told(better).args
+        error.args = (str(dataclasses.replace(account, endings=better)),)
 
     def _explanation(self, index: int) -> str:
         channel = self.processes[index].connection
@@ -291,7 +297,7 @@ class World(WorldProcesses):
         if late:
             records = self._records()
             stopped = self._interrupt(late, since=Clock.now() - self._rest_timeout)
-            raise error_of(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records)
+            raise Account(stopped, self.who, "its answer at the end of the test", self._rest_timeout, records).error()
         self.broken = False
         self.told = {
             i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Rested) and answer.told

@@ -165,7 +165,7 @@ class WorldProcesses:
             cause = f"it has written to its connection to the pytest process what is no answer: {self._garbled[index]}"
         if process.exit_code is None:
             process.kill()
-        return Died(cause, process.last_words(), process.lost is not None)
+        return Died(cause, process.last_words(), process.lost is not None, process.exit_code)
 
     def mark_output(self) -> None:
         """Let `Process.output` start from here."""

@@ -140,9 +140,7 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
             f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; is "
             "dropout on (model.eval() undone, functional.dropout without training=), or anything drawn?"
         )
-        findings.append(
-            Finding("evaluation-differs", evidence.replace("on rank 0", "first").replace("on rank 1", "then"))
-        )
+        findings.append(Finding("evaluation-differs", evidence))
     elif not findings:
         evidence = (
             f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {wrong[0].detail}"

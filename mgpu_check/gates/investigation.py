@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mgpu_check.engine.failures import Account, account_of, different_collectives
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.batch_parts import Hypotheses, run_hypotheses
 from mgpu_check.gates.causes import collectives, control, data, gradients, steps
@@ -15,7 +16,7 @@ from mgpu_check.gates.measuring import Expected
 from mgpu_check.gates.observing import Observation
 from mgpu_check.gates.program import wants_world_size
 from mgpu_check.gates.relations import PARITY, RANDOM, Verdict, allowed_for, close, judge, repeats
-from mgpu_check.gates.running import run_step, run_traced
+from mgpu_check.gates.running import run_traced
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.mistakes.report import Finding, Observable, Report
@@ -30,7 +31,6 @@ _LARGE = 1_000_000
 _LIKELY = 2
 """Causes that a report names."""
 _THEMES = (collectives.causes, data.causes, gradients.causes, steps.causes, control.causes)
-_ENTERED = re.compile(r"(\w+) #\d+ (?:of ranks [\d, ]+ )?\(([^)]*)\)(?:, (\w+\[[^\]]*\]))?")
 
 
 def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
@@ -48,31 +48,35 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
     return _report(trials, evidence, [finding for _, finding in ranked[:_LIKELY]])
 
 
-def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> Report:
-    """The report of ranks that did not return."""
-    text = str(hang).split("\n\n", maxsplit=1)[0].replace(run_step.__name__, name)
-    first = text.splitlines()[0]
-    finding = _of_parting(text) or Finding(
-        "decision-per-rank", f"{first}; the others wait for it in a collective that it does not enter"
-    )
+def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Report, list[str]]:
+    """The report of ranks that did not return, and their stacks."""
+    account = account_of(hang)
+    lines = str(hang).splitlines() if account is None else account.headlines(name)
+    finding = None if account is None else _of_parting(account, lines)
+    if finding is None:
+        evidence = f"{lines[0]}; the others wait for it in a collective that it does not enter"
+        finding = Finding("decision-per-rank", evidence)
     findings = [finding]
     if scenario.samples % scenario.world_size and finding.mistake == "decision-per-rank":
         uneven = (
             f"{scenario.samples} samples do not divide by {scenario.world_size} ranks, and where they do, it terminates"
         )
         findings.insert(0, Finding("uneven-steps", uneven))
-    return Report(
-        f"{name} does not scale: {first}",
+    report = Report(
+        f"{name} does not scale: {lines[0]}",
         scenario.described,
         findings=findings,
-        remarks=["terminates: NO", *text.splitlines()[1:]],
+        remarks=["terminates: NO", *lines[1:]],
     )
+    return report, [] if account is None else account.blocks()
 
 
 def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> Report:
-    text = str(error).split("\n\n", maxsplit=1)[0]
-    lines = text.splitlines()
-    finding = _of_parting(text) or _of_words(str(error))
+    account = account_of(error)
+    lines = str(error).splitlines() if account is None else account.headlines()
+    finding = None
+    if account is not None:
+        finding = _of_parting(account, lines) or _of_words(account)
     if finding is not None and finding.mistake == "decision-per-rank" and scenario.samples % scenario.world_size:
         uneven = f"{scenario.samples} samples do not divide by {scenario.world_size} ranks; {finding.evidence}"
         finding = Finding("uneven-steps", uneven)
@@ -84,23 +88,25 @@ def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> 
     )
 
 
-def _of_parting(text: str) -> Finding | None:
+def _of_parting(account: Account, lines: Sequence[str]) -> Finding | None:
     """By the collectives that ranks have entered, where they are not the same."""
-    line = next((line for line in text.splitlines() if " entered " in line and ", where " in line), None)
-    if line is None:
-        last = [match for match in _ENTERED.findall(text) if match]
-        if len({(name, site) for name, site, _ in last}) == 1 and len({shape for _, _, shape in last}) > 1:
-            return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(text))
-        if len({(name, site) for name, site, _ in last}) > 1 or ("finished" in text and last):
-            return Finding("decision-per-rank", "ranks do not take part in the same collectives: " + _short(text))
-        return None
-    entered = _ENTERED.findall(line)
-    names = {name for name, _, _ in entered}
-    shapes = {shape for _, _, shape in entered}
-    if len(names) == 1 and len(shapes) > 1:
-        gathers = "gather" in line or "scatter" in line or "all_to_all" in line
-        return Finding("uneven-gather" if gathers else "decision-per-rank", line)
-    return Finding("decision-per-rank", line)
+    if parted := account.parted:
+        line = different_collectives(parted, account.who)
+        names = {entered.name for entered in parted.values()}
+        if len(names) == 1 and len({entered.operand for entered in parted.values()}) > 1:
+            gathers = any(word in name for word in ("gather", "scatter", "all_to_all") for name in names)
+            return Finding("uneven-gather" if gathers else "decision-per-rank", line)
+        return Finding("decision-per-rank", line)
+    last = account.last.values()
+    places = {(entered.name, entered.file, entered.line) for entered in last}
+    if len(places) == 1 and len({entered.operand for entered in last}) > 1:
+        return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(" ".join(lines)))
+    some_finished = 0 < len(account.finished) < len(account.endings)
+    if len(places) > 1 or (some_finished and last):
+        return Finding(
+            "decision-per-rank", "ranks do not take part in the same collectives: " + _short(" ".join(lines))
+        )
+    return None
 
 
 _WORDS = (
@@ -114,16 +120,22 @@ _WORDS = (
     ("Sizes of tensors must match", "uneven-gather"),
     ("Default process group has not been initialized", "wrong-process-group"),
 )
+"""Of torch: what it says of a mistake, and of no other."""
 
 
-def _of_words(text: str) -> Finding | None:
-    """By what torch says, where that is known to come from one mistake."""
+def _of_words(account: Account) -> Finding | None:
+    """By what torch has raised, where that is known to come from one mistake."""
+    raised = account.raised
+    told = [(raised[ranks[0]].failure.headline, line) for ranks, line in account.told_of_raised()]
+    told += [(line, line) for end in raised.values() for line in end.failure.text.splitlines()]
     for words, mistake in _WORDS:
-        if words in text:
-            line = next(line for line in text.splitlines() if words in line)
-            return Finding(mistake, _short(line.strip()))
-    if "all_gather" in text and "SIGABRT" in text:
-        return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
+        for of_torch, line in told:
+            if words in of_torch:
+                return Finding(mistake, _short(line.strip()))
+    gathers = any(entered.name.startswith("all_gather") for entered in account.last.values())
+    for end in account.died.values():
+        if end.exit_code == -signal.SIGABRT and (gathers or "all_gather" in end.last_words):
+            return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
     return None
 
 

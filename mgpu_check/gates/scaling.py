@@ -145,9 +145,8 @@ def _assert_scales(
         try:
             failed = _search(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
-            report = report_of_hang(trials.name, trials.current, hang)
-            stacks = str(hang).partition("\n\n")[2]
-            late = RankHang(f"{report}\n\n{stacks}", ranks=hang.ranks)
+            report, stacks = report_of_hang(trials.name, trials.current, hang)
+            late = RankHang("\n\n".join([str(report), *stacks]), ranks=hang.ranks)
             late.mistakes = report.mistakes
             raise late from None  # another one: the engine rewrites its own when it is shown
         if failed is not None:

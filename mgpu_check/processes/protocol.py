@@ -129,18 +129,25 @@ class Failure:
 
     Attributes:
         kind: all but "error" are the outcomes by which pytest and Hypothesis abandon a test or an example.
-        headline: type and message, in one line.
+        type: name of its class.
+        message: the first line of what it says; empty where it says nothing.
         text: the rendered traceback.
         filename, lineno: where it was raised.
         pickled: the exception itself, None where it cannot be pickled.
     """
 
     kind: Literal["error", "skip", "xfail", "reject"]
-    headline: str
+    type: str
+    message: str
     text: str
     filename: str
     lineno: int
     pickled: bytes | None
+
+    @property
+    def headline(self) -> str:
+        """Type and message, in one line."""
+        return f"{self.type}: {self.message}" if self.message else self.type
 
 
 class Group(NamedTuple):

@@ -52,7 +52,8 @@ def failure_of(error: BaseException) -> protocol.Failure:
     message = _message(error)
     return protocol.Failure(
         kind=_kind(error),
-        headline=f"{type(error).__name__}: {message.splitlines()[0]}" if message else type(error).__name__,
+        type=type(error).__name__,
+        message=next(iter(message.splitlines()), ""),
         text=clipped(_render(error)),
         filename=last.filename if last else "",
         lineno=(last.lineno or 1) if last else 1,

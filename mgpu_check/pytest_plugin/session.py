@@ -100,7 +100,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
             raise
         raise _in_fixture(late) from None
     except Abandoned as abandoned:
-        kind, reason = abandoned.failure.kind, abandoned.failure.headline.partition(": ")[2]
+        kind, reason = abandoned.failure.kind, abandoned.failure.message
     except pytest.fail.Exception as failed:
         hang = session.pool.stopped()
         if hang is None:
