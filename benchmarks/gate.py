@@ -18,8 +18,8 @@ from programs import PROGRAMS, Program
 
 from mgpu_check.gates import observing
 from mgpu_check.gates.measuring import measure
-from mgpu_check.gates.observing import KINDS
 from mgpu_check.gates.relations import judge
+from mgpu_check.gates.results import KINDS
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import CHANGES, Scenario
 from mgpu_check.gates.trial import Trials

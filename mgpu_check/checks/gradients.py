@@ -18,7 +18,7 @@ _SHOWN = 4
 
 def assert_gradients_agree(
     got: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor] | Measurement,
+    expected: Mapping[str, torch.Tensor] | Measurement[str],
     *,
     tolerance: Mapping[str, torch.Tensor | float] | None = None,
     rank: int | None = None,

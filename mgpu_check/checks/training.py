@@ -197,7 +197,7 @@ def _measured(
     divide: Divide,
     *,
     evaluation: bool = False,
-) -> Measurement:
+) -> Measurement[str]:
     """The run on one device: what it gives, and how exactly float32 determines it."""
 
     def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from mgpu_check.gates.batches import has_padding, samples_in, seed_everything, tensors_of, with_tensors
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
+from mgpu_check.gates.results import Result
 from mgpu_check.gates.rounding import one_thread
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.steps import full_precision
@@ -20,7 +21,12 @@ from mgpu_check.rank_side.rank import Rank
 __all__ = ["Alternative", "Division", "Hypotheses", "run_hypotheses"]
 
 Alter = Callable[[Any], Any]
-Values = dict[str, torch.Tensor]
+Values = dict[Result, torch.Tensor]
+
+
+Other = Literal["truncated", "padded", "first shard only", "first block only", "first part of a tensor"]
+"""What mistakes make of a batch: without the last samples, with the first ones again, the first part alone, or one of its
+tensors with its first part in place of every part."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,15 @@ class Division:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another batch that ranks may have taken together, and what one device gives for it."""
+    """Another batch that ranks may have taken together, and what one device gives for it.
 
-    name: str
+    Attributes:
+        place: of "first part of a tensor": which tensor of the batch that is.
+    """
+
+    kind: Other
     values: Values
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,8 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
                 if divided is not None:
                     divisions.append(divided)
         alternatives = [
-            Alternative(name, values)
-            for name, alter in _alternatives(size)
+            Alternative(kind, values, place)
+            for kind, place, alter in _alternatives(size)
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
         seed_everything(1000 * scenario.seed)
@@ -166,19 +177,19 @@ def _extent(batch: Any, along: int) -> int:
     return lengths[0] if lengths else 0
 
 
-def _alternatives(size: int) -> Iterator[tuple[str, Alter]]:
+def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
     def selected(order: Callable[[int], list[int]]) -> Alter:
         def alter(batch: Any) -> Any:
             return _cut(batch, 0, lambda leaf: leaf[order(len(leaf))])
 
         return alter
 
-    yield "truncated", selected(lambda n: list(range(n - n % size)))
-    yield "padded", selected(lambda n: [place % n for place in range(-(-n // size) * size)])
-    yield "first shard only", selected(lambda n: list(range(0, n, size)))
-    yield "first block only", selected(lambda n: list(range(-(-n // size))))
+    yield "truncated", 0, selected(lambda n: list(range(n - n % size)))
+    yield "padded", 0, selected(lambda n: [place % n for place in range(-(-n // size) * size)])
+    yield "first shard only", 0, selected(lambda n: list(range(0, n, size)))
+    yield "first block only", 0, selected(lambda n: list(range(-(-n // size))))
     for place in range(4):
-        yield f"first of {place}", _with_first_part(size, place)
+        yield "first part of a tensor", place, _with_first_part(size, place)
 
 
 def _with_first_part(size: int, place: int) -> Alter:

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.program import modules_of
+from mgpu_check.gates.results import Result
 from mgpu_check.numerics.compare import as_real
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
@@ -195,22 +196,23 @@ class _Watch:
             "shape": tuple(value.shape),
             "gaps": not _is_dense(value),
             "differentiable": value.requires_grad and torch.is_grad_enabled(),
-            "name": self._name_of(value),
+            "result": self._result_in(value),
         }
         if value.numel() == 1:
             said["value"] = float(as_real(value.detach()).sum())
         return said
 
-    def _name_of(self, value: torch.Tensor) -> str:
-        """ "gradient of head.weight" for a tensor in the memory of that gradient, "" for any other."""
+    def _result_in(self, value: torch.Tensor) -> Result | None:
+        """The gradient or parameter in whose memory a tensor is."""
         if not value.numel():
-            return ""
+            return None
         start = value.data_ptr()
         for name, parameter in self.parameters():
-            for what, tensor in ((name, parameter), (f"gradient of {name}", parameter.grad)):
-                if tensor is not None and tensor.data_ptr() == start:
-                    return what
-        return ""
+            if parameter.data_ptr() == start:
+                return Result("params", name)
+            if parameter.grad is not None and parameter.grad.data_ptr() == start:
+                return Result("grads", name)
+        return None
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for module in self._modules:

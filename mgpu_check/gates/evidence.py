@@ -12,6 +12,7 @@ from mgpu_check.gates.events import Event, Trace
 from mgpu_check.gates.measuring import Expected
 from mgpu_check.gates.observing import Observation
 from mgpu_check.gates.relations import Verdict
+from mgpu_check.gates.results import Kind, Result
 from mgpu_check.gates.scenario import Scenario
 
 __all__ = ["Evidence"]
@@ -51,17 +52,13 @@ class Evidence:
     def size(self) -> int:
         return self.scenario.world_size
 
-    @property
-    def kinds(self) -> dict[str, str]:
-        return {**self.expected.single.kinds, **self.seen[0].kinds}
-
-    def wrong(self, *kinds: str) -> list[str]:
-        """Names of what differs from one device, in the order of the model; of some kinds, or of all."""
-        return [name for name in self.verdict.wrong if not kinds or self.kinds.get(name) in kinds]
+    def wrong(self, *kinds: Kind) -> list[Result]:
+        """What differs from one device, in the order of the model; of some kinds, or of all."""
+        return [name for name in self.verdict.wrong if not kinds or name.kind in kinds]
 
     @property
-    def names(self) -> list[str]:
-        """Names of floating-point values that differ, and that a hypothesis would have to explain."""
+    def names(self) -> list[Result]:
+        """Floating-point values that differ, and that a hypothesis would have to explain."""
         wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
         return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
 
@@ -71,14 +68,14 @@ class Evidence:
         return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
 
     @property
-    def broken(self) -> list[str]:
-        """Names of what is wrong by not being finite where it is on one device."""
+    def broken(self) -> list[Result]:
+        """What is wrong by not being finite where it is on one device."""
         return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
 
     @property
     def account(self) -> bool:
         """Whether what the step returns stands for gradients or parameters."""
-        return any(self.kinds.get(name) in ("grads", "params") for name in self.verdict.skipped)
+        return any(name.kind in ("grads", "params") for name in self.verdict.skipped)
 
     def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
         for rank, trace in enumerate(self.traces):
@@ -88,7 +85,7 @@ class Evidence:
     def first(self, *kinds: str) -> Event | None:
         return next((event for _, event in self.events(*kinds)), None)
 
-    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()) -> bool:
+    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
         """Whether what differs is the results of all parts combined in that way; see `combined`."""
         if not self.explains(self.combined(division, how, factor), names):
             return False
@@ -108,13 +105,20 @@ class Evidence:
         if not self.explains([dict(alternative.values)] * self.size):
             return False
         for other in self.further:
-            same = next((a for a in other.hypotheses.alternatives if a.name == alternative.name), None)
+            same = next(
+                (
+                    a
+                    for a in other.hypotheses.alternatives
+                    if (a.kind, a.place) == (alternative.kind, alternative.place)
+                ),
+                None,
+            )
             if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
                 return False
         return True
 
     def explains(
-        self, values: Sequence[Mapping[str, torch.Tensor]], names: Collection[str] = (), telling: bool = True
+        self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
     ) -> bool:
         """Whether each rank has left `values`, of that rank, where it differs from one device.
 
@@ -133,7 +137,7 @@ class Evidence:
                 tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
         return tells
 
-    def _near(self, name: str, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def _near(self, name: Result, one: torch.Tensor, other: torch.Tensor) -> bool:
         tolerance = self.expected.tolerance.get(name)
         slack = _LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
         if tolerance is not None and tolerance.shape == one.shape:
@@ -143,7 +147,7 @@ class Evidence:
         same = (one == other) | (one.isnan() & other.isnan())
         return bool((same | ((one - other).abs() <= allowed)).all())
 
-    def factor(self, names: Collection[str] = ()) -> float | None:
+    def factor(self, names: Collection[Result] = ()) -> float | None:
         """The one number by which everything that differs is off, on all ranks; None if there is none."""
         found = self._factor(names or self.names, {})
         if found is None:
@@ -165,10 +169,10 @@ class Evidence:
         ratio = there._factor(self.names, {})
         return None if ratio is None else (size, ratio)
 
-    def _factor(self, names: Collection[str], before: Mapping[str, torch.Tensor]) -> float | None:
+    def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
         ratios: list[torch.Tensor] = []
         for name in names:
-            start = before.get(name.removeprefix("returned "), torch.zeros(())).double()
+            start = before.get(name.owner or "", torch.zeros(())).double()
             exact = self.expected.exact[name] - start
             for one in self.seen:
                 got = one.values.get(name)
@@ -213,10 +217,10 @@ class Evidence:
         return [float(weight) for weight in found]
 
     def combined(
-        self, division: Division, how: str, factor: float = 1.0, names: Collection[str] = ()
-    ) -> list[dict[str, torch.Tensor]]:
+        self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
+    ) -> list[dict[Result, torch.Tensor]]:
         """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
-        results: list[dict[str, torch.Tensor]] = [{} for _ in range(self.size)]
+        results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
         for name in names or self.names:
             parts = [self._of_rank(name, windows) for windows in division.parts]
             if any(part is None for part in parts):
@@ -243,7 +247,7 @@ class Evidence:
                 results[rank][name] = factor * value
         return results
 
-    def _of_rank(self, name: str, windows: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
         """The mean over a rank's micro-batches; zero where a part without samples has no result."""
         exact = self.expected.exact[name]
         values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]

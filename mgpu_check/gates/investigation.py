@@ -280,7 +280,7 @@ def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> 
         else f"{len(wrong)} of {len(verdict.relations)} results differ between ranks, or from run to run"
     )
     observables = [
-        Observable(name, relations, verdict.details.get(name, "")) for name, relations in verdict.relations.items()
+        Observable(str(name), relations, verdict.details.get(name, "")) for name, relations in verdict.relations.items()
     ]
     return Report(
         f"{trials.name} does not scale: {what}{where}",
@@ -298,7 +298,7 @@ def _first_parting(evidence: Evidence) -> str:
         for step, exact in enumerate(evidence.expected.snapshots):
             allowed = evidence.expected.allowances[step]
             for name, value in exact.items():
-                if name not in evidence.verdict.wrong or name.startswith("gradient of") is not of_gradients:
+                if name not in evidence.verdict.wrong or (name.kind == "grads") is not of_gradients:
                     continue
                 for rank, one in enumerate(evidence.seen):
                     if step >= len(one.snapshots):

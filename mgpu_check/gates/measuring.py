@@ -9,6 +9,7 @@ import torch
 from mgpu_check.gates.draws import Notes, entered
 from mgpu_check.gates.observing import Observation, observe
 from mgpu_check.gates.program import Program
+from mgpu_check.gates.results import Result
 from mgpu_check.gates.rounding import Measured, measured, one_thread
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.steps import Measurement, full_precision
@@ -28,7 +29,7 @@ class Expected:
         own: that of the step, where `single` is that of a reference; None if the step cannot run alone.
         by_reference: whether `single` is that of a reference.
         exact: floating-point results, in float64.
-        tolerance: name -> for each element of `exact`.
+        tolerance: for each element of `exact`.
         undetermined: names of results that rounding changes in a way that is not to be measured.
         narrow: the narrow dtypes in which the step computes.
         drawn: the shapes in which the step draws random numbers.
@@ -39,13 +40,13 @@ class Expected:
     single: Observation
     own: Observation | None
     by_reference: bool = False
-    exact: dict[str, torch.Tensor] = field(default_factory=dict)
-    tolerance: dict[str, torch.Tensor] = field(default_factory=dict)
-    undetermined: set[str] = field(default_factory=set)
+    exact: dict[Result, torch.Tensor] = field(default_factory=dict)
+    tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)
+    undetermined: set[Result] = field(default_factory=set)
     narrow: tuple[str, ...] = ()
     drawn: tuple[tuple[int, ...], ...] = ()
-    snapshots: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    allowances: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -117,8 +118,8 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
 
 
 def _with_tolerance_of(
-    stage: Measurement, place: int, own: Measured | None
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    stage: Measurement[Result], place: int, own: Measured | None
+) -> tuple[dict[Result, torch.Tensor], dict[Result, torch.Tensor]]:
     """Exact values and tolerances; these as large as the step's own arithmetic needs, if that is less exact."""
     tolerance = dict(stage.tolerance)
     if own is not None and place < len(own.stages):

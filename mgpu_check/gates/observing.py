@@ -20,17 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgpu_check.gates.batches import make_batches, seed_everything, tensors_of, wider
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
+from mgpu_check.gates.results import Result
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.compare import as_real
 from mgpu_check.numerics.memory import digest_of
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["KINDS", "Observation", "observe", "plain_copy"]
+__all__ = ["Nudge", "Observation", "observe", "plain_copy"]
 
-Nudge = Callable[[int, str, torch.Tensor], None]
-
-KINDS = ("grads", "params", "buffers", "optimizer", "returned", "rng")
-"""What can be observed."""
+Nudge = Callable[[int, Result, torch.Tensor], None]
 
 
 @dataclass
@@ -38,11 +36,8 @@ class Observation:
     """What one run leaves on one rank. Tensors are on the CPU.
 
     Attributes:
-        values: by name: "gradient of head.weight", "head.weight", "buffer bn.running_mean", "exp_avg of head.weight",
-            "learning rate of group 0", "returned loss".
-        kinds: name -> one of `KINDS`.
-        digests: name -> checksum of the value.
-        initial: parameters and buffers as they were built.
+        digests: checksums of the values.
+        initial: parameters and buffers as they were built, by their names in the model.
         others: what was returned and is no number or tensor, in text.
         batch: checksum of the batches.
         rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
@@ -54,24 +49,19 @@ class Observation:
         snapshots: after each optimizer step, gradients and parameters, where asked for.
     """
 
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
-    kinds: dict[str, str] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
+    values: dict[Result, torch.Tensor] = field(default_factory=dict)
+    digests: dict[Result, str] = field(default_factory=dict)
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
+    others: dict[Result, str] = field(default_factory=dict)
     batch: str = ""
     rng: str = ""
     draws: bool = False
     optimizer_steps: int = 0
     optimizers: int = 0
     touched: set[str] = field(default_factory=set)
-    broadcast: set[str] = field(default_factory=set)
+    broadcast: set[Result] = field(default_factory=set)
     normalized: list[str] = field(default_factory=list)
-    snapshots: list[dict[str, torch.Tensor]] = field(default_factory=list)
-
-    def add(self, kind: str, name: str, value: torch.Tensor) -> None:
-        self.values[name] = value
-        self.kinds[name] = kind
+    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
 
 
 def observe(
@@ -132,8 +122,10 @@ def observe(
         for number, batch in enumerate(batches):
             if number:
                 gc.collect()  # a dead DistributedDataParallel would still answer to the next backward
-            suffix = f", step {number + 1}" if len(batches) > 1 else ""
-            _take_returned(seen, call(batch), suffix)
+            returned = call(batch)
+            if returned is not None:
+                _take(seen, Result("returned", "", number + 1 if len(batches) > 1 else None), returned)
+                seen.touched.add("returned")
     after = torch.get_rng_state()
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     _take_state(seen, modules)
@@ -168,14 +160,14 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:
                 if parameter.grad is not None:
                     seen.touched.add("grads")
                 gradient = torch.zeros_like(now) if parameter.grad is None else plain_copy(parameter.grad)
-                seen.add("grads", f"gradient of {prefix}{name}", gradient)
-            seen.add("params", prefix + name, now)
+                seen.values[Result("grads", prefix + name)] = gradient
+            seen.values[Result("params", prefix + name)] = now
             before = seen.initial.get(prefix + name)
             if before is None or not torch.equal(before.to(now.dtype), now):
                 seen.touched.add("params")
         for name, buffer in module.named_buffers():
             now = plain_copy(buffer)
-            seen.add("buffers", f"buffer {prefix}{name}", now)
+            seen.values[Result("buffers", prefix + name)] = now
             before = seen.initial.get(prefix + name)
             if before is None or not torch.equal(before.to(now.dtype), now):
                 seen.touched.add("buffers")
@@ -187,13 +179,7 @@ def _normalizes(module: nn.Module) -> bool:
     return isinstance(module, kind) and not isinstance(module, nn.SyncBatchNorm) and module.training
 
 
-def _take_returned(seen: Observation, returned: Any, suffix: str) -> None:
-    if returned is not None:
-        _take(seen, "returned", returned, suffix)
-        seen.touched.add("returned")
-
-
-def _take(seen: Observation, name: str, value: Any, suffix: str) -> None:
+def _take(seen: Observation, name: Result, value: Any) -> None:
     """Take down a returned value, part by part."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
@@ -202,25 +188,23 @@ def _take(seen: Observation, name: str, value: Any, suffix: str) -> None:
     if isinstance(value, (Mapping, list, tuple)):
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, part in entries:
-            below = f"{name} {key}" if name == "returned" else f"{name}.{key}"
-            _take(seen, below, part, suffix)
+            _take(seen, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), part)
         return
     if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
         value = torch.from_numpy(np.array(value)) if (np := sys.modules.get("numpy")) else value
-    name += suffix
     if isinstance(value, torch.Tensor):
-        seen.add("returned", name, plain_copy(value))
+        seen.values[name] = plain_copy(value)
     elif isinstance(value, (float, complex)):
         wide = torch.complex128 if isinstance(value, complex) else torch.float64
-        seen.add("returned", name, plain_copy(torch.tensor(value, dtype=wide)))
+        seen.values[name] = plain_copy(torch.tensor(value, dtype=wide))
     elif isinstance(value, int) and abs(value) < 2**63:
-        seen.add("returned", name, torch.tensor(value))
+        seen.values[name] = torch.tensor(value)
     elif isinstance(value, (int, str, bytes)):
         seen.others[name] = repr(value)
     elif value is not None:
         raise Unusable(
-            f"step returned {name.removeprefix('returned ')} of type {type(value).__name__}; return tensors, numbers or "
-            "texts, in mappings, sequences or dataclasses"
+            f"step returned {name.label or 'a result'} of type {type(value).__name__}; return tensors, numbers or texts, in "
+            "mappings, sequences or dataclasses"
         )
 
 
@@ -234,7 +218,7 @@ class _Watch:
         self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizers: dict[int, Optimizer] = {}
         self._stack = contextlib.ExitStack()
-        self._gradients: dict[str, torch.Tensor] = {}
+        self._gradients: dict[Result, torch.Tensor] = {}
 
     def __enter__(self) -> _Watch:
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
@@ -248,7 +232,7 @@ class _Watch:
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._deep:
             self._gradients = {
-                f"gradient of {name}": plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
+                Result("grads", name): plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
                 for name, value in self._parameters()
             }
         if self._nudge is None:
@@ -257,7 +241,7 @@ class _Watch:
             if value.grad is not None and value.grad.layout == torch.strided:
                 gradient = getattr(value.grad, "_local_tensor", value.grad)
                 self._before_nudge.append((gradient, gradient.clone()))
-                self._nudge(self._seen.optimizer_steps, f"gradient of {name}", gradient)
+                self._nudge(self._seen.optimizer_steps, Result("grads", name), gradient)
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers[id(optimizer)] = optimizer
@@ -266,7 +250,8 @@ class _Watch:
             gradient.copy_(before)
         self._before_nudge.clear()
         if self._deep:
-            after = {} if self._deep == "gradients" else {n: plain_copy(value) for n, value in self._parameters()}
+            rest = () if self._deep == "gradients" else self._parameters()
+            after = {Result("params", name): plain_copy(value) for name, value in rest}
             self._seen.snapshots.append(self._gradients | after)
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -279,7 +264,7 @@ class _Watch:
             inside = {id(buffer) for buffer in module.buffers()}
             for prefix, one in self._modules.items():
                 self._seen.broadcast |= {
-                    f"buffer {prefix}{name}" for name, buffer in one.named_buffers() if id(buffer) in inside
+                    Result("buffers", prefix + name) for name, buffer in one.named_buffers() if id(buffer) in inside
                 }
 
     def take_optimizers(self, modules: Mapping[str, nn.Module]) -> None:
@@ -291,12 +276,12 @@ class _Watch:
             for index, group in enumerate(optimizer.param_groups):
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
-                    self._seen.add("optimizer", f"learning rate of group {index}{which}", rate)
+                    self._seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
                 for place, parameter in enumerate(group["params"]):
                     owner = names.get(id(parameter), f"parameter {place} of group {index}")
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
-                            self._seen.add("optimizer", f"{key} of {owner}{which}", plain_copy(value))
+                            self._seen.values[Result("optimizer", f"{key} of {owner}{which}")] = plain_copy(value)
         self._optimizers.clear()
 
 

@@ -9,16 +9,17 @@ import torch
 
 from mgpu_check.gates.measuring import Expected
 from mgpu_check.gates.observing import Observation
+from mgpu_check.gates.results import Kind, Result
 from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 
 __all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
-RANDOM = "state of the random numbers"
+RANDOM = Result("rng", "state of the random numbers")
 
 
-_SHARDED = ("grads", "params", "optimizer")
+_SHARDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
 
 
 @dataclass
@@ -26,19 +27,19 @@ class Verdict:
     """What holds for each observable.
 
     Attributes:
-        relations: name -> relation -> whether it holds; None where it does not apply or cannot be told.
-        details: name -> element, values and ratio, of what is wrong.
-        wrong: name -> the ranks whose value is not that of one device.
-        split: names of values that ranks do not agree on.
-        skipped: name -> why it is not judged.
+        relations: result -> relation -> whether it holds; None where it does not apply or cannot be told.
+        details: result -> element, values and ratio, of what is wrong.
+        wrong: result -> the ranks whose value is not that of one device.
+        split: what ranks do not agree on.
+        skipped: result -> why it is not judged.
         remarks: what else there is to know.
     """
 
-    relations: dict[str, dict[str, bool | None]] = field(default_factory=dict)
-    details: dict[str, str] = field(default_factory=dict)
-    wrong: dict[str, list[int]] = field(default_factory=dict)
-    split: list[str] = field(default_factory=list)
-    skipped: dict[str, str] = field(default_factory=dict)
+    relations: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
+    details: dict[Result, str] = field(default_factory=dict)
+    wrong: dict[Result, list[int]] = field(default_factory=dict)
+    split: list[Result] = field(default_factory=list)
+    skipped: dict[Result, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     @property
@@ -56,16 +57,16 @@ def judge(
 
     Args:
         seen: in rank order; without values on ranks other than 0 where those are many and equal.
-        kinds: what to look at, of `observing.KINDS`.
+        kinds: what to look at, of `results.KINDS`.
         tolerance: what the user grants, as a fraction of the largest magnitude of a tensor: for all, or by name; None
             for what was measured.
     """
     verdict = Verdict()
     first = seen[0]
     left_out = _left_out(expected, first)
-    returns = any(first.kinds[name] == "returned" for name in first.values)
-    names = {**expected.single.kinds, **first.kinds}
-    for name, kind in names.items():
+    returns = any(name.kind == "returned" for name in first.values)
+    for name in dict.fromkeys((*expected.single.values, *first.values)):
+        kind = name.kind
         if kind not in kinds:
             continue
         if kind in left_out:
@@ -77,7 +78,7 @@ def judge(
         relations: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
         relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
-        relations[AGREE] = _agreement(verdict, expected, seen, name, kind, allowed)
+        relations[AGREE] = _agreement(verdict, seen, name, allowed)
         relations[FINITE] = _finite(expected, seen, name)
         verdict.relations[name] = relations
     if "rng" in kinds and (expected.single.draws or any(one.draws for one in seen)):
@@ -144,11 +145,11 @@ def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
         )
 
 
-def _is_sharded(expected: Expected, seen: Sequence[Observation], name: str) -> bool:
+def _is_sharded(expected: Expected, seen: Sequence[Observation], name: Result) -> bool:
     """Whether ranks hold parts of what one device has whole."""
     right = expected.single.values.get(name)
     held = [one.digests.get(name) for one in seen]
-    if None in held and expected.single.kinds.get(name, seen[0].kinds.get(name)) == "optimizer":
+    if None in held and name.kind == "optimizer":
         return True
     return right is not None and any(one.values[name].shape != right.shape for one in seen if name in one.values)
 
@@ -160,8 +161,8 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
     if told:
         why = "what the step returns stands for them"
         out["grads"] = f"gradients; {why}"
-        gradients = [first.values.get(f"gradient of {name}") for name in told]
-        parameters = [first.values.get(name) for name in told]
+        gradients = [first.values.get(Result("grads", name)) for name in told]
+        parameters = [first.values.get(Result("params", name)) for name in told]
         of_parameters = _tells(told, parameters)
         # Returned gradients tell nothing of parameters; neither the one nor the other tells how the rest is kept.
         if of_parameters or (not _tells(told, gradients) and "params" in first.touched):
@@ -181,7 +182,7 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
 def _returns_gradients(reference: Observation) -> bool:
     """Whether something that it returns has the very bits of a gradient that it leaves."""
     held = {
-        kind: [v for name, v in reference.values.items() if reference.kinds[name] == kind and v.numel() > 1]
+        kind: [value for name, value in reference.values.items() if name.kind == kind and value.numel() > 1]
         for kind in ("returned", "grads")
     }
     return "grads" in reference.touched and any(
@@ -194,12 +195,9 @@ def _account(first: Observation) -> dict[str, torch.Tensor]:
 
     Tensors under the names of parameters, or one tensor that is all of them, one after the other.
     """
-    parameters = {name: value for name, value in first.values.items() if first.kinds[name] == "params"}
-    returned = {  # of several steps the last
-        name.removeprefix("returned ").partition(", step ")[0]: value
-        for name, value in first.values.items()
-        if first.kinds[name] == "returned"
-    }
+    parameters = {name.of: value for name, value in first.values.items() if name.kind == "params"}
+    # Of several steps the last.
+    returned = {name.of: value for name, value in first.values.items() if name.kind == "returned"}
     named = {name: returned[name] for name in parameters if name in returned}
     if named:
         return named
@@ -219,12 +217,12 @@ def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | Non
     )
 
 
-def allowed_for(expected: Expected, name: str, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
+def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
     """How far a value may be off: what the user grants, or what was measured."""
     exact = expected.exact.get(name)
     if exact is None:
         return 0.0
-    relative = given.get(name) if isinstance(given, Mapping) else given
+    relative = given.get(str(name)) if isinstance(given, Mapping) else given
     if relative is None:
         return expected.tolerance[name]
     finite = exact[exact.isfinite()]
@@ -232,7 +230,7 @@ def allowed_for(expected: Expected, name: str, given: float | Mapping[str, float
 
 
 def _parity(
-    verdict: Verdict, expected: Expected, seen: Sequence[Observation], name: str, allowed: torch.Tensor | float
+    verdict: Verdict, expected: Expected, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
 ) -> bool | None:
     first = seen[0]
     if name not in expected.single.values or name in expected.undetermined:
@@ -265,18 +263,13 @@ def _parity(
 
 
 def _agreement(
-    verdict: Verdict,
-    expected: Expected,
-    seen: Sequence[Observation],
-    name: str,
-    kind: str,
-    allowed: torch.Tensor | float,
+    verdict: Verdict, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
 ) -> bool | None:
     if len(seen) == 1:
         return None
     if len({one.digests.get(name) for one in seen}) == 1:
         return True
-    if kind == "buffers" and name in seen[0].broadcast:
+    if name in seen[0].broadcast:
         return None  # rank 0's count: the next forward sends them
     values = [one.values.get(name) for one in seen]
     if all(close(value, values[0], allowed) for value in values):
@@ -288,7 +281,7 @@ def _agreement(
     return False
 
 
-def _finite(expected: Expected, seen: Sequence[Observation], name: str) -> bool | None:
+def _finite(expected: Expected, seen: Sequence[Observation], name: Result) -> bool | None:
     value = expected.exact.get(name)
     if value is None:
         return None

@@ -16,6 +16,7 @@ from mgpu_check.gates.batches import tensors_of, with_tensors
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.observing import Nudge, Observation, observe
 from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.results import Result
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
@@ -42,8 +43,8 @@ class Measured:
     """
 
     single: Observation
-    stages: list[Measurement]
-    undetermined: set[str]
+    stages: list[Measurement[Result]]
+    undetermined: set[Result]
     precise: bool
     remarks: list[str]
 
@@ -150,21 +151,21 @@ class _Runs:
         Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even where the
         gradient is nothing but rounding errors.
         """
-        slack: list[dict[str, torch.Tensor]] = []
+        slack: list[dict[Result, torch.Tensor]] = []
         for place in range(len(self._exact.snapshots)):
             stage = self._assess(place)
             slack.append(
                 {
                     name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
                     for name, value in stage.reference.items()
-                    if name.startswith("gradient of ")
+                    if name.kind == "grads"
                 }
             )
         if not any(bool((value != 0).any()) for stage_slack in slack for value in stage_slack.values()):
             return None
 
         def of_direction(direction: int) -> Nudge:
-            def nudge(step: int, name: str, gradient: torch.Tensor) -> None:
+            def nudge(step: int, name: Result, gradient: torch.Tensor) -> None:
                 if step < len(slack) and name in slack[step] and slack[step][name].shape == gradient.shape:
                     gradient.add_((direction * slack[step][name]).to(gradient.device, gradient.dtype))
 
@@ -191,16 +192,16 @@ class _Runs:
         stages = [self._assess(place) for place in places]
         return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
 
-    def _assess(self, place: int | None) -> Measurement:
+    def _assess(self, place: int | None) -> Measurement[Result]:
         """Of what was left at the end, or after an optimizer step."""
 
-        def stage(seen: Observation) -> Mapping[str, torch.Tensor]:
+        def stage(seen: Observation) -> Mapping[Result, torch.Tensor]:
             return seen.values if place is None else seen.snapshots[place]
 
         names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
         reference = {name: stage(self._exact)[name].double() for name in names}
 
-        def usable(several: Sequence[Observation]) -> list[dict[str, torch.Tensor]]:
+        def usable(several: Sequence[Observation]) -> list[dict[Result, torch.Tensor]]:
             # Infinities and NaN that the step has on one device are compared as such, and measured as if they were zero.
             held = [stage(one) for one in several if place is None or place < len(one.snapshots)]
             return [

@@ -12,6 +12,7 @@ from mgpu_check.gates.measuring import Expected, largest_factor, measure
 from mgpu_check.gates.observing import Observation
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
 from mgpu_check.gates.relations import Verdict, judge, repeats
+from mgpu_check.gates.results import Result
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import World
@@ -165,12 +166,12 @@ class Trials:
                     f"{gate}: {self.name} returns {_listed(names[0])}, and the reference {_listed(names[1])}; return the same "
                     "names from both, or leave them out with observe="
                 )
-        if not any(kind in self.kinds for kind in (*first.kinds.values(), *("returned" for _ in first.others))):
+        if not any(name.kind in self.kinds for name in (*first.values, *first.others)):
             raise ValueError(
                 f"{gate}: {self.name} leaves nothing of {', '.join(sorted(self.kinds))} to be compared; return "
                 "named tensors or numbers from it, or observe something else"
             )
-        known = {*first.values, *single.values}
+        known = {str(name) for name in (*first.values, *single.values)}
         unknown = [name for name in self.tolerance if name not in known] if isinstance(self.tolerance, Mapping) else []
         if unknown:
             raise ValueError(
@@ -178,11 +179,11 @@ class Trials:
                 f"{', '.join(sorted(known))}"
             )
 
-    def _not_a_number(self, expected: Expected) -> str | None:
+    def _not_a_number(self, expected: Expected) -> Result | None:
         """The first result of one device that is NaN, with which everything and nothing agrees."""
         single = expected.single
         for name, value in single.values.items():
-            if single.kinds[name] in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
+            if name.kind in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
                 return name
         return None
 
@@ -272,8 +273,7 @@ class Trials:
 
 
 def _returned(seen: Observation) -> set[str]:
-    names = {name for name, kind in seen.kinds.items() if kind == "returned"} | set(seen.others)
-    return {name.removeprefix("returned").strip() for name in names}
+    return {name.label for name in (*seen.values, *seen.others) if name.kind == "returned"}
 
 
 def _listed(names: Collection[str]) -> str:

@@ -21,8 +21,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -33,6 +34,9 @@ from mgpu_check.torch_hooks import precision
 
 __all__ = ["PAIRS", "Measurement", "Step", "assess", "deviations", "full_precision", "measure_step"]
 
+Key = TypeVar("Key", bound=Hashable)
+"""By which results are known: names, or what has a name."""
+
 Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """A step as a function: named inputs, parameters and what else it depends on -> named results. It must compute in the
 dtype of what it is given, from nothing else, without randomness."""
@@ -42,17 +46,17 @@ PAIRS = 3
 
 
 @dataclass(frozen=True)
-class Measurement:
+class Measurement(Generic[Key]):
     """What a step must give, and how far from it rounding may lead; by name of result."""
 
-    reference: dict[str, torch.Tensor]
+    reference: dict[Key, torch.Tensor]
     """The results in float64."""
-    tolerance: dict[str, torch.Tensor]
+    tolerance: dict[Key, torch.Tensor]
     """float64, one for each element."""
-    amplification: dict[str, float]
+    amplification: dict[Key, float]
     """How many times larger the errors of the float32 step may be than what the perturbations bring; at least 1."""
 
-    def without(self, names: Iterable[str]) -> Measurement:
+    def without(self, names: Iterable[Key]) -> Measurement[Key]:
         """The same without some of the results."""
         left_out = set(names)
         kept = [name for name in self.reference if name not in left_out]
@@ -75,7 +79,7 @@ def measure_step(
     singles: Sequence[Mapping[str, torch.Tensor]] = (),
     pairs: int = PAIRS,
     seed: int = 0,
-) -> Measurement:
+) -> Measurement[str]:
     """Measure what `step` gives for `inputs`, and how far rounding in their dtype may lead from it.
 
     Args:
@@ -115,12 +119,12 @@ def measure_step(
 
 
 def assess(
-    reference: Mapping[str, torch.Tensor],
-    singles: Sequence[Mapping[str, torch.Tensor]],
-    moved: Sequence[Mapping[str, torch.Tensor]],
+    reference: Mapping[Key, torch.Tensor],
+    singles: Sequence[Mapping[Key, torch.Tensor]],
+    moved: Sequence[Mapping[Key, torch.Tensor]],
     roundoff: float,
     spread: float,
-) -> Measurement:
+) -> Measurement[Key]:
     """What a step must give, and how far rounding may lead from it, by what was measured.
 
     Args:
@@ -163,8 +167,8 @@ def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 def _amplification(
-    envelope: Mapping[str, torch.Tensor], errors: Mapping[str, torch.Tensor], spread: float
-) -> dict[str, float]:
+    envelope: Mapping[Key, torch.Tensor], errors: Mapping[Key, torch.Tensor], spread: float
+) -> dict[Key, float]:
     """By how much rounding within operators (long sums, mostly) exceeds what was perturbed, for each result.
 
     A few elements may happen to be right. Their ratio is therefore raised to what it can be, given what it is seen to

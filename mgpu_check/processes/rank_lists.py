@@ -34,6 +34,6 @@ def named(ranks: Collection[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(sorted(ranks))}"
 
 
-def few(names: Sequence[str], shown: int = 2) -> str:
+def few(names: Sequence[object], shown: int = 2) -> str:
     """The first names, and how many more: "a, b and 3 more"."""
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    return ", ".join(map(str, names[:shown])) + (f" and {len(names) - shown} more" if len(names) > shown else "")

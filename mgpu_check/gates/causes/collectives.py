@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from mgpu_check.gates.events import Event, Trace
 from mgpu_check.gates.evidence import Evidence
+from mgpu_check.gates.results import Result
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.processes.rank_lists import grouped, named
 
@@ -41,7 +42,7 @@ def _of_one(rank: int, event: Event) -> Iterator[tuple[float, Finding]]:
         yield 94, Finding("aliased-gather-list", f"the {count} tensors of the list given to {where} share memory")
     for tensor in event.tensors:
         if tensor["gaps"]:
-            of = tensor["name"] or f"{tensor['dtype']}{list(tensor['shape'])}"
+            of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
             yield 93, Finding("strided-view", f"{where} was given a view with gaps in memory, of {of}")
 
 
@@ -185,7 +186,7 @@ def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     own = [
         name
         for name in evidence.names
-        if name in evidence.verdict.split and evidence.kinds[name] != "buffers" and _is_own(evidence, name)
+        if name in evidence.verdict.split and name.kind != "buffers" and _is_own(evidence, name)
     ]
     if not own or not evidence.traces:
         return
@@ -193,8 +194,8 @@ def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     total = sum(evidence.expected.exact[name].numel() for name in own)
     for event in evidence.traces[0].of("collective"):
         for tensor in event.tensors if event.name == "all_reduce" else ():
-            bare = [name.removeprefix("returned ").removeprefix("gradient of ") for name in own]
-            if any(name in tensor["name"] for name in bare) or not tensor["shape"]:
+            operand: Result | None = tensor["result"]
+            if (operand is not None and operand.of in {name.of for name in own}) or not tensor["shape"]:
                 continue
             if tensor["shape"] in sizes or math.prod(tensor["shape"]) == total:
                 yield (
@@ -208,7 +209,7 @@ def _discarded(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 return
 
 
-def _is_own(evidence: Evidence, name: str) -> bool:
+def _is_own(evidence: Evidence, name: Result) -> bool:
     return any(
         evidence.is_combined(division, "own", factor, [name])
         for division in evidence.hypotheses.divisions
@@ -223,7 +224,7 @@ def _cut(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     for event in (event for trace in evidence.traces for event in _before_backward(trace)):
         if event.name == "sync_params_and_buffers":
             continue
-        if any(tensor.get("differentiable") and not tensor["name"] for tensor in event.tensors):
+        if any(tensor.get("differentiable") and not tensor["result"] for tensor in event.tensors):
             yield (
                 73,
                 Finding(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from mgpu_check.gates.evidence import Evidence
+from mgpu_check.gates.results import Result
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.processes.rank_lists import named
 
@@ -131,19 +132,20 @@ def _from_one_rank(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 def _skipped_in_part(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """One device has left all parameters as they were, ranks only some; or the other way round."""
     initial = evidence.expected.single.initial
-    moved: dict[str, bool] = {}
-    should: dict[str, bool] = {}
+    moved: dict[Result, bool] = {}
+    should: dict[Result, bool] = {}
     for name, before in initial.items():
-        for label in (name, f"returned {name}"):
+        returned = Result("returned", name)
+        for label in (Result("params", name), returned):
             got, right = evidence.seen[0].values.get(label), evidence.expected.single.values.get(label)
             if got is not None and right is not None and got.shape == before.shape == right.shape:
-                if label == name and f"returned {name}" in evidence.seen[0].values:
+                if label != returned and returned in evidence.seen[0].values:
                     continue
                 moved[label] = not torch.equal(got.to(before.dtype), before)
                 should[label] = not torch.equal(right.to(before.dtype), before)
     odd = [name for name in moved if moved[name] != should[name]]
     if odd and odd[0] in evidence.verdict.split:
-        before = initial[odd[0].removeprefix("returned ")]
+        before = initial[odd[0].of]
         updated = [
             rank
             for rank, one in enumerate(evidence.seen)
@@ -171,8 +173,8 @@ def _skipped_in_part(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 
 def _buffers(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
-    drifted = [name for name in evidence.verdict.split if evidence.kinds.get(name) == "buffers"]
-    others = [name for name in evidence.wrong() if evidence.kinds.get(name) != "buffers"]
+    drifted = [name for name in evidence.verdict.split if name.kind == "buffers"]
+    others = [name for name in evidence.wrong() if name.kind != "buffers"]
     if drifted:
         yield (75 if not others else 35), Finding("buffers-drift", f"{drifted[0]} differs between ranks")
 

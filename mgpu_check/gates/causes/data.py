@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from mgpu_check.gates.evidence import Evidence
+from mgpu_check.gates.results import Result
 from mgpu_check.mistakes.report import Finding
 
 __all__ = ["causes"]
@@ -99,7 +100,7 @@ def _not_split(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         yield 77.5, Finding("dataset-not-split", f"{counts[0]} counts {size} times as many as one device does")
 
 
-def _is_multiple(evidence: Evidence, name: str, size: int) -> bool:
+def _is_multiple(evidence: Evidence, name: Result, size: int) -> bool:
     right, got = evidence.expected.single.values.get(name), evidence.seen[0].values.get(name)
     if right is None or got is None or right.shape != got.shape or not bool((right != 0).any()):
         return False
@@ -146,7 +147,7 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         if not evidence.is_alternative(alternative):
             continue
         name = evidence.names[0]
-        if alternative.name == "truncated":
+        if alternative.kind == "truncated":
             yield (
                 86,
                 Finding(
@@ -154,7 +155,7 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                     f"{name} is what one device gives without the last {samples % size} of {samples} samples",
                 ),
             )
-        elif alternative.name == "padded":
+        elif alternative.kind == "padded":
             yield (
                 86,
                 Finding(
@@ -162,7 +163,7 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                     f"{name} is what one device gives when the first {-samples % size} of {samples} samples are taken twice",
                 ),
             )
-        elif alternative.name.startswith("first of"):
+        elif alternative.kind == "first part of a tensor":
             if any(True for _ in evidence.events("collective", "wrap")):
                 continue  # what DataParallel does not scatter; here are ranks
             yield (
@@ -170,7 +171,7 @@ def _other_batch(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                 Finding(
                     "not-scattered",
                     f"{name} is what one device gives when every shard has the first shard's values of tensor "
-                    f"{alternative.name.removeprefix('first of ')} of the batch",
+                    f"{alternative.place} of the batch",
                 ),
             )
         else:

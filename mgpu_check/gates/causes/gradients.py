@@ -9,6 +9,7 @@ import torch
 
 from mgpu_check.gates.causes.values import same_values
 from mgpu_check.gates.evidence import Evidence
+from mgpu_check.gates.results import Result
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.processes.rank_lists import few
 
@@ -41,7 +42,7 @@ def _clipped(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
             clip = None
         elif event.kind == "collective" and clip is not None and evidence.gradient_like:
             large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
-            on_gradient = any(tensor["name"].startswith("gradient of") for tensor in event.tensors)
+            on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
             if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
                 yield (
                     84,
@@ -51,6 +52,10 @@ def _clipped(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
                     ),
                 )
                 return
+
+
+def _is_gradient(operand: Result | None) -> bool:
+    return operand is not None and operand.kind == "grads"
 
 
 def _statistics(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
@@ -114,7 +119,7 @@ def _combined(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """Each rank holds what it has computed from its own part."""
-    local: list[str] = []
+    local: list[Result] = []
     for division in evidence.hypotheses.divisions:
         for factor in (1.0, 1.0 / evidence.size):
             local = [
@@ -130,7 +135,7 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
         local = [
             name
             for name in evidence.verdict.split
-            if evidence.kinds.get(name) == "grads" or (evidence.account and evidence.kinds.get(name) == "returned")
+            if name.kind == "grads" or (evidence.account and name.kind == "returned")
         ]
         if not local:
             return
@@ -149,11 +154,11 @@ def _not_synchronized(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     yield certainty, Finding("gradients-not-synchronized", told + _why_local(evidence, local))
 
 
-def _is_buffer(evidence: Evidence, name: str) -> bool:
+def _is_buffer(evidence: Evidence, name: Result) -> bool:
     """Whether it is a buffer, or a returned copy of one on each rank."""
-    if evidence.kinds.get(name) == "buffers":
+    if name.kind == "buffers":
         return True
-    of_buffers = [other for other, kind in evidence.kinds.items() if kind == "buffers"]
+    of_buffers = [other for other in evidence.seen[0].values if other.kind == "buffers"]
     return any(
         all(
             other in one.values and name in one.values and torch.equal(one.values[other], one.values[name])
@@ -163,13 +168,12 @@ def _is_buffer(evidence: Evidence, name: str) -> bool:
     )
 
 
-def _why_local(evidence: Evidence, local: list[str]) -> str:
+def _why_local(evidence: Evidence, local: list[Result]) -> str:
     wrap = evidence.first("wrap")
     if wrap is None:
         return "" if any(True for _ in evidence.events("collective")) else "; no collective was called"
     covered = {name for _, event in evidence.events("wrap") for name in event.details["parameters"]}
-    bare = [name.removeprefix("returned ").removeprefix("gradient of ") for name in local]
-    outside = [name for name in bare if name not in covered]
+    outside = [name.of for name in local if name.of not in covered]
     if outside:
         return f"; {few(outside)} {'was' if len(outside) == 1 else 'were'} in no DistributedDataParallel when it was made ({wrap.site})"
     if evidence.first("no_sync") is not None:

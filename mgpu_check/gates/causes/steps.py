@@ -9,11 +9,12 @@ import torch
 
 from mgpu_check.gates.causes.values import same_values
 from mgpu_check.gates.evidence import Evidence
+from mgpu_check.gates.results import Result
 from mgpu_check.mistakes.report import Finding
 
 __all__ = ["causes"]
 
-Values = Mapping[str, torch.Tensor]
+Values = Mapping[Result, torch.Tensor]
 
 
 def causes(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
@@ -28,7 +29,7 @@ def _stale(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     stages, exact = evidence.seen[0].snapshots, evidence.expected.snapshots
     for step in range(1, min(len(stages), len(exact))):
         for name, value in exact[step].items():
-            if not name.startswith("gradient of") or name not in stages[step] or int((value != 0).sum()) < 2:
+            if name.kind != "grads" or name not in stages[step] or int((value != 0).sum()) < 2:
                 continue  # one number is some multiple of any other
             before, got = exact[step - 1][name].double(), stages[step][name].double()
             excess = got - value.double()
@@ -65,13 +66,15 @@ def _windows_unlike(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
 
 def _first_factor(evidence: Evidence) -> Iterator[tuple[float, Finding]]:
     """In the first optimizer step that is wrong, the gradients, or what the step adds, are off by one factor."""
-    before: Values = {name: value.double() for name, value in evidence.expected.single.initial.items()}
+    before: Values = {
+        Result("params", name): value.double() for name, value in evidence.expected.single.initial.items()
+    }
     for step, right in enumerate(evidence.expected.snapshots):
         stages = [one.snapshots[step] for one in evidence.seen if step < len(one.snapshots)]
         if len(stages) < evidence.size or any(name not in stage for stage in stages for name in right):
             return
         allowed = evidence.expected.allowances[step]
-        gradients = [name for name in right if name.startswith("gradient of ")]
+        gradients = [name for name in right if name.kind == "grads"]
         parameters = [name for name in right if name in before]
         if _is_off(stages, right, allowed, gradients):
             factor = _one_factor([(stage[name], right[name]) for stage in stages for name in gradients])
@@ -104,7 +107,7 @@ def _of_gradients(evidence: Evidence, step: int, factor: float | None) -> Iterat
         yield 81, Finding("accumulation-factor", f"{told}, and those of the steps before are right")
 
 
-def _is_off(stages: Sequence[Values], right: Values, allowed: Values, names: Sequence[str]) -> bool:
+def _is_off(stages: Sequence[Values], right: Values, allowed: Values, names: Sequence[Result]) -> bool:
     return any(
         bool(((stage[name].double() - right[name]).abs() > allowed[name]).any()) for stage in stages for name in names
     )
