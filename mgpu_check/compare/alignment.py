@@ -46,25 +46,26 @@ def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int
     count = max(math.prod(shape), 1)
     worst = Deviation(0.0)
     pairs = zip(_names(shape), got.entries(count), expected.entries(count), strict=True)
-    for name, (value, size_here), (wanted, size) in pairs:
+    for (name, is_element), (value, size_here), (wanted, size) in pairs:
         if value == wanted or (math.isnan(value) and math.isnan(wanted)):
             continue
         # Where the expected tensor is zero, what is there is all of it.
         apart = abs(value - wanted) / (size or size_here)
         apart = apart if math.isfinite(apart) else math.inf
         # Elements say more than sums, where they are not nearer to right.
-        if apart > worst.size or (apart >= worst.size / 2 and name.startswith("element")):
+        if apart > worst.size or (apart >= worst.size / 2 and is_element):
             worst = Deviation(max(apart, worst.size), name, value, wanted)
     return worst
 
 
-def _names(shape: Sequence[int]) -> list[str]:
+def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
+    """What each entry of a summary is called, and whether it is an element."""
     count = math.prod(shape)
-    names, start = ["norm"], 0
+    names, start = [("norm", False)], 0
     for size in chunk_sizes(count):
-        names.append(f"sum of elements {start} to {start + size - 1} of {count}" if size > 1 else "sum")
+        names.append((f"sum of elements {start} to {start + size - 1} of {count}" if size > 1 else "sum", False))
         start += size
-    return [*names, *(f"element {_index(position, shape)}" for position in positions(count))]
+    return [*names, *((f"element {_index(position, shape)}", True) for position in positions(count))]
 
 
 def _index(position: int, shape: Sequence[int]) -> list[int]:

@@ -58,15 +58,12 @@ def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
     """A run that did not come to its end."""
     where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     verb = "hung" if failed.how == "hung" else "failed"
-    lines = [f"{where} the script {verb}: {failed}"]
-    others = [ended for ended in run.ranks if ended is not failed]
-    lines += [f"  {ended}" for ended in others]
-    lines += [f"  {line}" for line in last_words(failed)]
+    remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
     kind: Kind = "not comparable" if one_device else "differs"
     reached = min(ended.steps for ended in run.ranks)
     return Verdict(
         kind,
-        Report(f"{kind}: {lines[0]}", remarks=[line.removeprefix("  ") for line in lines[1:]]),
+        Report(f"{kind}: {where} the script {verb}: {failed}", remarks=remarks),
         step=None if one_device else reached + 1,
         ranks=() if one_device else (failed.rank,),
         compared=reached,

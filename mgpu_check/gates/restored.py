@@ -10,11 +10,10 @@ from mgpu_check.mistakes.report import Finding, Observable
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 if TYPE_CHECKING:
-    from mgpu_check.gates.states import Row
+    from mgpu_check.gates.states import Entry, Row
 
 __all__ = ["Entries", "explained"]
 
-_GENERATORS = "random numbers of "
 _SHOWN = 4
 
 
@@ -23,10 +22,10 @@ class Entries:
 
     def __init__(self, rows: Sequence[Sequence[Row]]) -> None:
         self.size = len(rows)
-        self.by_name: dict[str, dict[int, Row]] = {}
+        self.by_name: dict[Entry, dict[int, Row]] = {}
         for rank, of_rank in enumerate(rows):
             for row in of_rank:
-                self.by_name.setdefault(row.name, {})[rank] = row
+                self.by_name.setdefault(row.entry, {})[rank] = row
 
     @property
     def irreproducible(self) -> str:
@@ -47,44 +46,42 @@ class Entries:
             row.moved and row.same is not None
             for name, rows in self.by_name.items()
             for row in rows.values()
-            if not name.startswith(_GENERATORS)
+            if not name.generator
         )
 
     @cached_property
-    def wrong(self) -> dict[str, list[int]]:
+    def wrong(self) -> dict[Entry, list[int]]:
         """Entries that are not what they should be, without generators -> the ranks where."""
-        return {
-            name: self.ranks_wrong(name) for name in self.by_name if not _generator(name) and self.ranks_wrong(name)
-        }
+        return {name: self.ranks_wrong(name) for name in self.by_name if not name.generator and self.ranks_wrong(name)}
 
     @property
-    def wrong_generators(self) -> dict[str, list[int]]:
+    def wrong_generators(self) -> dict[Entry, list[int]]:
         """The same of generators."""
-        return {name: self.ranks_wrong(name) for name in self.by_name if _generator(name) and self.ranks_wrong(name)}
+        return {name: self.ranks_wrong(name) for name in self.by_name if name.generator and self.ranks_wrong(name)}
 
     @property
     def wrong_ranks(self) -> list[int]:
         return sorted({rank for ranks in self.wrong.values() for rank in ranks})
 
     @property
-    def first_wrong(self) -> tuple[str, str, list[int]]:
+    def first_wrong(self) -> tuple[Entry, str, list[int]]:
         """Name, how it differs, on which ranks."""
         name, ranks = next(iter(self.wrong.items()))
         return name, self.by_name[name][ranks[0]].detail, ranks
 
-    def ranks_wrong(self, name: str) -> list[int]:
+    def ranks_wrong(self, name: Entry) -> list[int]:
         return [rank for rank, row in self.by_name.get(name, {}).items() if row.same is False]
 
-    def drawn(self, name: str) -> bool:
+    def drawn(self, name: Entry) -> bool:
         """Whether the later steps draw from this generator, on any rank."""
         return any(row.moved for row in self.by_name[name].values())
 
-    def parted(self, name: str) -> bool:
+    def parted(self, name: Entry) -> bool:
         """Whether ranks differ, which should agree."""
         rows = self.by_name[name].values()
         return len({row.expected for row in rows}) == 1 and len({row.got for row in rows}) > 1
 
-    def is_rank_0s(self, name: str) -> bool:
+    def is_rank_0s(self, name: Entry) -> bool:
         """Whether wrong ranks have what is right for rank 0."""
         rows = self.by_name[name]
         wrong = self.ranks_wrong(name)
@@ -99,9 +96,9 @@ def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], 
         loaded: the states right after loading, against those that were saved; None where that could not be seen.
     """
     observables = []
-    drawn = [name for name in ends.by_name if _generator(name) and ends.drawn(name)]
+    drawn = [name for name in ends.by_name if name.generator and ends.drawn(name)]
     for name in ends.by_name:
-        if _generator(name) and name not in drawn:
+        if name.generator and name not in drawn:
             continue
         relations: dict[str, bool | None] = {"continues": _verdict(ends, name)}
         if ends.size > 1:
@@ -110,14 +107,14 @@ def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], 
         if loaded is not None:
             relations["loaded as saved"] = _verdict(loaded, name)
             detail = detail or _detail(loaded, name, "after loading ")
-        observables.append(Observable(name, relations, detail))
+        observables.append(Observable(str(name), relations, detail))
     # What was lost tells more than what came of it; a report shows a few only.
     observables.sort(key=lambda observable: observable.relations.get("loaded as saved") is not False)
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
     return observables, _findings(ends, loaded, lost_numbers)
 
 
-def _findings(ends: Entries, loaded: Entries | None, lost_numbers: dict[str, list[int]]) -> list[Finding]:
+def _findings(ends: Entries, loaded: Entries | None, lost_numbers: dict[Entry, list[int]]) -> list[Finding]:
     unsaid = "what train does not return (the optimizer, the schedule, the position in the data), if later steps depend on it"
     findings = []
     lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _verdict(ends, n) is not None}
@@ -126,7 +123,7 @@ def _findings(ends: Entries, loaded: Entries | None, lost_numbers: dict[str, lis
         of_rank_0 = {name: ranks for name, ranks in partly.items() if loaded.is_rank_0s(name)}
         some = {name: ranks for name, ranks in partly.items() if name not in of_rank_0}
         nowhere = [name for name in (*lost, *lost_numbers) if name not in partly]
-        numbers = {name: ranks for name, ranks in of_rank_0.items() if _generator(name)}
+        numbers = {name: ranks for name, ranks in of_rank_0.items() if name.generator}
         if some:
             findings.append(Finding("restored-on-one-rank", f"right after loading, not as saved: {_listed(some)}"))
         if nowhere:
@@ -156,28 +153,24 @@ def _findings(ends: Entries, loaded: Entries | None, lost_numbers: dict[str, lis
     return findings
 
 
-def _generator(name: str) -> bool:
-    return name.startswith(_GENERATORS)
-
-
-def _verdict(entries: Entries, name: str) -> bool | None:
+def _verdict(entries: Entries, name: Entry) -> bool | None:
     found = [row.same for row in entries.by_name.get(name, {}).values()]
     return False if False in found else None if None in found or not found else True
 
 
-def _detail(entries: Entries, name: str, when: str = "") -> str:
+def _detail(entries: Entries, name: Entry, when: str = "") -> str:
     wrong = entries.ranks_wrong(name)
     if not wrong:
         return next((row.detail for row in entries.by_name.get(name, {}).values() if row.same is None), "")
-    what = "go on otherwise" if _generator(name) else entries.by_name[name][wrong[0]].detail
+    what = "go on otherwise" if name.generator else entries.by_name[name][wrong[0]].detail
     return f"{when}{named(wrong)}: {what}"
 
 
-def _listed(lost: dict[str, list[int]]) -> str:
+def _listed(lost: dict[Entry, list[int]]) -> str:
     groups = grouped((tuple(ranks), number) for number, ranks in enumerate(lost.values()))
     names = list(lost)
     return "; ".join(f"{_names([names[i] for i in members])} on {named(ranks)}" for ranks, members in groups)
 
 
-def _names(names: Iterable[str]) -> str:
+def _names(names: Iterable[Entry]) -> str:
     return few(list(names), _SHOWN)

@@ -143,9 +143,9 @@ def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, toler
         call = f"train(rank, directory, {steps}, {steps})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     observables, findings = explained(ends, loaded)
-    name, detail, wrong = ends.first_wrong
+    entry, detail, wrong = ends.first_wrong
     report = Report(
-        f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {name} on "
+        f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {entry} on "
         f"{named(wrong)}: {detail}",
         {"world size": size, "steps": f"{steps} + {steps}"},
         observables,

@@ -29,7 +29,15 @@ _BATCHES = "; if it yields batches, return a loader, or a list of the batches, i
 
 
 class _Misuse(Exception):
-    """`make_loader` or `key` does not give what is asked for."""
+    """`make_loader` or `key` does not give what is asked for.
+
+    Attributes:
+        of_batches: perhaps because batches were yielded, and not loaders.
+    """
+
+    def __init__(self, message: str, *, of_batches: bool = False) -> None:
+        super().__init__(message)
+        self.of_batches = of_batches
 
 
 def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, rank: Rank) -> Visits:
@@ -55,11 +63,11 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
         # Of a single epoch nothing else tells a list of batches from a batch that is a list.
         more = next(made, None) if visits.bare and epochs == 1 else None
         if more is not None and not _epoch(more, key, {}).counts & visits.epochs[0].counts:
-            raise _Misuse(f"make_loader(rank) yielded twice, though epochs is 1, and no sample both times{_BATCHES}")
+            raise _Misuse(
+                "make_loader(rank) yielded twice, though epochs is 1, and no sample both times", of_batches=True
+            )
     except _Misuse as misuse:
-        visits.problem = str(misuse).removesuffix(_BATCHES) + (
-            _BATCHES if visits.bare or _BATCHES in str(misuse) else ""
-        )
+        visits.problem = str(misuse) + (_BATCHES if visits.bare or misuse.of_batches else "")
     if isinstance(made, types.GeneratorType):
         made.close()
     return visits
@@ -79,7 +87,7 @@ def _loaders(made: Any, epochs: int) -> Iterator[Any]:
     """The loader of each epoch: what a generator yields, or always the same."""
     if not isinstance(made, types.GeneratorType):
         for _ in range(epochs):
-            yield _iterable(made, "make_loader(rank) returned a", "")
+            yield _iterable(made, "make_loader(rank) returned a", yielded=False)
         return
     for epoch in range(epochs):
         try:
@@ -88,15 +96,16 @@ def _loaders(made: Any, epochs: int) -> Iterator[Any]:
             raise _Misuse(
                 f"make_loader(rank) yielded {epoch} loaders, and epochs is {epochs}; yield the loader once per epoch"
             ) from None
-        yield _iterable(loader, "make_loader(rank) yielded a", _BATCHES)
+        yield _iterable(loader, "make_loader(rank) yielded a", yielded=True)
 
 
-def _iterable(loader: Any, where: str, more: str) -> Any:
+def _iterable(loader: Any, where: str, *, yielded: bool) -> Any:
     if isinstance(loader, torch.Tensor | Mapping) or not (
         hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     ):
         raise _Misuse(
-            f"{where} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch{more}"
+            f"{where} {type(loader).__name__}; return a loader (an iterable of batches), or yield it once per epoch",
+            of_batches=yielded,
         )
     return loader
 

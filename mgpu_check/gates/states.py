@@ -21,11 +21,13 @@ from mgpu_check.numerics.memory import digest_of
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["Part", "Row", "Train", "compare", "digest_of_value", "kept", "load", "train_and_keep"]
+__all__ = ["Entry", "Part", "Row", "Train", "compare", "digest_of_value", "kept", "load", "train_and_keep"]
 
 Train = Callable[[Rank, Path, int, int], Any]
 
-GENERATORS = "random numbers of "
+_ENTRIES, _GENERATORS = "entries", "generators"
+"""Keys of a file: what `train` has returned, and the states of generators."""
+
 # Of two runs, the largest difference is a poor estimate of how far a third may be off; each may be off on its own side.
 _ROOM = 8.0
 # Rounding errors of the run that is held, and of that which it is held against.
@@ -33,6 +35,17 @@ _BOTH = 2.0
 # Between two runs that start alike, rounding explains this part of the largest magnitude in an entry; in dtypes that are
 # so narrow that this is hardly more than their unit roundoff, some of those. More comes of random numbers.
 _EXPLAINED, _ROUNDOFFS = 2.0**-10, 16.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the state: what `train` has returned under a name, or the state of a generator."""
+
+    name: str
+    generator: bool = False
+
+    def __str__(self) -> str:
+        return f"random numbers of {self.name}" if self.generator else self.name
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class Row:
         moved: it differs from what it was at the earlier step.
     """
 
-    name: str
+    entry: Entry
     same: bool | None
     detail: str
     got: str
@@ -84,7 +97,7 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
     with perturbed:
         state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
     # Before anything else here could draw: the generators as training leaves them.
-    generators = {f"{GENERATORS}{name}": value for name, value in _generators(rank).items()}
+    generators = _generators(rank)
     if not isinstance(state, Mapping):
         return (
             f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping of names to what "
@@ -96,7 +109,7 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
         return f"of what train returns, {error}"
     if not flat:
         return "train returned an empty mapping; return the model and the optimizer, at least"
-    torch.save({**flat, **generators}, kept(file, rank))
+    torch.save({_ENTRIES: flat, _GENERATORS: generators}, kept(file, rank))
     return ""
 
 
@@ -106,10 +119,10 @@ def kept(directory: Path, rank: Rank) -> Path:
     return directory / f"{rank.index}.pt"
 
 
-def load(directory: Path, rank: Rank) -> dict[str, Any]:
+def load(directory: Path, rank: Rank) -> dict[Entry, Any]:
     """What was kept there."""
-    state: dict[str, Any] = torch.load(kept(directory, rank), weights_only=False)
-    return state
+    state: dict[str, dict[str, Any]] = torch.load(kept(directory, rank), weights_only=False)
+    return {Entry(name, kind == _GENERATORS): value for kind, values in state.items() for name, value in values.items()}
 
 
 def _generators(rank: Rank) -> dict[str, str]:
@@ -144,23 +157,21 @@ def compare(
     first, second = load(runs[0], rank), load(runs[-1], rank)
     moved_runs = [load(run, rank) for run in perturbed]
     rows = []
-    for name in dict.fromkeys([*first, *second, *new]):
-        noise = _noise(first.get(name), second.get(name)) if (name in first) == (name in second) else None
-        repeats = name.startswith(GENERATORS) or (
-            noise is not None and noise <= _explained(first.get(name), tolerance or 0.0)
-        )
+    for entry in dict.fromkeys([*first, *second, *new]):
+        noise = _noise(first.get(entry), second.get(entry)) if (entry in first) == (entry in second) else None
+        repeats = entry.generator or (noise is not None and noise <= _explained(first.get(entry), tolerance or 0.0))
         if noise is None or not repeats:
             same: bool | None = None
-            detail = _difference(second.get(name), first.get(name), 0.0, None)
-        elif name not in new or name not in first:
-            same, detail = False, "is missing" if name in first else "is there, where it should not be"
+            detail = _difference(second.get(entry), first.get(entry), 0.0, None)
+        elif entry not in new or entry not in first:
+            same, detail = False, "is missing" if entry in first else "is there, where it should not be"
         else:
-            granted = _ROOM * noise + _envelope(first[name], [run.get(name) for run in moved_runs])
-            detail = _difference(new[name], first[name], granted, tolerance)
+            granted = _ROOM * noise + _envelope(first[entry], [run.get(entry) for run in moved_runs])
+            detail = _difference(new[entry], first[entry], granted, tolerance)
             same = not detail
-        moved = name not in old or bool(_difference(first.get(name), old[name], 0.0, None))
-        digests = digest_of_value(new.get(name)), digest_of_value(first.get(name))
-        rows.append(Row(name, same, detail, *digests, moved, repeats))
+        moved = entry not in old or bool(_difference(first.get(entry), old[entry], 0.0, None))
+        digests = digest_of_value(new.get(entry)), digest_of_value(first.get(entry))
+        rows.append(Row(entry, same, detail, *digests, moved, repeats))
     return rows
 
 
