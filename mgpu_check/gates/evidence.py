@@ -53,8 +53,9 @@ class Evidence:
         return self.scenario.world_size
 
     def wrong(self, *kinds: Kind) -> list[Result]:
-        """What differs from one device, in the order of the model; of some kinds, or of all."""
-        return [name for name in self.verdict.wrong if not kinds or name.kind in kinds]
+        """What differs from one device, in the order of the model: all of it, or the values of some kinds, without texts."""
+        values = self.expected.single.values.keys() | self.seen[0].values.keys()
+        return [name for name in self.verdict.wrong if not kinds or (name.kind in kinds and name in values)]
 
     @property
     def names(self) -> list[Result]:
