@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.gate.investigation import report_of_hang
-from mgpu_check.gate.scenario import Scenario
-from mgpu_check.ranks.failures import Account, Finished, Interrupted, Who
-from mgpu_check.ranks.record import Entered, Record
+from mgpu_check.engine.failures import Account, Finished, Interrupted, Who
+from mgpu_check.gates.investigation import report_of_hang
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.processes.record import Entered, Record
 
 
 def entered(name: str, operand: str, line: int, state: str = "inside") -> Record:
