@@ -76,7 +76,7 @@ def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest
     monkeypatch.setattr(pytester, "popen", popen)
 
 
-_LONGEST = ("gate", "compare", "agents")
+_LONGEST = ("matrix", "gate", "compare", "agents", "plugin")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -150,10 +150,10 @@ Torchrun = Callable[..., Launch]
 
 @pytest.fixture(scope="session")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """Start torchrun twice, with two ranks each, on the tests in `source`."""
+    """Start torchrun twice, each for half of the ranks, on the tests in `source`."""
 
     def start(
-        source: str, *arguments: str, restarts: int = 0, nodes: tuple[Node, Node] = (Node(), Node()), gpus: int = 4
+        source: str, *arguments: str, restarts: int = 0, nodes: tuple[Node, Node] = (Node(), Node()), ranks: int = 4
     ) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
         (directory / "test_it.py").write_text(source)
@@ -162,14 +162,21 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
         for node in nodes:
             command = [
                 *node.prefix,
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", *rendezvous),
+                *(
+                    sys.executable,
+                    "-m",
+                    "torch.distributed.run",
+                    "--nnodes=2",
+                    f"--nproc-per-node={ranks // 2}",
+                    *rendezvous,
+                ),
                 *(
                     f"--local-addr={node.address}",
                     f"--max-restarts={restarts}",
                     f"--log-dir={directory}",
                     *node.options,
                 ),
-                *(*PYTEST, f"--gpus={gpus}", "--simulate", "test_it.py", *arguments),
+                *(*PYTEST, f"--gpus={ranks}", "--simulate", "test_it.py", *arguments),
             ]
             commands.append((command, {"OMP_NUM_THREADS": "1", **node.variables}))
         return Launch(directory, commands)

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import pytest
 
@@ -94,7 +94,7 @@ def _await(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _run(situation: str, directory: Path) -> Run:
+def _run(situation: str, names: Sequence[str] | None, directory: Path) -> Run:
     module, *options = ARGUMENTS[situation]
     mark = uuid.uuid4().hex
     record = directory / f"{situation}.jsonl"
@@ -111,6 +111,8 @@ def _run(situation: str, directory: Path) -> Run:
     }
     common = ("--simulate", f"--rank-timeout={TIMEOUT}", "--hypothesis-seed=0", f"--record={record}")
     common += (f"--basetemp={directory / situation}",)
+    if names is not None:
+        common += (f"--names={','.join(names)}",)
     with (directory / f"{situation}.txt").open("w+") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", module, *options, *common],
@@ -139,23 +141,27 @@ def _run(situation: str, directory: Path) -> Run:
 class Situations:
     """The inner runs, each when it is first asked for, and together with those that will be."""
 
-    def __init__(self, directory: Path, shared: bool, wanted: list[str]) -> None:
-        """`shared`: other processes of this run use the same directory."""
+    def __init__(self, directory: Path, shared: bool, wanted: Mapping[str, Sequence[str]]) -> None:
+        """
+        Args:
+            shared: other processes of this run use the same directory.
+            wanted: situation -> the faults that are asked for; a situation without any is run with all of them.
+        """
+        self.wanted = {situation: names for situation, names in wanted.items() if names}
         self._directory = directory
         self._shared = shared
-        self._wanted = wanted
         # Ranks that hang cost time and no processor, so that three runs take little longer than one.
         self._threads = ThreadPoolExecutor(3)
         self._runs: dict[str, Future[Run]] = {}
 
     def __getitem__(self, situation: str) -> Run:
-        for name in (situation, *self._wanted):
+        for name in (situation, *self.wanted):
             if name not in self._runs:
                 self._runs[name] = self._threads.submit(self._once if self._shared else self._fresh, name)
         return self._runs[situation].result()
 
     def _fresh(self, situation: str) -> Run:
-        return _run(situation, self._directory)
+        return _run(situation, self.wanted.get(situation), self._directory)
 
     def _once(self, situation: str) -> Run:
         """By one of the processes that share the directory; the others read what it has left."""
@@ -179,7 +185,12 @@ def situations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     if shared:
         directory = directory.parent / "matrix"
         directory.mkdir(exist_ok=True)
-    used = {getattr(item, "callspec", None) and item.callspec.params.get("situation") for item in request.session.items}
-    situations = Situations(directory, shared, [name for name in ARGUMENTS if name in used])
+    cases = [item.callspec.params for item in request.session.items if _is_a_fault(item)]
+    wanted = {name: [case["name"] for case in cases if case["situation"] == name] for name in ARGUMENTS}
+    situations = Situations(directory, shared, wanted)
     yield situations
     situations.close()
+
+
+def _is_a_fault(item: pytest.Item) -> TypeGuard[pytest.Function]:
+    return isinstance(item, pytest.Function) and item.originalname == "test_fault" and item.path.parent == INNER.parent

@@ -17,11 +17,14 @@ SHOWN = 30_000
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record")
+    parser.addoption("--names", help="of the faults that are wanted, with commas")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Each fault is followed by the test that looks at what it left, on the same worker."""
+    if (wanted := config.option.names) is not None:
+        items[:] = [item for item in items if _fault_of(item) in wanted.split(",")]
     names = list(faults.FAULTS)
     items.sort(key=lambda item: names.index(_fault_of(item)))
     for item in items:
