@@ -69,7 +69,7 @@ class ReplicaMismatch(CheckFailure):
 
 
 class ScalingMismatch(CheckFailure):
-    """What runs on several ranks does not do what it does on one device.
+    """A step, metric, loader or script does not do on several ranks what it does on one device.
 
     ``mistakes`` names the classes of mistakes that it looks like, the likeliest first; see ``docs/classes``.
     """
@@ -135,7 +135,7 @@ class RankHangInFixture(RankHang, Exception):
 
 
 class AgentLost(RankHang):
-    """In a run beyond one machine: the process is gone that had a rank as its child, or its host is.
+    """The process that had a rank as its child is gone, or its host is, in a run beyond one machine.
 
     Not shrunk either, because no example brings it about.
     """

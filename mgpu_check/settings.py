@@ -102,7 +102,7 @@ class Option(Generic[T]):
         return PREFIX + self.name.upper()
 
     def read(self, text: str, origin: str) -> T:
-        """The value that `text` stands for.
+        """Return the value that `text` stands for.
 
         Raises:
             ValueError: naming `origin`, the text and the valid set.
@@ -181,7 +181,7 @@ OPTIONS: dict[str, Option[Any]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What this run was asked for.
+    """The settings of this run.
 
     Attributes:
         gpus: number of devices; 0 where none were asked for, None for "all" as long as they are not counted.
@@ -211,23 +211,23 @@ class Settings:
 
     @property
     def asked(self) -> bool:
-        """Whether this run asks for devices at all."""
+        """True if this run asks for devices at all."""
         return self.gpus != 0
 
     @property
     def gpus_of_host(self) -> int:
-        """How many devices one process can see."""
+        """Number of devices that one process can see."""
         return self.per_host[self.host] if self.per_host else self.gpus or 0
 
     def counted(self, visible: int) -> Settings:
-        """The same with ``gpus="all"`` resolved to `visible` devices."""
+        """Return the same with ``gpus="all"`` resolved to `visible` devices."""
         return self if self.gpus is not None else replace(self, gpus=visible)
 
 
 def resolve(
     command_line: Mapping[str, str | Sequence[str] | None], environment: Mapping[str, str], ini: Mapping[str, str]
 ) -> Settings:
-    """Settings from the three places that can hold them, the first of them first.
+    """Resolve settings from the three places that can hold them, the first of them first.
 
     Args:
         command_line: option name -> text, or the texts of one that can be given several times, which stand on a line each
@@ -268,7 +268,7 @@ def resolve(
 
 
 def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A line for each ``MGPU_CHECK_…`` variable that nothing reads: most likely a spelling mistake."""
+    """Return a line for each ``MGPU_CHECK_…`` variable that nothing reads: most likely a spelling mistake."""
     known = {option.variable for option in OPTIONS.values()}
     lines = []
     for name in sorted(environment):
@@ -289,7 +289,7 @@ def activate(settings: Settings | None) -> None:
 
 
 def active() -> Settings:
-    """The settings of the pytest run in this process.
+    """Return the settings of the pytest run in this process.
 
     Outside pytest, as in a console or a script, they come from the environment alone.
     """

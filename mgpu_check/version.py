@@ -10,12 +10,12 @@ __version__ = "0.1.0"
 
 
 def version() -> str:
-    """Version of this package."""
+    """Return the version of this package."""
     return _version("mgpu-check")
 
 
 def torch_version() -> str:
-    """Version of torch, without importing it."""
+    """Return the version of torch, without importing it."""
     return _version("torch")
 
 

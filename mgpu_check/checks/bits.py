@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same bits, and where they first differ."""
+"""Compare the bits of two tensors, and find where they first differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["as_bytes", "first_difference", "same_bits"]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of `tensor` in order as a uint8 matrix on the CPU, (number of elements, bytes of one)."""
+    """Return the elements of `tensor` in order, as a uint8 matrix on the CPU, (number of elements, bytes of one)."""
     # A copy in any case: a single element counts as contiguous whatever its stride is, but not to `view`.
     flat = tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format).reshape(-1)
     if flat.numel() == 0:
@@ -17,14 +17,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(expected: torch.Tensor, got: torch.Tensor) -> bool:
-    """Whether shape, dtype and every bit agree: NaN equals the same NaN, and 0.0 is not -0.0. Devices do not matter."""
+    """Return whether shape, dtype and every bit agree.
+
+    NaN equals the same NaN, and 0.0 is not -0.0; devices do not matter.
+    """
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return False
     return torch.equal(as_bytes(expected), as_bytes(got))
 
 
 def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, ...]:
-    """Index of the first element, in row-major order, whose bits differ in two tensors of one shape and dtype.
+    """Return the index of the first element, in row-major order, whose bits differ in two tensors of one shape and
+    dtype.
 
     Raises:
         ValueError: there is none.

@@ -115,7 +115,7 @@ def _looks(found: Sequence[str]) -> str:
 
 
 def _common(got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], wrong: int) -> list[str]:
-    """One factor for all results together is stronger evidence than one for each."""
+    """Look for one factor for all results together, which is stronger evidence than one for each."""
     if wrong < len(expected) or wrong < 2:
         return []
     ratios = torch.cat(

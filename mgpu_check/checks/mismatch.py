@@ -36,7 +36,7 @@ _INDEXED = re.compile(r"indices should be either on cpu or on the same device as
 
 
 def devices_named(message: str) -> set[str]:
-    """The devices that an error message of torch names: "cpu", "cuda:1", or "cuda" where it gives no index.
+    """Return the devices that an error message of torch names: "cpu", "cuda:1", or "cuda" where it gives no index.
 
     Understood are devices by name, the types of tensors in a convolution's message, and the bare indices in cudnn's.
     Of the message for a misplaced index, it is the indexed tensor's device only: its "cpu" is what would be allowed.
@@ -52,7 +52,7 @@ def devices_named(message: str) -> set[str]:
 
 @contextlib.contextmanager
 def raises_device_mismatch(first: Device, second: Device) -> Iterator[None]:
-    """Demand that the block raises torch's error for operands on two devices, and that it names both.
+    """Assert that the block raises torch's error for operands on two devices, and that it names both.
 
     ::
 

@@ -13,7 +13,7 @@ __all__ = ["columns"]
 
 
 def columns(batch: Any, shards: Sequence[Any], where: str = "batch") -> Iterator[tuple[str, Any, list[Any]]]:
-    """Each tensor or other leaf of `batch`, with its name and what stands in its place in every shard.
+    """Yield each tensor or other leaf of `batch`, with its name and what stands in its place in every shard.
 
     Raises:
         ShardError: a shard is nested differently: another type, length or set of keys.

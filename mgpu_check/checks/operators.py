@@ -1,4 +1,4 @@
-"""How to call each operator of `mgpu_check.specs.operators` with operands on two devices.
+"""Call each operator of `mgpu_check.specs.operators` with operands on two devices.
 
 Every entry builds its operands and returns the call that is to raise or to work, so that an error while operands are
 made is never taken for the one that is looked for. Operands are small whole numbers: results that are compared are
@@ -35,21 +35,21 @@ class Operands:
     seed: int
 
     def on(self, place: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
-        """Whole numbers in [-15, 15], on the device of operand `place`, 0 or 1; `N` in the shape is `rows`."""
+        """Return whole numbers in [-15, 15], on the device of operand `place`, 0 or 1; `N` in the shape is `rows`."""
         sizes = tuple(self.rows if size == N else size for size in shape)
         return TensorSpec(sizes, dtype, seed=self.seed + place, values="exact").build(self._device(place))
 
     def index(self, place: int, below: int) -> torch.Tensor:
-        """`rows` indices of type int64 in [0, `below`)."""
+        """Return `rows` indices of type int64 in [0, `below`)."""
         steps = torch.arange(self.rows, device="cpu")
         return ((steps * 5 + self.seed) % below).to(self._device(place))
 
     def mask(self, place: int, *shape: int) -> torch.Tensor:
-        """Booleans."""
+        """Return booleans."""
         return self.on(place, *shape, dtype="bool")
 
     def module(self, place: int, module: nn.Module) -> nn.Module:
-        """`module` on the device of operand `place`."""
+        """Return `module` on the device of operand `place`."""
         return module.to(self._device(place))
 
     def _device(self, place: int) -> torch.device:
@@ -57,7 +57,7 @@ class Operands:
 
 
 def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
-    """`function` of tensors, each given as (place, *shape).
+    """Return a case that applies `function` to tensors, each given as (place, *shape).
 
     It is to look up what it calls by attribute, at the time of the call: ``lambda a, b: torch.add(a, b)``.
     """
@@ -70,7 +70,9 @@ def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
 
 
 def _indexing(function: Callable[..., object], *shape: int) -> Builder:
-    """`function` of a tensor of `shape`, on the first device, and indices into its last or only row, on the second."""
+    """Return a case that applies `function` to a tensor of `shape` on the first device, and to indices into its last or
+    only row on the second.
+    """
 
     def build(at: Operands) -> Call:
         x, index = at.on(0, *shape), at.index(1, 4)
@@ -80,7 +82,9 @@ def _indexing(function: Callable[..., object], *shape: int) -> Builder:
 
 
 def _masking(function: Callable[..., object], *mask: int) -> Builder:
-    """`function` of a matrix, on the first device, and a mask of the shape given, on the second."""
+    """Return a case that applies `function` to a matrix on the first device, and to a mask of the shape given on the
+    second.
+    """
 
     def build(at: Operands) -> Call:
         x, booleans = at.on(0, N, 3), at.mask(1, *mask)
@@ -90,7 +94,7 @@ def _masking(function: Callable[..., object], *mask: int) -> Builder:
 
 
 def _module(make: Callable[[], nn.Module], *shape: int) -> Builder:
-    """A module on the first device, its input of (N, *shape) on the second."""
+    """Return a case with a module on the first device, and its input of (N, *shape) on the second."""
 
     def build(at: Operands) -> Call:
         module, x = at.module(0, make()), at.on(1, N, *shape)
@@ -110,14 +114,14 @@ def _embedding_module(at: Operands) -> Call:
 
 
 def _layers_apart(at: Operands) -> Call:
-    """Two layers, the second one on another device, without a move between them."""
+    """Return a case with two layers, the second one on another device, without a move between them."""
     net = nn.Sequential(at.module(0, nn.Linear(3, 3)), nn.ReLU(), at.module(1, nn.Linear(3, 2)))
     x = at.on(0, N, 3)
     return lambda: net(x)
 
 
 def _index_put(*value: int) -> Builder:
-    """x[index] = value, the value of the shape given and on the second device."""
+    """Return a case of x[index] = value, the value of the shape given and on the second device."""
 
     def build(at: Operands) -> Call:
         x, index, values = at.on(0, 8, 3), torch.arange(at.rows, device=at.first), at.on(1, *value)

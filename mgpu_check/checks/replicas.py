@@ -59,7 +59,7 @@ def assert_replicas_agree(
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """64 bits that depend on every bit of the values of `tensor`: any single element that changes, changes them."""
+    """Return 64 bits that depend on every bit of the values of `tensor`: any single element that changes, changes them."""
     words = plain(tensor).reshape(-1)
     words = torch.view_as_real(words).reshape(-1) if words.is_complex() else words
     if words.dtype == torch.bool:

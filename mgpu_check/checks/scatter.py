@@ -24,7 +24,7 @@ Device = torch.device | str | int
 
 
 def chunk_sizes(total: int, parts: int) -> list[int]:
-    """Sizes of the shards into which torch splits `total` samples for `parts` devices.
+    """Return the sizes of the shards into which torch splits `total` samples for `parts` devices.
 
     All but the last have ceil(total / parts), so there can be fewer shards than devices (10 over 8 is 2+2+2+2+2); an
     empty batch gives every device an empty shard. Source: documentation of `torch.chunk`, on which `scatter` is built.
@@ -216,7 +216,7 @@ def _assert_tensor_covered(
 
 
 def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> str:
-    """Which rows of the batch are where, for a message; empty where rows cannot be told apart."""
+    """Name the rows of the batch that each shard holds, for a message; empty where rows cannot be told apart."""
     rows = _row_keys(whole, axis)
     if len(set(rows)) != len(rows):
         return ""
@@ -252,7 +252,7 @@ def _row_keys(tensor: torch.Tensor, axis: int) -> list[tuple[int, ...]]:
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5", in the order given."""
+    """Write [0, 1, 2, 5] as "0-2, 5", in the order given."""
     spans: list[list[int]] = []
     for row in rows:
         if spans and row == spans[-1][1] + 1:

@@ -1,4 +1,5 @@
-"""What a fresh process sees under `CUDA_VISIBLE_DEVICES`: a process that has touched a device does not look again.
+"""Observe which devices a fresh process sees under `CUDA_VISIBLE_DEVICES`: one that has touched a device does not look
+again.
 
 Run as a program, this module answers on stdout what `Question` on stdin asks. It forks for each value of the variable
 before anything touches a device, since importing torch anew for each would take seconds.
@@ -23,7 +24,7 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Question:
-    """What a child is asked.
+    """A question to a child process.
 
     Attributes:
         values: of `CUDA_VISIBLE_DEVICES`, one process each.
@@ -36,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Sight:
-    """What a process sees: the UUIDs of its devices in order, and what the tutorials' helpers give it."""
+    """The devices that a process sees: their UUIDs in order, and what the tutorials' helpers return."""
 
     uuids: list[str]
     try_gpu: str
@@ -44,7 +45,8 @@ class Sight:
 
 
 def visible_subsets(entries: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Values of `CUDA_VISIBLE_DEVICES`, each with the positions in `entries` of the devices that must be seen under it.
+    """Return values of `CUDA_VISIBLE_DEVICES`, each with the positions in `entries` of the devices that must be seen
+    under it.
 
     They are: all devices backwards, the last alone, none, and a list with an invalid entry in it, at which the driver
     stops. Source: CUDA C++ programming guide, environment variables.
@@ -93,7 +95,8 @@ def assert_visible_devices_honoured(uuids: Sequence[str]) -> None:
 
 
 def devices_seen(values: Sequence[str]) -> list[Sight]:
-    """What a fresh process sees under each value of `CUDA_VISIBLE_DEVICES`; simulated devices if this process has them.
+    """Return the devices that a fresh process sees under each value of `CUDA_VISIBLE_DEVICES`; simulated devices if
+    this process has them.
 
     Raises:
         DeviceEnumerationError: a process failed; with its output.
@@ -118,7 +121,9 @@ def devices_seen(values: Sequence[str]) -> list[Sight]:
 
 
 def _package_path() -> list[str]:
-    """PYTHONPATH with the folder that this package was imported from in front, which need not be an installed one."""
+    """Return PYTHONPATH with the folder that this package was imported from in front, which need not be an installed
+    one.
+    """
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return [root, *filter(None, [os.environ.get("PYTHONPATH")])]
 
@@ -139,7 +144,7 @@ def _look(simulate: int | None) -> Sight:
 
 
 def _look_in_child(value: str, simulate: int | None) -> dict[str, object] | None:
-    """`_look` in a fork of this process, under `value`; None if it failed, its traceback then is on stderr."""
+    """Run `_look` in a fork of this process, under `value`; return None if it failed, with its traceback on stderr."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

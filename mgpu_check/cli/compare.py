@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Of the run on one device, and of the ranks."""
+    """Return the environments of the run on one device, and of the ranks."""
     if backing is not None:
         return simulate.environment(1, backing), simulate.environment(gpus, backing)
     import torch
@@ -113,7 +113,7 @@ def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Ma
 
 
 def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
-    """How many devices there are; refuses fewer than ranks, on which the ranks fail for no fault of the script.
+    """Count the devices, and refuse fewer than ranks: the ranks would fail for no fault of the script.
 
     Without any device the script may be one for CPUs.
 

@@ -57,7 +57,7 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
 
 
 def _key(settings: Settings) -> Key | None:
-    """The key of this user; None where the network is trusted.
+    """Return the key of this user; None where the network is trusted.
 
     Raises:
         UnusableKey: it cannot be had, or others may have it.
@@ -89,7 +89,7 @@ class _Question:
 
 
 def settings_of(arguments: Sequence[str]) -> Settings:
-    """What `mgpu-check` with these arguments is asked for, by pytest's own rules, and before it loads any conftest.
+    """Return the settings of `mgpu-check` with these arguments, by pytest's own rules, before it loads any conftest.
 
     The defaults where it is asked for what cannot be: the driver tells it.
     """

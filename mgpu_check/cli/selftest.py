@@ -164,7 +164,7 @@ class Selftest:
 
 
 def _is_finding(error: BaseException) -> bool:
-    """Whether a check has said that something is wrong, rather than broken down over the fault's own code."""
+    """Return whether a check has reported something wrong, rather than broken down over the fault's own code."""
     if isinstance(error, BaseExceptionGroup):
         return any(_is_finding(part) for part in error.exceptions)
     if isinstance(error, RankFailure) and error.__cause__ is not None:

@@ -38,7 +38,7 @@ def _gpus(text: str) -> int:
 
 
 def backing_device(text: str) -> str:
-    """The real device that computes, "cpu" or "cuda:I", as `argparse` parses it.
+    """Return the real device that computes, "cpu" or "cuda:I", as `argparse` parses it.
 
     Raises:
         argparse.ArgumentTypeError: `text` is neither.
@@ -77,7 +77,8 @@ def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) ->
 
 
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Our own options, and the program with its arguments: it starts after ``--``, or at ``-m`` or the first name.
+    """Split our own options from the program and its arguments, which start after ``--``, or at ``-m`` or the first
+    name.
 
     Args:
         takes_a_word: the options of ours whose value may be the next word.
@@ -94,7 +95,8 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
 
 
 def program_command(program: Sequence[str], parser: argparse.ArgumentParser, others: str | None = None) -> list[str]:
-    """What starts `program`, a script or ``-m`` and a module, with its arguments, in a Python of its own.
+    """Return the command that starts `program`, a script or ``-m`` and a module, with its arguments, in a Python of its
+    own.
 
     Args:
         others: what to say where there is neither such a script nor a program of that name which a package has installed,
@@ -118,7 +120,9 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser, oth
 
 
 def _installed_program(name: str) -> str | None:
-    """The program of that name that an installed package has brought, as ``torchrun``; None where there is none in Python."""
+    """Return the program of that name that an installed package has brought, as ``torchrun``; None where there is none
+    in Python.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     found = shutil.which(name, path=path)
     if found is None:
@@ -129,7 +133,7 @@ def _installed_program(name: str) -> str | None:
 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
-    """This process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
+    """Return this process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
     made = dict(os.environ)
     if backing == "cpu":
         # It says which real devices may be used, often none. What the program itself sets for its children holds.

@@ -32,19 +32,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def asks_for_gpus(arguments: Sequence[str]) -> bool:
-    """Whether the command line, or the environment, says how many devices to use."""
+    """Return whether the command line, or the environment, gives a number of devices."""
     also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     given = any(argument.partition("=")[0] == "--gpus" for argument in [*arguments, *also])
     return given or OPTIONS["gpus"].variable in os.environ
 
 
 def names_a_check(argument: str) -> bool:
-    """Whether an argument is a file of the suite, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
+    """Return whether an argument is a file of the suite, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
     return argument.partition("::")[0] in files()
 
 
 def files() -> list[str]:
-    """The files of the suite."""
+    """Return the files of the suite."""
     return sorted(path.name for path in Path(mgpu_check.suite.__file__).parent.glob("test_*.py"))
 
 

@@ -29,7 +29,7 @@ class Device:
 
 
 def visible_devices() -> list[Device]:
-    """The GPUs that torch sees in this process, in the order of their indices. Initializes the driver."""
+    """Return the GPUs that torch sees in this process, in the order of their indices. Initializes the driver."""
     import torch  # here, because the pytest process reads `Device`s and does without torch
 
     found = []
@@ -56,7 +56,7 @@ def _mask() -> str:
 
 @dataclass(frozen=True)
 class Inventory:
-    """What there is to run on.
+    """The devices of a machine, and the state of its driver.
 
     Attributes:
         devices: the visible GPUs, none if there is trouble with them.
@@ -119,7 +119,7 @@ _REMEDY = "look at nvidia-smi, and at dmesg"
 
 
 def _driver_code() -> int | None:
-    """The code by which the initialization of NVIDIA's driver ends; None where there is no such driver."""
+    """Return the code with which the initialization of NVIDIA's driver ends; None where there is no such driver."""
     try:
         return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
     except (OSError, AttributeError):

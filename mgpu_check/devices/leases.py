@@ -48,7 +48,8 @@ class LeaseError(RuntimeError):
 
 
 def machine_directory() -> Path:
-    """Where the leases of this machine's real devices are, for all of its users; made if it is not there.
+    """Return the directory of the leases of this machine's real devices, for all of its users; make it if it is not
+    there.
 
     Raises:
         LeaseError: it cannot be made, or others could play tricks with it.
@@ -181,7 +182,7 @@ class DeviceLeases:
 
     @contextlib.contextmanager
     def _numbering(self, directory: Path) -> Iterator[None]:
-        """The short lock under which the queue grows."""
+        """Hold the short lock under which the queue grows."""
         lock = _lock(directory / "numbers.lock")
         try:
             lock.acquire(timeout=self._patience, poll_interval=_SHORTEST_POLL)
@@ -257,7 +258,7 @@ class DeviceLeases:
                 word *= 4
 
     def _state(self, request: _Request, directory: Path, waited: float) -> str:
-        """Whom a request waits for, in words."""
+        """Describe whom a request waits for."""
         parts = [f"waiting {waited:.0f} s for {request.count} of {len(self.keys)} devices"]
         for place in range(len(self.keys)):
             if place in request.held:
@@ -269,7 +270,7 @@ class DeviceLeases:
 
 
 def _tickets(directory: Path) -> dict[int, Path]:
-    """The tickets that there are, by number, in order."""
+    """Return the tickets that exist, by number, in order."""
     found = {int(match[1]): path for path in directory.iterdir() if (match := re.fullmatch(r"ticket-(\d+)", path.name))}
     return dict(sorted(found.items()))
 
@@ -289,7 +290,7 @@ def _try(lock: FileLock) -> bool:
 
 
 def _is_done(ticket: Path) -> bool:
-    """Whether nobody stands in the queue with `ticket` any more. That of a process that was killed is removed."""
+    """Return whether nobody waits with `ticket` any more. Remove the ticket of a process that was killed."""
     if not ticket.exists():
         return True
     lock = _lock(ticket)
@@ -337,7 +338,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What `_write` has written; None for what is not, or only in part."""
+    """Read what `_write` has written; None if nothing was written, or only a part."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

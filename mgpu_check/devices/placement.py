@@ -1,4 +1,4 @@
-"""Where ranks can run, and which of these slots the ranks of a world take."""
+"""Place ranks: where they can run, and which of these places the ranks of a world take."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WorldSize(int):
     per_host: tuple[int, ...]
 
     def __new__(cls, per_host: Sequence[int]) -> WorldSize:
-        """The size of a world with ``per_host[h]`` ranks on host `h`."""
+        """Make the size of a world with ``per_host[h]`` ranks on host `h`."""
         size = super().__new__(cls, sum(per_host))
         size.per_host = tuple(per_host)
         return size
@@ -43,7 +43,7 @@ class WorldSize(int):
 
 
 def spread(size: int, per_host: Sequence[int]) -> WorldSize:
-    """A world of `size` on as many of the hosts as it can be, as evenly as can be.
+    """Return a world of `size` on as many of the hosts as it can be, as evenly as can be.
 
     Args:
         per_host: how many devices each has, together at least `size`.
@@ -56,7 +56,7 @@ def spread(size: int, per_host: Sequence[int]) -> WorldSize:
 
 
 def slots_for(size: int, available: Sequence[Slot]) -> tuple[Slot, ...]:
-    """The slots of the ranks 0 to `size` - 1.
+    """Return the slots of the ranks 0 to `size` - 1.
 
     Raises:
         ValueError: there are not as many, or not on the hosts that a `WorldSize` names.

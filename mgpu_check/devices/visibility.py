@@ -1,4 +1,4 @@
-"""Which devices a process on real ones sees: how it is told, and by what it knows them."""
+"""Choose which real devices a process sees: how it is told, and by what it knows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Mask", "Masks"]
 
 @dataclass(frozen=True)
 class Mask:
-    """What a process is told of its devices.
+    """The devices that a process is told to see.
 
     Attributes:
         environment: the variables that mask all others.

@@ -1,4 +1,4 @@
-"""One message to each process of a world, and one answer from each: without ever waiting for a single one."""
+"""Send one message to each process of a world, and receive one answer from each, without ever waiting for a single one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _interest(process: Process) -> int:
 
 
 def _hear(process: Process) -> object:
-    """What a process has to say, None if its connection has ended, `_NOTHING_YET` as long as it is not complete."""
+    """Read what a process sends; None if its connection has ended, `_NOTHING_YET` as long as it is not complete."""
     try:
         answer = process.connection.receive()
         if answer is not None:
@@ -134,7 +134,7 @@ def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[in
 
 
 def agree(outcomes: Sequence[protocol.Outcome]) -> bool:
-    """Whether the members of each group have entered the same collectives in it."""
+    """Return whether the members of each group have entered the same collectives in it."""
     seen: dict[protocol.Group, set[tuple[int, int]]] = {}
     counted: dict[protocol.Group, int] = {}
     for outcome in outcomes:

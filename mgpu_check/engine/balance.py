@@ -1,4 +1,4 @@
-"""In the pytest process: whether what ranks have given each other is what they have taken."""
+"""Check, in the pytest process, that ranks have taken what others have given them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TOLD = 4
 
 @dataclass(frozen=True)
 class Unmatched:
-    """What one side of a transfer says, and what the other.
+    """One transfer on which the two sides disagree.
 
     Attributes:
         sender, receiver: their ranks; `ANY` for a receive from whoever sends.
@@ -32,7 +32,9 @@ class Unmatched:
     taken: Run | None
 
     def text(self, who: Who) -> str:
-        """ "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not received it"."""
+        """Describe it: "rank 0 of 4 has sent float32[4] to rank 1 in send (test_x.py:7), and rank 1 has not received
+        it".
+        """
         tag = f" with tag {self.tag}" if self.tag not in (0, COLLECTIVE) else ""
         receiver = who([self.receiver])
         if self.given is None:
@@ -57,7 +59,7 @@ def _place(run: Run | None) -> str:
 
 
 def unmatched(flows: Mapping[int, Sequence[Flow]]) -> list[Unmatched]:
-    """The first difference between each two ranks, of each group and tag.
+    """Find the first difference between each two ranks, of each group and tag.
 
     Args:
         flows: rank -> its account.
@@ -111,7 +113,7 @@ def _from_any(
 
 
 def _difference(given: Sequence[Run], taken: Sequence[Run]) -> tuple[Run | None, Run | None] | None:
-    """Where two sequences part first: the tensor of each side."""
+    """Find where two sequences part first: the tensor of each side."""
     ours = [(run.count, run) for run in reversed(given)]
     theirs = [(run.count, run) for run in reversed(taken)]
     while ours and theirs:
@@ -128,7 +130,7 @@ def _difference(given: Sequence[Run], taken: Sequence[Run]) -> tuple[Run | None,
 
 
 def imbalance(found: Sequence[Unmatched], who: Who) -> RankFailure:
-    """The error where all ranks have returned, and something is left that was sent, or would have been received."""
+    """Return the error where all ranks have returned, and something is left that was sent, or would have been received."""
     lines = [one.text(who) for one in found[:_MOST_TOLD]]
     if len(found) > _MOST_TOLD:
         lines.append(f"and {len(found) - _MOST_TOLD} more such pairs")

@@ -150,7 +150,7 @@ class ForkServer:
 
 
 def _limits() -> str:
-    """How many processes and threads there may be, as far as it is known."""
+    """Describe how many processes and threads there may be, as far as it is known."""
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = ["of this user (ulimit -u) " + ("unlimited" if most == resource.RLIM_INFINITY else str(most))]
     with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What GPUs a host has, whatever state their driver is in."""
+"""Find the GPUs of a host, whatever state their driver is in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["look"]
 
 
 def look(pool: RankPool, host: int = 0) -> Inventory:
-    """What GPUs a host has, by a process of its own: a driver that hangs, or crashes, is trouble, and no error."""
+    """Look for the GPUs of a host in a process of its own: a driver that hangs, or crashes, is trouble, and no error."""
     try:
         found: Inventory = pool.in_fresh_process(take_inventory, host)
     except AgentLost:

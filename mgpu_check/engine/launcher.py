@@ -1,4 +1,4 @@
-"""How processes of the pool come to be: a `Launcher`, and the one for this machine."""
+"""Start processes of the pool: a `Launcher`, and the one for this machine."""
 
 from __future__ import annotations
 
@@ -77,41 +77,45 @@ class Launcher(Protocol):
         """Begin to come up, without waiting for it."""
 
     def launch(self, slots: Sequence[Slot]) -> list[Process]:
-        """A new process, connected, for each of `slots`."""
+        """Launch a new process, connected, for each of `seats`."""
 
     def store(self, name: str) -> str:
-        """Address of a rendezvous that has not been used yet, for a world called `name`: see `RankSpec.store`."""
+        """Return the address of a rendezvous that has not been used yet, for a world called `name`: see
+        `RankSpec.store`.
+        """
 
     def host_name(self, host: int) -> str:
-        """What reports call a host; nothing where there is one only."""
+        """Return the name of a host in reports; empty where there is one only."""
 
     def call_context(self, here: CallContext) -> CallContext:
-        """What ranks are told of the context of calls in this process."""
+        """Return what ranks are told of the context of calls in this process."""
 
     def losses(self) -> list[str]:
-        """What became of agents that are lost, where no failure has told it yet; nothing on one machine."""
+        """Return what became of agents that are lost, where no failure has told it yet; nothing on one machine."""
 
     def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
-        """The index of a slot's real device as its process sees it, and how many it sees, if those of `here` are meant."""
+        """Return the index of a slot's real device as its process sees it, and how many it sees, if those of `here` are
+        meant.
+        """
 
     def waitables(self) -> list[int]:
-        """File descriptors that are readable when a process has ended; then `collect` is to be called."""
+        """Return file descriptors that are readable when a process has ended; then call `collect`."""
 
     def collect(self) -> None:
         """Record the exit codes that have arrived in their `Process`."""
 
     def ending(self) -> list[int]:
-        """Processes that were killed, and are not gone yet, as far as others wait for their devices."""
+        """Return the processes that were killed, and are not gone yet, as far as others wait for their devices."""
 
     def close(self) -> None:
         """End every process, and what they started."""
 
 
 class LocalLauncher:
-    """Forks the processes of this machine from a fork server that has imported torch."""
+    """Launcher of this machine: forks processes from a fork server that has imported torch."""
 
     def __init__(self, preload: Sequence[str] = (), simulate: str | None = None) -> None:
-        """Nothing is started yet.
+        """Begin without a fork server.
 
         Args:
             preload: modules that the fork server imports besides torch.
@@ -187,7 +191,7 @@ class LocalLauncher:
         return launched
 
     def fork(self, ours: socket.socket, theirs: socket.socket) -> Process:
-        """A new process that is connected by `theirs`, and held here by `ours`."""
+        """Fork a new process that is connected by `theirs`, and held here by `ours`."""
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
             self.start()
@@ -254,7 +258,7 @@ class LocalLauncher:
         self._forget()
 
     def _clear(self) -> None:
-        """In place of the server."""
+        """Clear up in place of the server."""
         if self._directory is not None:
             clear(str(self._directory.path))
 
@@ -270,7 +274,7 @@ class LocalLauncher:
         self._lines = b""
 
     def _lost(self) -> StartupFailure:
-        """The server has ended: let the next launch start another. What to raise meanwhile."""
+        """Let the next launch start another server: this one has ended. Return what to raise meanwhile."""
         how = f"the fork server ended: {self._end_of_server()}"
         failure = StartupFailure(f"{how}\n{self._log_text()}")
         for process in self._processes.values():  # they end with it, and what they started does not
@@ -286,7 +290,7 @@ class LocalLauncher:
         return failure
 
     def _release(self) -> None:
-        """In a process that was forked from this one: hold nothing by which the server knows that this one lives."""
+        """Hold nothing, in a process that was forked from this one, by which the server knows that this one lives."""
         if self._control is not None:
             self._control.close()
         for process in self._processes.values():

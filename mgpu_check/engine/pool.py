@@ -77,7 +77,7 @@ class RankPool:
 
     @property
     def devices(self) -> int:
-        """How many devices the current test may use: the largest world size."""
+        """Number of devices that the current test may use: the largest world size."""
         return len(self.available)
 
     def start(self) -> None:
@@ -147,7 +147,7 @@ class RankPool:
         timeout: float | None = None,
         host: int = 0,
     ) -> list[Any]:
-        """As `run`, for a function that is pickled already; `size` 0 stands for the node process of `host`."""
+        """Run a function that is pickled already, as `run` does; `size` 0 stands for the node process of `host`."""
         timeout = self.timeout if timeout is None else timeout
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout!r} is not valid; choose a finite number of seconds above 0")
@@ -296,7 +296,7 @@ class RankPool:
         return left
 
     def died_idle(self) -> list[str]:
-        """A line for each world of which a process ended while no test used it. Those worlds are gone then."""
+        """Return a line for each world of which a process ended while no test used it. Those worlds are gone then."""
         lines = [f"{loss} while no test used it" for loss in self._launcher.losses()]
         for place, world in self._worlds:
             try:
@@ -314,11 +314,11 @@ class RankPool:
             world.explain(error)
 
     def stopped(self) -> BaseException | None:
-        """After something from outside has interrupted a call: an error that says where its ranks were."""
+        """Return an error that names where the ranks were, after something from outside has interrupted a call."""
         return next(filter(None, [world.stopped() for _, world in self._worlds]), None)
 
     def output(self) -> list[tuple[str, str, str]]:
-        """What the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
+        """Return what the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
         found = []
         for place, world in self._worlds:
             if place in self._used:
@@ -336,7 +336,7 @@ class RankPool:
 
 
 def _call_context(simulate: str | None) -> protocol.CallContext:
-    """Those of this process now, as its ranks are to have them."""
+    """Return the call context of this process now, as its ranks are to have it."""
     environment = dict(os.environ)
     environment.pop("PYTEST_CURRENT_TEST", None)  # it differs for each test and phase, and means this process
     if simulate == "cpu":
@@ -352,7 +352,7 @@ def _call_context(simulate: str | None) -> protocol.CallContext:
 def _with_rank(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with the rank's placeholder where `fn` has a parameter of that name."""
+    """Return the arguments, with the rank's placeholder where `fn` has a parameter of that name."""
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):

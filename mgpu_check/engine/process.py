@@ -1,4 +1,4 @@
-"""One process of the pool, as the pytest process holds it."""
+"""Hold one process of the pool in the pytest process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Process:
             os.ftruncate(stream.fileno(), 0)  # the process writes at the end, wherever that is
 
     def output(self, name: str) -> str:
-        """What the process wrote to "stdout" or "stderr" since `mark_output`: of much, the beginning and the end."""
+        """Return what the process wrote to "stdout" or "stderr" since `mark_output`: of much, the beginning and the
+        end.
+        """
         return kept(self._streams[name].fileno())
 
     def ask_for_stacks(self, signal_number: int) -> None:
@@ -60,7 +62,7 @@ class Process:
         self._signal(signal_number)
 
     def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
-        """The stacks asked for; waits until they are written. `HALTED`, or empty, where the process cannot write them."""
+        """Return the stacks asked for, once they are written; `HALTED`, or empty, where the process cannot write them."""
         if self.halted():
             return HALTED
         deadline = Clock.now() + timeout
@@ -74,7 +76,7 @@ class Process:
         return self._stacks_since(self._stacks_start)
 
     def last_words(self) -> str:
-        """What the process wrote as a fatal signal ended it: the stacks of its threads."""
+        """Return what the process wrote as a fatal signal ended it: the stacks of its threads."""
         return self._stacks_since(0)
 
     def _stacks_since(self, start: int) -> str:
@@ -82,28 +84,30 @@ class Process:
         return clean(os.pread(self._stacks.fileno(), size - start, start).decode(errors="replace"))
 
     def record(self) -> Record:
-        """The collectives that the process has entered in the current call."""
+        """Return the collectives that the process has entered in the current call."""
         return parse(self.record_bytes())
 
     def record_bytes(self) -> bytes:
-        """The same as it lies in its file."""
+        """Return the record as it lies in its file."""
         return os.pread(self._record.fileno(), SIZE, 0)
 
     def cause(self) -> str:
-        """How the process ended, in words."""
+        """Describe how the process ended."""
         return self.server_end or describe_exit(self.exit_code)
 
     def replaced_by(self) -> str:
-        """The command of the program that runs in the place of this process, by `exec`; empty where there is none."""
+        """Return the command of the program that runs in the place of this process, by `exec`; empty where there is
+        none.
+        """
         command = _command(self.pid)
         return "" if command == self._command else command
 
     def runnable(self) -> bool:
-        """Whether the main thread computes, or waits for a processor, rather than for something to happen."""
+        """Return whether the main thread computes, or waits for a processor, rather than for something to happen."""
         return _state(self.pid) == "R"
 
     def halted(self) -> bool:
-        """Whether a signal, or a debugger, has stopped the process."""
+        """Return whether a signal, or a debugger, has stopped the process."""
         return halted(self.pid)
 
     def kill(self) -> None:
@@ -132,7 +136,7 @@ class Process:
 
 
 def describe_exit(code: int | None) -> str:
-    """An exit code in words: "exit code 3", "signal SIGSEGV"."""
+    """Describe an exit code in words: "exit code 3", "signal SIGSEGV"."""
     if code is None:
         return "unknown cause"
     if code == CONNECTION_LOST:
@@ -146,12 +150,12 @@ def describe_exit(code: int | None) -> str:
 
 
 def halted(pid: int) -> bool:
-    """Whether a signal, or a debugger, has stopped a process."""
+    """Return whether a signal, or a debugger, has stopped a process."""
     return _state(pid) in ("T", "t")
 
 
 def _command(pid: int) -> str:
-    """As it was typed; nothing where the process is gone."""
+    """Return the command line of a process; empty where it is gone."""
     try:
         with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as file:
             return shlex.join(file.read().rstrip("\0").split("\0"))
@@ -160,7 +164,7 @@ def _command(pid: int) -> str:
 
 
 def _state(pid: int) -> str:
-    """One letter, as in proc(5); nothing where the process is gone."""
+    """Return the state of a process, one letter as in proc(5); empty where it is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]

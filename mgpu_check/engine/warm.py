@@ -27,7 +27,7 @@ _EXIT_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """What tells one world from another.
+    """The key that tells one world from another.
 
     Attributes:
         slots: of its ranks, in rank order; empty for a node process.
@@ -64,7 +64,7 @@ class WarmWorlds:
         return iter(list(self._worlds.items()))
 
     def take(self, place: Place) -> World | None:
-        """The world of a place, which is not kept any more; None where there is none that can be used."""
+        """Take the world of a place, which is not kept any more; None where there is none that can be used."""
         world = self._worlds.pop(place, None)
         if world is not None and world.broken:
             world.discard()

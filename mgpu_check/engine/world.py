@@ -193,7 +193,7 @@ class World(WorldProcesses):
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
 
     def loaded(self, index: int, result: bytes) -> object:
-        """The result of a process.
+        """Load the result of a process.
 
         Raises:
             RankFailure: it cannot be made again in this process.
@@ -223,7 +223,7 @@ class World(WorldProcesses):
         return Account(endings, self.who, doing, round(Clock.now() - since, 1), records).error()
 
     def check_idle(self, when: str) -> None:
-        """As of the processes of any world; but a call that Ctrl-C has interrupted is answered still, to nobody."""
+        """Check as the processes of any world do; but a call that Ctrl-C has interrupted is answered still, to nobody."""
         if self._running is None:
             super().check_idle(when)
 
@@ -310,5 +310,5 @@ class World(WorldProcesses):
 
 
 def _went_well(answer: object, number: int | None = None) -> bool:
-    """Whether it is the answer to a call, to that of the given number, of a rank that returned."""
+    """Return whether it is the answer to a call, to that of the given number, of a rank that returned."""
     return isinstance(answer, protocol.Outcome) and answer.failure is None and number in (None, answer.number)

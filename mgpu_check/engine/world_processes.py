@@ -101,7 +101,7 @@ class WorldProcesses:
             self._raise_dead(gone, when)
 
     def check_idle(self, when: str) -> None:
-        """As `check_alive`; a process that stands still counts as dead, because nobody asks it for anything."""
+        """Check as `check_alive` does, and count a process that stands still as dead: nobody asks it for anything."""
         self.check_alive(when)
         if halted := [index for index, process in self.processes.items() if process.halted()]:
             self.broken = True
@@ -119,7 +119,7 @@ class WorldProcesses:
         raise kind(text, ranks=indices)
 
     def _last_lines(self, index: int) -> str:
-        """What a process that died while idle said last, where it was not a call that told of it."""
+        """Return the last lines of a process that died while idle, where it was not a call that told of it."""
         text = self.processes[index].output("stderr")
         return text if len(text) < _LAST_CHARACTERS else "…" + text[-_LAST_CHARACTERS:].partition("\n")[2]
 
@@ -135,7 +135,7 @@ class WorldProcesses:
         return self._answers, late
 
     def _records(self) -> dict[int, Record]:
-        """The collectives of the last call; none of a node process."""
+        """Return the collectives of the last call; none of a node process."""
         return {} if self.who.size == 0 else {index: process.record() for index, process in self.processes.items()}
 
     def _interrupt(self, indices: Sequence[int], since: float) -> dict[int, Interrupted]:
@@ -151,7 +151,7 @@ class WorldProcesses:
         return {index: Interrupted(seconds, text) for index, text in stacks.items()}
 
     def _died(self, index: int, deadline: float) -> Died:
-        """How a process ended of which the connection has ended; waits for that until `deadline` at most."""
+        """Return how a process ended whose connection has ended; wait for that until `deadline` at most."""
         process = self.processes[index]
         while index not in self._garbled and process.exit_code is None and ready(self.launcher.waitables(), deadline):
             self.launcher.collect()

@@ -17,7 +17,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_last() -> bool:
-    """Whether this process is the last of several ranks."""
+    """Return whether this process is the last of several ranks."""
     rank = current_rank()
     return rank is not None and rank.size > 1 and rank.index == rank.size - 1
 

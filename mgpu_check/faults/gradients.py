@@ -22,13 +22,13 @@ _BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.
 
 
 def _is_last() -> bool:
-    """Whether this process is the last of several ranks."""
+    """Return whether this process is the last of several ranks."""
     rank = current_rank()
     return rank is not None and rank.size > 1 and rank.index == rank.size - 1
 
 
 def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
-    """A copy with one mantissa bit of the largest element inverted."""
+    """Return a copy with one mantissa bit of the largest element inverted."""
     values = gradient.detach().cpu().clone().contiguous()
     if values.dtype == torch.float32 and values.numel():
         values.view(-1).view(torch.int32)[values.abs().argmax()] ^= 1 << _BIT

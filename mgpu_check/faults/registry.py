@@ -52,7 +52,7 @@ def fault(
 
 
 def all_faults() -> dict[str, Fault]:
-    """Every fault by name, in the order of the properties. Imports torch."""
+    """Return every fault by name, in the order of the properties. Imports torch."""
     for name in PROPERTIES:
         importlib.import_module(f"mgpu_check.faults.{name}")
     return dict(sorted(_faults.items(), key=lambda entry: PROPERTIES.index(entry[1].property)))

@@ -1,1 +1,1 @@
-"""What equal means: exact data, error bounds, comparison, and what a difference looks like."""
+"""Define equality of numbers: exact data, error bounds, comparison, and what a difference looks like."""

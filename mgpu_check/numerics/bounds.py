@@ -12,7 +12,8 @@ __all__ = ["gamma", "product_bound", "significand_bits", "sum_bound", "unit_roun
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding to nearest: 2^-53 for float64, 2^-24, 2^-11 (half), 2^-8 (bfloat16).
+    """Return the largest relative error of one rounding to nearest: 2^-53 for float64, 2^-24, 2^-11 (half), 2^-8
+    (bfloat16).
 
     Raises:
         ValueError: `dtype` is not a real floating-point type; integers do not round.
@@ -23,7 +24,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def significand_bits(dtype: torch.dtype) -> int:
-    """How many bits an integer may have so that `dtype` holds it exactly, whatever its value.
+    """Return how many bits an integer may have so that `dtype` holds it exactly, whatever its value.
 
     53, 24, 11 and 8 for float64, float32, float16 and bfloat16; 7 for int8, 8 for uint8, 31 for int32, 63 for int64.
     """
@@ -33,7 +34,7 @@ def significand_bits(dtype: torch.dtype) -> int:
 
 
 def gamma(operations: int, roundoff: float) -> float:
-    """gamma(k) = k·u / (1 - k·u): the relative error that k roundings can add up to.
+    """Return gamma(k) = k·u / (1 - k·u): the relative error that k roundings can add up to.
 
     Raises:
         ValueError: k·u reaches 1, where nothing can be guaranteed any more.
@@ -49,7 +50,7 @@ def gamma(operations: int, roundoff: float) -> float:
 def sum_bound(
     magnitude: torch.Tensor, terms: int, dtype: torch.dtype, *, accumulate: torch.dtype | None = None
 ) -> torch.Tensor:
-    """How far a sum of `terms` numbers, added in any order, may be from the exact sum, element by element.
+    """Bound, element by element, how far a sum of `terms` numbers, added in any order, may be from the exact sum.
 
     Args:
         magnitude: Σ|x|, float64.
@@ -70,7 +71,8 @@ def sum_bound(
 
 
 def product_bound(magnitude: torch.Tensor, factors: int, dtype: torch.dtype) -> torch.Tensor:
-    """How far a product of `factors` numbers may be from the exact one: gamma(factors-1)·|product|, plus underflow.
+    """Bound how far a product of `factors` numbers may be from the exact one: gamma(factors-1)·|product|, plus
+    underflow.
 
     Each of the roundings may also lose up to half of the smallest subnormal, which later factors multiply; the bound
     counts it once per rounding, which holds where partial products are no larger than the result or 1.

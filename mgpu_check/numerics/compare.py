@@ -15,7 +15,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Difference:
-    """How a tensor differs from the expected one. Indices are those of the tensor's own dimensions."""
+    """The difference of a tensor from the expected one. Indices are those of the tensor's own dimensions."""
 
     count: int
     """How many elements differ by more than the tolerance."""
@@ -42,17 +42,17 @@ class Difference:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of `tensor` as a contiguous tensor on the CPU, without autograd history."""
+    """Return the values of `tensor` as a contiguous tensor on the CPU, without autograd history."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones in a last dimension of 2; any other tensor itself."""
+    """Return complex numbers as pairs of real ones in a last dimension of 2, and any other tensor itself."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def show(value: float | int, dtype: torch.dtype) -> str:
-    """`value` with as many digits as tell apart all numbers of `dtype`."""
+    """Write `value` with as many digits as tell apart all numbers of `dtype`."""
     if isinstance(value, int):
         return str(value)
     digits = {53: 17, 24: 9, 11: 5, 8: 4}.get(significand_bits(dtype), 17) if dtype.is_floating_point else 17
@@ -60,7 +60,7 @@ def show(value: float | int, dtype: torch.dtype) -> str:
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor | float = 0.0) -> Difference | None:
-    """How `got` differs from `expected`, or None where no element is further off than `tolerance`.
+    """Describe how `got` differs from `expected`; return None where no element is further off than `tolerance`.
 
     With tolerance 0 values must be equal; 0.0 and -0.0 are, since the sign of a zero sum depends on the order of its
     terms. NaN equals NaN, and infinity the same infinity, only.
@@ -110,7 +110,8 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
 
 
 def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[int, ...], int]]:
-    """The elements that differ from the expected ones in exactly one bit: (index, bit), bit 0 the least significant.
+    """Find the elements that differ from the expected ones in exactly one bit: (index, bit), bit 0 the least
+    significant.
 
     Empty where any element differs in more bits than one, or the dtypes differ.
     """

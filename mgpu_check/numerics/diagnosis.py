@@ -1,4 +1,4 @@
-"""What a wrong result looks like: known patterns, each with its evidence.
+"""Diagnose wrong results by known patterns, each with its evidence.
 
 A pattern is looked for in the elements that differ, because a defect often spares part of a tensor. None of them proves
 a cause; each says "looks like" and shows what it rests on.
@@ -33,7 +33,8 @@ def diagnose(
     constants: Mapping[str, float] | None = None,
     previous: torch.Tensor | None = None,
 ) -> list[str]:
-    """What `got` looks like where it differs from `expected`, the most telling first; empty where nothing is known.
+    """Describe what `got` looks like where it differs from `expected`, the most telling first; empty where nothing is
+    known.
 
     Args:
         got, expected: of one shape; `expected` may be float64 where it stands for an exact value.

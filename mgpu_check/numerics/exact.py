@@ -20,7 +20,7 @@ _SCALES = 8  # of the shared power of two: 2^-4 … 2^3, so that sums stay finit
 
 
 def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
-    """`count` tensors of `shape`, one per rank, whose sum is the same bits in every order of summation.
+    """Make `count` tensors of `shape`, one per rank, whose sum is the same bits in every order of summation.
 
     The values of one element differ between all ranks, and those of one rank between neighbouring elements, as far as
     `dtype` has enough of them; none is zero; they use as much of the significand as the sum leaves room for.
@@ -55,7 +55,7 @@ def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: i
 
 
 def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
-    """`count` tensors of `shape` whose product is the same bits in every order of multiplication.
+    """Make `count` tensors of `shape` whose product is the same bits in every order of multiplication.
 
     In each element one rank holds a number with many significand bits and the others ±1/2, ±1 or ±2 (1 or 2 where the
     dtype has no sign, or no fractions).
@@ -87,7 +87,7 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
 
 
 def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
-    """`count` tensors of `shape` with all bits in use, so that sums of them round: what exact data cannot show.
+    """Make `count` tensors of `shape` with all bits in use, so that their sums round: what exact data cannot show.
 
     Normal deviates, each element scaled by a power of two between 1/8 and 8; integers uniform over the whole range of
     their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
@@ -107,7 +107,7 @@ def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: 
 
 
 def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Element by element: whether `parts` have one sum, to the bit, in every order of summation.
+    """Return, element by element, whether `parts` have one sum, to the bit, in every order of summation.
 
     bool, of the shape of the parts. Sufficient, not necessary. Sums of integers always qualify, since they wrap around; NaN and infinities never do.
     """

@@ -15,13 +15,13 @@ _NOTHING = ctypes.c_char()
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bits of a dense tensor's elements, in order."""
+    """Return the bits of a dense tensor's elements, in order."""
     here = plain(tensor)
     return bytes(_memory(here))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A checksum of dtype, shape and bits of a dense tensor."""
+    """Return a checksum of dtype, shape and bits of a dense tensor."""
     here = plain(tensor)
     checksum = hashlib.blake2b(_memory(here), digest_size=12)
     checksum.update(f"{here.dtype}{tuple(here.shape)}".encode())

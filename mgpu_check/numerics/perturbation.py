@@ -99,7 +99,9 @@ class Perturbed(TorchDispatchMode):
 
 @contextlib.contextmanager
 def unfused() -> Iterator[None]:
-    """No libraries for neural networks (cuDNN, MIOpen, oneDNN), whose recurrent networks are one operator for all steps."""
+    """Switch off libraries for neural networks (cuDNN, MIOpen, oneDNN), whose recurrent networks are one operator for
+    all steps.
+    """
     libraries: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn]
     before = [library.enabled for library in libraries]
     for library in libraries:

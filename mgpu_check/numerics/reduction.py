@@ -1,4 +1,4 @@
-"""What a reduction over ranks must give, computed on one device, and how far from it rounding may lead."""
+"""Compute on one device what a reduction over ranks must give, and how far from it rounding may lead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reduced:
 
 
 def compensated_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Σ parts in float64, by Neumaier's algorithm: as if summed in twice the precision and rounded once.
+    """Sum `parts` in float64, by Neumaier's algorithm: as if summed in twice the precision and rounded once.
 
     Source: A. Neumaier, *Rundungsfehleranalyse einiger Verfahren zur Summation endlicher Summen*, ZAMM 54 (1974);
     relative error 2u + O(n²u²)·cond with u = 2^-53.
@@ -46,7 +46,7 @@ def compensated_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
-    """The result of `operation` over `parts`, one tensor per rank, all of one shape and dtype.
+    """Return the result of `operation` over `parts`, one tensor per rank, all of one shape and dtype.
 
     Raises:
         ValueError: no parts, shapes or dtypes that differ, or an unknown operation.

@@ -24,11 +24,11 @@ _LONGEST = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 class Garbled(Exception):
-    """What came is no message: somebody else has written to the socket."""
+    """A message that is none: somebody else has written to the socket."""
 
 
 def frame(message: object) -> bytes:
-    """`message` as it is sent."""
+    """Encode `message` as it is sent."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return _HEADER.pack(_MAGIC, len(body)) + body
 
@@ -52,12 +52,12 @@ class Channel:
         self._in = bytearray()
 
     def fileno(self) -> int:
-        """For `select` and its kin; -1 once it is closed."""
+        """Return the descriptor for `select` and its kin; -1 once it is closed."""
         return self._socket.fileno()
 
     @property
     def unsent(self) -> bool:
-        """Whether `flush` is to be called as soon as the socket can be written to."""
+        """True if `flush` is to be called as soon as the socket can be written to."""
         return bool(self._out)
 
     def send(self, framed: bytes) -> None:
@@ -70,7 +70,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Go on sending, without waiting.
+        """Send more, without waiting.
 
         Raises:
             OSError: the other end is gone.
@@ -87,7 +87,7 @@ class Channel:
                 self._out[0] = head[sent:]
 
     def receive(self) -> object | None:
-        """The next message, None as long as it is not complete, or more of it than a moment's work is there.
+        """Return the next message, None as long as it is not complete, or more of it than a moment's work is there.
 
         Raises:
             EOFError: the other end is closed, and has left no complete message.

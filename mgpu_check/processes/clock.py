@@ -24,12 +24,12 @@ class Clock:
 
     @classmethod
     def now(cls) -> float:
-        """Seconds."""
+        """Return the time in seconds."""
         return cls._get(cls._which)
 
     @classmethod
     def until(cls, deadline: float) -> float:
-        """Seconds until `deadline`, 0 if it has passed; as many as can be waited for at once."""
+        """Return the seconds until `deadline`, 0 if it has passed; as many as can be waited for at once."""
         return min(_LONGEST, max(0.0, deadline - cls.now()))
 
     @classmethod
@@ -39,7 +39,7 @@ class Clock:
 
 
 def ready(files: Sequence[int], deadline: float) -> list[int]:
-    """Those of `files` that can be read from, or have ended; waits for one until `deadline` at most."""
+    """Return those of `files` that can be read from, or have ended; wait for one until `deadline` at most."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)

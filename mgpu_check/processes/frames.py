@@ -1,4 +1,4 @@
-"""Which files are the engine's own: frames that help nobody who reads a report."""
+"""Tell which files are the engine's own: their frames help nobody who reads a report."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _OURS = "/mgpu_check/"
 
 @functools.lru_cache(maxsize=1024)
 def is_engine(filename: str) -> bool:
-    """Whether a file is part of what runs a function on a rank, or of the simulated node."""
+    """Return whether a file is part of what runs a function on a rank, or of the simulated node."""
     return _ENGINE.search(filename) is not None
 
 
 @functools.lru_cache(maxsize=1024)
 def is_installed(filename: str) -> bool:
-    """Whether a file is of the standard library, of torch or another package, rather than of the code under test."""
+    """Return whether a file is of the standard library, of torch or another package, rather than of the code under
+    test.
+    """
     return _INSTALLED.search(filename) is not None and _OURS not in filename
 
 

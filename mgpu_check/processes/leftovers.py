@@ -1,4 +1,4 @@
-"""What outlives ranks that were killed, and is to go with them: names of shared memory and semaphores; their children."""
+"""Remove what outlives ranks that were killed: names of shared memory and semaphores, and their children."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_ROUNDS = 100
 
 
 def file_of_names(directory: str, pid: int) -> Path:
-    """Where a rank notes what it makes by a name, as Python does for its tracker; see `shared_names`."""
+    """Return the file where a rank notes what it makes by a name, as Python does for its tracker; see `shared_names`."""
     return Path(directory, _NAMES.format(pid))
 
 
@@ -34,7 +34,7 @@ def remove_names(directory: str, pid: int) -> None:
 
 
 def remove_all_names(directory: str) -> None:
-    """As `remove_names`, for all ranks of a run."""
+    """Remove names as `remove_names` does, for all ranks of a run."""
     for path in Path(directory).glob(_NAMES.format("*")):
         remove_names(directory, int(path.name.rpartition("-")[2]))
 
@@ -66,7 +66,8 @@ def children_but_managers() -> list[int]:
 
 
 def _is_manager(pid: int) -> bool:
-    """Whether it is torch's manager of shared memory, which removes names, and ends, 2 s after the last that has used it.
+    """Return whether it is torch's manager of shared memory, which removes names, and ends, 2 s after the last that has
+    used it.
 
     Killed before, it leaves them; and nobody else knows them well enough: they have the number of a process in them, which
     may be that of another in a container that shares the memory.
@@ -91,7 +92,7 @@ def clear(directory: str) -> None:
 
 
 def _marked(directory: str) -> set[int]:
-    """The processes that have the mark of a run, but for this one."""
+    """Return the processes that have the mark of a run, but for this one."""
     mark = os.fsencode(f"{MARK}={directory}")
     found = set()
     for entry in os.listdir("/proc"):

@@ -1,4 +1,4 @@
-"""What goes between processes by its name, because there is one of it in each: modules of any kind, torch's registries.
+"""Send by name what each process has one of: modules of any kind, torch's registries.
 
 Pickle and cloudpickle know plain modules, functions and classes by name. ``torch.backends.cudnn`` and its kin are modules
 of a class of their own; operators, ``torch.default_generator`` and switches such as ``torch.backends.cuda.matmul`` are
@@ -23,7 +23,9 @@ _known_modules = 0
 
 
 def by_name(value: Any) -> Reduced | None:
-    """How to find `value` in another process that has imported the same; None for what travels as any other object."""
+    """Return how to find `value` in another process that has imported the same; None for what travels as any other
+    object.
+    """
     kind = type(value)
     if issubclass(kind, types.ModuleType):
         return _module(value, kind)
@@ -61,7 +63,7 @@ def _module(value: types.ModuleType, kind: type) -> Reduced | None:
 
 
 def _class(value: type) -> Reduced | None:
-    """Classes of torch that are not where they say that they are, as ``torch.nn.attention.SDPBackend``."""
+    """Find classes of torch that are not where they claim to be, as ``torch.nn.attention.SDPBackend``."""
     if not _of_torch(value):
         return None
     here: Any = sys.modules.get(value.__module__)
@@ -71,7 +73,7 @@ def _class(value: type) -> Reduced | None:
 
 
 def _held(value: Any) -> Reduced | None:
-    """By the name under which a module of torch holds it."""
+    """Find a value by the name under which a module of torch holds it."""
     global _known_modules
     if _known_modules != len(sys.modules):
         _known_modules = len(sys.modules)
@@ -88,7 +90,7 @@ def _held(value: Any) -> Reduced | None:
 
 
 def _is_single(value: Any) -> bool:
-    """Whether it may be something of torch of which a process has one: no tensors or models, which are values."""
+    """Return whether it may be something of torch of which a process has one: no tensors or models, which are values."""
     kind = type(value)  # asked of the object itself, deprecated ones warn
     if issubclass(kind, type):
         return _of_torch(value)
@@ -106,7 +108,7 @@ def _attribute(owner: str, name: str) -> Any:
 
 
 def _operator(name: str, overload: str | None = None) -> Any:
-    """``torch.ops.aten.add`` by "aten::add", or one of its overloads."""
+    """Return ``torch.ops.aten.add`` for "aten::add", or one of its overloads."""
     namespace, _, plain = name.partition("::")
     found = getattr(getattr(importlib.import_module("torch").ops, namespace), plain)
     return found if overload is None else getattr(found, overload or "default")

@@ -1,4 +1,4 @@
-"""What a rank prints, in a file: how much of it is kept, on the disk and in reports.
+"""Keep what a rank prints in a file, and limit how much of it is kept, on the disk and in reports.
 
 The beginning and the end are kept. The middle of a file that grows large is given back to the disk, and reads as if it
 were there: so sizes stay true, whoever writes or reads meanwhile.
@@ -25,7 +25,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 
 
 def kept(file: int) -> str:
-    """The text in a file: its beginning and its end, with a line in between that says how much is left out."""
+    """Return the text in a file: its beginning and its end, with a line in between that tells how much is left out."""
     size = os.fstat(file).st_size
     if size <= MOST_OUTPUT:
         return os.pread(file, size, 0).decode(errors="replace")

@@ -1,4 +1,4 @@
-"""What the pytest process and a rank say to each other.
+"""Messages between the pytest process and a rank.
 
 Each message is one pickled object on a stream socket. What users wrote (functions, arguments, results) travels inside as
 bytes that only the receiving user code needs to be able to load, so that a bad payload is an error of that call and
@@ -39,7 +39,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class CallContext:
-    """What a process has from the pytest process: `sys.path`, directory, environment.
+    """The context of a call in the pytest process: `sys.path`, directory, environment.
 
     Attributes:
         removed: None where `environment` is all of it. Beyond one machine, a process keeps what it has from its own
@@ -52,7 +52,7 @@ class CallContext:
     removed: frozenset[str] | None = None
 
     def over(self, own: CallContext) -> CallContext:
-        """These, in a process that had its `own` when it started."""
+        """Return these surroundings, in a process that had its `own` when it started."""
         if self.removed is None:
             return self
         kept = {name: value for name, value in own.environment.items() if name not in self.removed}
@@ -191,7 +191,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Flow:
-    """What a rank has given one peer, or taken from it, in one group and under one tag.
+    """Data that a rank has given one peer, or taken from it, in one group and under one tag.
 
     Attributes:
         given: else taken.
@@ -208,7 +208,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended on one rank.
+    """The end of a call on one rank.
 
     Attributes:
         value: the pickled result.

@@ -12,6 +12,8 @@ _STARTUP = str(Path(__file__).parents[1] / "startup")
 
 
 def with_startup(environment: Mapping[str, str]) -> str:
-    """The value of PYTHONPATH with which a Python runs ``startup/sitecustomize.py``; the entries of now come after."""
+    """Return the value of PYTHONPATH with which a Python runs ``startup/sitecustomize.py``; the entries of now come
+    after.
+    """
     inherited = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != _STARTUP]
     return os.pathsep.join([_STARTUP, *inherited])

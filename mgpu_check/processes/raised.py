@@ -62,7 +62,7 @@ def failure_of(error: BaseException) -> protocol.Failure:
 
 
 def _render(error: BaseException) -> str:
-    """The traceback without the frames of the engine."""
+    """Render the traceback without the frames of the engine."""
     with shortened(error):
         rendered = traceback.TracebackException.from_exception(error)
     todo = [rendered]
@@ -95,14 +95,14 @@ def shortened(error: BaseException) -> Iterator[None]:
 
 
 def clipped(text: str) -> str:
-    """`text` without its middle, where it is longer than anyone reads."""
+    """Return `text` without its middle, where it is longer than anyone reads."""
     if len(text) <= 2 * _MOST_TEXT:
         return text
     return f"{text[:_MOST_TEXT]}\n[{len(text) - 2 * _MOST_TEXT} characters are left out]\n{text[-_MOST_TEXT:]}"
 
 
 def without_engine(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """`tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
+    """Return `tb` from the first frame on that is not of the engine, or of what is put around a function that is sent."""
     while tb is not None and tb.tb_next is not None and is_engine(tb.tb_frame.f_code.co_filename):
         tb = tb.tb_next
     return tb

@@ -68,7 +68,7 @@ class Entered:
 
     @property
     def details(self) -> str:
-        """What it was given: "float32[4], sum"."""
+        """Its operands and options: "float32[4], sum"."""
         return ", ".join(part for part in (self.operand, self.options) if part)
 
     @property
@@ -96,12 +96,12 @@ class Record:
 
 
 def fewest(entered: Mapping[int, int | tuple[int, ...]]) -> list[int]:
-    """Of ranks that all wait, those that have entered fewest collectives: it is them that the others wait for."""
+    """Return those of waiting ranks that have entered fewest collectives: the others wait for them."""
     return [rank for rank, count in entered.items() if count == min(entered.values())]
 
 
 def relative(file: str) -> str:
-    """`file` as seen from the working directory, if it lies below it."""
+    """Return `file` as seen from the working directory, if it lies below it."""
     return file.removeprefix(os.getcwd() + os.sep)
 
 
@@ -117,7 +117,7 @@ def pack_entry(
     compared: str,
     file: str,
 ) -> bytes:
-    """An entry as it lies in its slot; its first byte is the state, which may be written alone."""
+    """Pack an entry as it lies in its slot; its first byte is the state, which may be written alone."""
     texts = (
         name[:_LONGEST],
         str(number),
@@ -156,7 +156,7 @@ def _parse_entry(slot: bytes) -> Entered | None:
 
 
 def parting(records: Mapping[int, Record]) -> dict[int, Entered] | None:
-    """Where ranks entered different collectives of a group: rank -> what it entered, of the first that differ.
+    """Find where ranks entered different collectives of a group: rank -> what it entered, of the first that differ.
 
     Sends and receives are left aside, as are collectives that only some have reached yet.
     """

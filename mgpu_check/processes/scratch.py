@@ -28,7 +28,7 @@ _live: weakref.WeakSet[Scratch] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """In a process that was forked from this one: a copy of the lock would hold as long as the lock itself."""
+    """Close the locks in a process that was forked from this one: a copy would hold as long as the lock itself."""
     for scratch in list(_live):
         scratch._close()
 
@@ -60,14 +60,14 @@ class Scratch:
 
     @classmethod
     def new(cls, kind: Kind) -> Scratch:
-        """A new one. What was left behind by others goes."""
+        """Make a new directory. Remove what was left behind by others."""
         place = Path(tempfile.gettempdir())
         sweep(place)
         return cls(Path(tempfile.mkdtemp(prefix=_prefix(kind), dir=place)))
 
     @classmethod
     def named(cls, kind: Kind, name: str) -> Scratch:
-        """The one that all who give the same name use."""
+        """Return the directory that all who give the same name use."""
         return cls(Path(tempfile.gettempdir()) / f"{_prefix(kind)}{name}")
 
     def __enter__(self) -> Path:
@@ -113,7 +113,7 @@ def sweep(place: Path) -> None:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor by which a directory is locked; None if it was removed before that."""
+    """Return a descriptor by which a directory is locked; None if it was removed before that."""
     with contextlib.suppress(FileNotFoundError):
         descriptor = os.open(path, _LOCKED)
         try:
@@ -141,7 +141,7 @@ def _remove_unused(path: Path) -> None:
 
 
 def _stands_at(descriptor: int, path: Path) -> bool:
-    """Whether an open directory is the one that has this name now."""
+    """Return whether an open directory is the one that has this name now."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
@@ -149,7 +149,10 @@ def _stands_at(descriptor: int, path: Path) -> bool:
 
 
 def _prefix(kind: str) -> str:
-    """What names begin with. They tell machines apart, because these locks are unknown to others that share a disk."""
+    """Return what names begin with.
+
+    They tell machines apart, because these locks are unknown to others that share a disk.
+    """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")[:8]
     except OSError:

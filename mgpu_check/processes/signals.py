@@ -1,4 +1,4 @@
-"""How a rank is asked for its stacks, and how it says goodbye; apart from the worker, which imports torch."""
+"""Ask a rank for its stacks, and let it say goodbye; apart from the worker, which imports torch."""
 
 from __future__ import annotations
 

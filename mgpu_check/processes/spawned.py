@@ -1,4 +1,4 @@
-"""What ranks give to processes that they spawn: `multiprocessing` names functions and classes by their module.
+"""Send functions and classes to processes that ranks spawn: `multiprocessing` names them by their module.
 
 Those of tests came to the rank by value, so the module may be another one there, or none, and they go on by value.
 """
@@ -17,7 +17,7 @@ __all__ = ["give_by_value"]
 
 
 def give_by_value() -> None:
-    """From now on, in this process."""
+    """Pickle test modules by value in this process, from now on."""
     ForkingPickler.reducer_override = _reduce  # type: ignore[method-assign,assignment]
 
 
@@ -28,7 +28,7 @@ def _reduce(pickler: ForkingPickler, value: object) -> Any:
 
 
 def _found(value: types.FunctionType | type) -> object:
-    """What other processes find by the name of a function or class."""
+    """Return what other processes find by the name of a function or class."""
     found: object = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)

@@ -22,7 +22,7 @@ _BACKWARD = "_engine_run_backward"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank was.
+    """The place in the code where a rank was.
 
     Attributes:
         collective: the one that it was in, if it was.
@@ -41,7 +41,7 @@ class Place:
 
 
 def clean(text: str) -> str:
-    """The stacks without the engine's own frames."""
+    """Return the stacks without the engine's own frames."""
     return "\n".join(line for line in text.strip().splitlines() if not _is_noise(line)).strip()
 
 
@@ -51,7 +51,9 @@ def _is_noise(line: str) -> bool:
 
 
 def place_of(stacks: str) -> Place | None:
-    """Where the thread that took the signal was, which is the main one unless that cannot take any; it stands last."""
+    """Return where the thread was that took the signal, which is the main one unless that cannot take any; it stands
+    last.
+    """
     frames = []
     lines = stacks.splitlines()
     threads = [number for number, line in enumerate(lines) if line.startswith(("Current thread", "Thread 0x"))]

@@ -1,4 +1,4 @@
-"""Which value it is that cannot be sent to another process."""
+"""Find the value that cannot be sent to another process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["culprit", "culprit_of"]
 
 
 def culprit_of(function: Callable[..., Any]) -> str | None:
-    """Which variable that `function` refers to cannot be pickled."""
+    """Find the variable that `function` refers to and that cannot be pickled."""
     try:
         variables = inspect.getclosurevars(function)
     except (TypeError, ValueError):

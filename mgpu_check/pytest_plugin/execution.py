@@ -1,4 +1,4 @@
-"""How a test gets to the process where it runs."""
+"""Run a test in the process where it belongs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BOUND_TO_PYTEST = frozenset(
 
 
 class Absent(protocol.Placeholder):
-    """What the fixtures `rank` and `gpus` are in the pytest process: something that only a test's body can have."""
+    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test can have them."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -61,7 +61,7 @@ class Absent(protocol.Placeholder):
 
 @contextlib.contextmanager
 def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
-    """For the time of the context, calling `item.obj` runs the test where it belongs."""
+    """Make a call of `item.obj` run the test where it belongs, for the time of the context."""
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
     with by_value(modules_of(item)), _settings_for_ranks(item), keeping_steps():
@@ -85,13 +85,13 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
 
 
 def modules_of(item: pytest.Item) -> list[types.ModuleType]:
-    """Those that travel by value, for a test."""
+    """Return the modules that travel by value, for a test."""
     module = getattr(item, "module", None)
     return [*(_home(module) if module is not None else ()), *_conftests(item.config)]
 
 
 def _home(module: types.ModuleType) -> list[types.ModuleType]:
-    """The test's module, and the package where it and its helpers are if no other process could import that.
+    """Return the test's module, and the package of it and its helpers if no other process could import that.
 
     With ``--import-mode=importlib``, or where the tests stand beside an installed package, it is in `sys.modules` only.
     """
@@ -113,7 +113,7 @@ def _conftests(config: pytest.Config) -> list[types.ModuleType]:
 
 
 def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
-    """`original`, sent to the processes where it belongs at each call."""
+    """Wrap `original` so that each call sends it to the processes where it belongs."""
     refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
     if refused:
         raise pytest.UsageError(

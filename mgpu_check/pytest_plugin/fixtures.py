@@ -17,7 +17,7 @@ __all__ = ["gpus", "rank", "ranks"]
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """The ranks of this run: `ranks.run(fn, *args, size=None, timeout=None)` calls fn on each, results in rank order."""
+    """Run functions on ranks: `ranks.run(fn, *args, size=None, timeout=None)` calls fn on each, results in rank order."""
     from mgpu_check.pytest_plugin.session import Ranks
 
     session = request.config.stash[SESSION]
@@ -28,7 +28,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
 @pytest.fixture(scope="session")
 def rank() -> Absent:
-    """In a test marked `ranks`: the rank that runs the body: .index .size .local_index .node_index .device .group."""
+    """Give a test marked `ranks` the rank that runs its body: .index .size .local_index .node_index .device .group."""
     from mgpu_check.pytest_plugin.execution import Absent
 
     return Absent("rank")
@@ -36,7 +36,10 @@ def rank() -> Absent:
 
 @pytest.fixture(scope="session")
 def gpus() -> Absent:
-    """A tuple of torch.device, cuda:0 to cuda:N-1. The test runs in the node process, which sees all of them."""
+    """Give a test its GPUs, a tuple of torch.device, cuda:0 to cuda:N-1.
+
+    The test runs in the node process, which sees all of them.
+    """
     from mgpu_check.pytest_plugin.execution import Absent
 
     return Absent("gpus")

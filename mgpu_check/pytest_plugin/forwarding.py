@@ -1,4 +1,5 @@
-"""What a function on a rank says besides its result: warnings, and what it tells Hypothesis of an example.
+"""Forward what a function on a rank reports besides its result: warnings, and what it tells Hypothesis about an
+example.
 
 `Collector` is for the ranks, `deliver` for the pytest process, which imports neither torch nor Hypothesis for it.
 """
@@ -28,7 +29,7 @@ _Warning = tuple[tuple[tuple[str, str], ...], str, str, int]
 
 
 class Collector:
-    """Of one rank: what it has told already, since the last test.
+    """Warnings and remarks of one rank that it has reported already, since the last test.
 
     Args:
         tell: takes plain values for the pytest process.
@@ -39,7 +40,7 @@ class Collector:
         self._seen: set[_Warning] = set()
 
     def forget(self) -> None:
-        """A new test begins."""
+        """Forget what has been forwarded: a new test begins."""
         self._seen.clear()
 
     @contextlib.contextmanager
@@ -125,7 +126,9 @@ def keep_steps(error: BaseException) -> None:
 
 
 def steps_to(error: BaseException) -> list[str]:
-    """The steps of a state machine that have led to `error`, as Hypothesis prints them; none where it was in no such."""
+    """Return the steps of a state machine that have led to `error`, as Hypothesis prints them; empty outside of a state
+    machine.
+    """
     return list(getattr(error, _STEPS, None) or ())
 
 

@@ -114,7 +114,7 @@ def _explained_assertions() -> Iterator[None]:
 
 
 class _Config:
-    """As much of `pytest.Config` as pytest's explanation of comparisons asks for."""
+    """The part of `pytest.Config` that pytest's explanation of comparisons asks for."""
 
     class pluginmanager:
         @staticmethod
@@ -156,7 +156,7 @@ def _fault(name: str | None) -> Iterator[None]:
 
 
 def _render(error: BaseException) -> str:
-    """The traceback as pytest shows it, from the user's function on."""
+    """Render the traceback as pytest shows it, from the user's function on."""
     whole = error.__traceback__
     try:
         info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(without_engine(whole)))
@@ -168,7 +168,9 @@ def _render(error: BaseException) -> str:
 
 
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
-    """The test, and the deepest function that is no installed package's, in full; one line for all others."""
+    """Choose the frames to show in full: the test, and the deepest function that is no installed package's; one line
+    for all others.
+    """
     entries = list(info.traceback.filter(info)) or list(info.traceback)
     entries = [entry for entry in entries if not is_engine(str(entry.path))] or entries
     deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)

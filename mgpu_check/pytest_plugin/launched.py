@@ -19,22 +19,22 @@ __all__ = ["Misfit", "describe", "is_launched", "launcher_of_this_run", "over", 
 
 
 class Misfit(Exception):
-    """What was launched is not what the run asks for."""
+    """The launched ranks are not what the run asks for."""
 
 
 def is_launched() -> bool:
-    """Whether a launcher has launched the ranks of this run."""
+    """Return whether a launcher has launched the ranks of this run."""
     return current.driver() is not None
 
 
 def launcher_of_this_run(settings: Settings) -> AgentLauncher | None:
-    """What starts the ranks of a launched run; None in any other."""
+    """Return the launcher of a launched run; None in any other."""
     driver = current.driver()
     return None if driver is None else driver.launcher(settings.agent_timeout)
 
 
 def wrong_launch(environment: Mapping[str, str]) -> str | None:
-    """What is wrong if torchrun has launched pytest itself, once for each rank; None if it has not."""
+    """Explain what is wrong if torchrun has launched pytest itself, once for each rank; return None if it has not."""
     size = environment.get("WORLD_SIZE", "1")
     if is_launched() or "TORCHELASTIC_RUN_ID" not in environment or size == "1":
         return None
@@ -45,7 +45,7 @@ def wrong_launch(environment: Mapping[str, str]) -> str | None:
 
 
 def over() -> str | None:
-    """Why the rest of the tests cannot run, None if they can."""
+    """Return why the rest of the tests cannot run, None if they can."""
     driver = current.driver()
     return None if driver is None else driver.connections.over
 
@@ -95,7 +95,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
 
 
 def describe(launcher: AgentLauncher) -> str:
-    """The hosts, for the line at the top of a run."""
+    """Describe the hosts, for the line at the top of a run."""
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
     text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
     driver = current.driver()

@@ -1,4 +1,4 @@
-"""Which devices the tests of this run lease, from whom they lease them, and how ranks are told."""
+"""Lease the devices of the tests of this run, and tell ranks which they are."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _A_WAIT = 0.1
 
 
 class RunDirectory:
-    """Where the workers of one run lease what exists in this run only: simulated devices.
+    """The directory where the workers of one run lease what exists in this run only: simulated devices.
 
     It lasts as long as any process of the run: the one that hands out the tests may be killed, and its workers go on.
     """
@@ -36,18 +36,18 @@ class RunDirectory:
         self._scratch: Scratch | None = None
 
     def make(self) -> Path:
-        """For the process that hands out the tests."""
+        """Make the leases of a run, in the process that hands out the tests."""
         if self._scratch is None:
             self._scratch = Scratch.new("leases")
         return self._scratch.path
 
     def join(self, path: Path) -> Path:
-        """For a worker on the machine of the process that has made it."""
+        """Join the leases of a run, in a worker on the machine of the process that has made them."""
         self._scratch = Scratch(path)
         return path
 
     def of(self, run: str) -> Path:
-        """For a worker of a run for which the machine has none, because it was started on another one."""
+        """Return the leases of a worker on another machine, for which the run has made none."""
         self._scratch = Scratch.named("leases", f"{os.getuid()}-{run}")
         return self._scratch.path
 
@@ -144,7 +144,7 @@ class Leasing:
             lease.give_back()
 
     def mask(self, slots: Sequence[Slot]) -> Mask:
-        """How a process is told that it is to see these devices only."""
+        """Return the variables that make a process see these devices only."""
         if self._whole or not self._tokens:
             return Mask()
         value = ",".join(self._tokens[slot.index] for slot in slots)
@@ -155,7 +155,7 @@ class Leasing:
 
 
 def told(waits: Sequence[float]) -> list[str]:
-    """What to say at the end about time that tests have waited for devices."""
+    """Describe the time that tests have waited for devices, for the end of the run."""
     if sum(waits) < _WORTH_TELLING:
         return []
     tests = "1 test" if len(waits) == 1 else f"{len(waits)} tests"
@@ -163,7 +163,8 @@ def told(waits: Sequence[float]) -> list[str]:
 
 
 def tokens_of(environment: Mapping[str, str], count: int, variable: str = _CUDA) -> list[str]:
-    """What stands for each of the `count` visible devices in the variable that masks them: its entry there, or its index.
+    """Return what stands for each of the `count` visible devices in the variable that masks them: its entry there, or
+    its index.
 
     Entries of the outer value only, so nothing becomes visible that was not. ROCm honours CUDA's variable, too, where its
     own is not set.
@@ -175,7 +176,7 @@ def tokens_of(environment: Mapping[str, str], count: int, variable: str = _CUDA)
 
 
 def keys_of(devices: Sequence[Device]) -> list[str]:
-    """What tells each device from all others of the machine, whatever is visible to whom: the UUID."""
+    """Return the UUID of each device, which tells it from all others of the machine, whatever is visible to whom."""
     keys: list[str] = []
     for device in devices:
         key = device.uuid.lower().removeprefix("gpu-") or f"index-{device.index}"

@@ -1,4 +1,4 @@
-"""Too few devices: for the run, which is refused, or for a test, which is skipped."""
+"""Refuse a run, or skip a test, for which there are too few devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TooFewDevices(Exception):
 
 
 def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str], torch: str) -> str:
-    """What was asked for, what there is, and what to do.
+    """Explain what was asked for, what there is, and what to do.
 
     Args:
         torch: its version.
@@ -47,7 +47,7 @@ def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str]
 
 
 def lack(settings: Settings, count: int, host: int | None = None) -> str | None:
-    """Why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
+    """Return why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
     have = settings.gpus or 0
     if host is not None and settings.per_host and count > settings.per_host[host]:
         return f"needs {count} GPUs in one process, and host {host} has {settings.per_host[host]}"

@@ -362,7 +362,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """An xdist worker has ended: what it has to tell is told by the process that prints."""
+    """Take note that an xdist worker has ended: the process that prints reports what it has to tell."""
     told = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
     session = node.config.stash[SESSION]
     session.deaths += told.get("deaths", [])

@@ -1,4 +1,5 @@
-"""What fixtures have replaced in modules of the pytest process, by `monkeypatch` or `unittest.mock`, and how ranks get it.
+"""Carry over to ranks what fixtures have replaced in modules of the pytest process, by `monkeypatch` or
+`unittest.mock`.
 
 A function is replaced in one process. Ranks import the module themselves, so without this they would have the original,
 and a test could pass for it. `Replacements` is for the pytest process, `replaced` for the ranks.
@@ -37,7 +38,7 @@ _patch_dict: Any = mock._patch_dict
 
 @dataclass(frozen=True)
 class _Replacement:
-    """One of them.
+    """One replaced attribute.
 
     Attributes:
         module, path: where to find what has it: the module's name, and the names from there on.
@@ -90,7 +91,7 @@ class Replacements:
         self._undo.close()
 
     def pickled(self, function: Callable[..., Any]) -> bytes:
-        """What is replaced now, for `replaced` in another process; empty where nothing is.
+        """Pickle what is replaced now, for `replaced` in another process; empty where nothing is.
 
         Warns of what cannot go there, in the line where `function` begins, which the ranks are to run: mocks, of which
         ranks would only have copies, and what cannot be pickled.
@@ -125,13 +126,16 @@ class Replacements:
 
 
 class _Places:
-    """By which names other processes find an object. Remembered, because every call asks, and looks into all modules."""
+    """Names by which other processes find an object.
+
+    Remembered, because every call asks, and looks into all modules.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}
 
     def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
-        """Module, and names from there on; None where there are none, or it travels by value."""
+        """Return the module, and the names from there on; None where there are none, or it travels by value."""
         known, modules, place = self._known.get(id(target), (None, 0, None))
         if known is not target or modules != len(sys.modules):
             place = _place(target)
@@ -187,7 +191,7 @@ def _value(target: Any, item: bool, name: Any) -> Any:
 
 
 def _place(target: Any) -> tuple[str, tuple[str, ...]] | None:
-    """By which names another process finds it; None where it does not, or gets it by value."""
+    """Return the names by which another process finds it; None where it does not, or gets it by value."""
     if isinstance(target, types.ModuleType):
         return (
             (target.__name__, ()) if _importable(target.__name__) and sys.modules[target.__name__] is target else None
@@ -225,7 +229,7 @@ def _found(holder: Any, path: tuple[str, ...]) -> Any:
 
 @contextlib.contextmanager
 def replaced(pickled: bytes) -> Iterator[None]:
-    """In a rank: have what `Replacements.pickled` has named, until the end of the context."""
+    """Replace, in a rank, what `Replacements.pickled` has named, until the end of the context."""
     if not pickled:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a test asks for, by its marks and fixtures. Light: it looks at every test of every repository."""
+"""Read what a test asks for from its marks and fixtures. Light: it looks at every test of every repository."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HOST_PARAMETER = "host_of_gpus"
 
 @dataclass(frozen=True)
 class Needs:
-    """What a test asks for.
+    """The requirements of a test.
 
     Attributes:
         where: "ranks" and "node" say where its body runs; "parent" is a test that calls `ranks.run` itself.
@@ -57,7 +57,7 @@ NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
 
 
 def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
-    """World sizes by the names of the tests that they make: several for a size that fits on one host and on two.
+    """Return world sizes by the names of the tests that they make: several for a size that fits on one host and on two.
 
     Args:
         per_host: number of devices of each host, empty on one machine.
@@ -74,7 +74,7 @@ def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
-    """The world sizes of a `ranks` mark, empty for all devices.
+    """Return the world sizes of a `ranks` mark, empty for all devices.
 
     Raises:
         pytest.UsageError: an argument is wrong.
@@ -88,7 +88,7 @@ def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
 
 
 def in_one_process(item: pytest.Item) -> bool:
-    """Whether a test runs in the process that sees all devices of a host."""
+    """Return whether a test runs in the process that sees all devices of a host."""
     mark = item.get_closest_marker("gpus")
     return "gpus" in getattr(item, "fixturenames", ()) or (mark is not None and bool(mark.args))
 
@@ -100,7 +100,7 @@ def _count(mark: str, value: object) -> int:
 
 
 def needs_of(item: pytest.Item) -> Needs | None:
-    """What `item` asks for, None where it is none of ours.
+    """Return what `item` asks for, None where it is none of ours.
 
     Raises:
         pytest.UsageError: its marks and fixtures contradict each other.
@@ -149,7 +149,9 @@ def needs_of(item: pytest.Item) -> Needs | None:
 
 
 def _is_our_fixture(item: pytest.Function, name: str) -> bool:
-    """Whether an argument is a fixture of this plugin, and no parameter or fixture that the user has called the same."""
+    """Return whether an argument is a fixture of this plugin, and no parameter or fixture of the user's with the same
+    name.
+    """
     if name not in OUR_FIXTURES:
         return False
     definitions = item._fixtureinfo.name2fixturedefs.get(name, ())

@@ -1,4 +1,4 @@
-"""How test functions leave the pytest process: what is put around them, and what travels with them."""
+"""Send test functions out of the pytest process: wrap them, and choose what travels with them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ Filter = tuple[str, str, type[Warning], str, int]
 
 
 def warning_filters() -> tuple[Filter, ...]:
-    """Those of now, which pytest sets for each test, from its options and marks. The first of them counts."""
+    """Return the warning filters of now, which pytest sets for each test, from its options and marks.
+
+    The first of them counts.
+    """
     found: list[Any] = []
     for action, message, category, module, line in warnings.filters:
         # A pattern, or for the interpreter's own a plain text, or nothing.
@@ -64,7 +67,7 @@ class Shipped:
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` without its attributes: pytest's marks and Hypothesis' settings are for the pytest process."""
+    """Return `function` without its attributes: pytest's marks and Hypothesis' settings are for the pytest process."""
     if isinstance(function, types.MethodType):
         return types.MethodType(bare(function.__func__), function.__self__)
     if isinstance(function, functools.partial):

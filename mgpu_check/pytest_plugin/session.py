@@ -1,4 +1,4 @@
-"""One pytest run: its settings, its pool, and what it has to tell at the end."""
+"""Keep one pytest run: its settings, its pool, and what it has to report at the end."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _in_fixture(hang: BaseException) -> RankHangInFixture:
 
 
 class GpuSession:
-    """What the plugin keeps for the time of a pytest run. Nothing is started before it is needed.
+    """The plugin's state during a pytest run. Nothing is started before it is needed.
 
     Attributes:
         settings: what was asked for, with "all" counted once `count_devices` was called.
@@ -201,7 +201,7 @@ class GpuSession:
 
     @property
     def leasing(self) -> Leasing:
-        """Which devices the current test has; to be asked when they are counted."""
+        """The leases of the current test; to be asked when they are counted."""
         if self._leasing is None:
             self._leasing = Leasing(
                 self.settings,
@@ -241,12 +241,13 @@ class GpuSession:
             self.leasing.check()
 
     def hand_over(self) -> dict[str, Any]:
-        """For a worker of pytest-xdist on this machine: what it need not find out, and where the workers lease."""
+        """Tell a worker of pytest-xdist on this machine what it need not find out, and where the workers lease."""
         shared = str(self._directory.make()) if self.settings.simulate else ""
         return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
 
     def take_over(self, told: dict[str, Any] | None, run: str) -> None:
-        """In a worker: what the process that hands out the tests has told; nothing, where that is another machine.
+        """Take over, in a worker, what the process that hands out the tests has told; nothing, where that is another
+        machine.
 
         Args:
             run: what tells this run from all others.
@@ -271,11 +272,11 @@ class GpuSession:
             raise TooFewDevices(str(misfit)) from None
 
     def lack(self, count: int, host: int | None = None) -> str | None:
-        """Why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
+        """Return why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
         return lack(self.settings, count, host)
 
     def count_example(self) -> None:
-        """The current test has completed an example, or its one plain run."""
+        """Count an example that the current test has completed, or its one plain run."""
         self.examples += 1
         self.on_example()
 
@@ -297,7 +298,9 @@ class GpuSession:
 
     @contextlib.contextmanager
     def some_devices(self, size: int | None) -> Iterator[None]:
-        """For a call outside of any test that has devices, as in the teardown of a fixture: `size`, or all."""
+        """Lease devices for a call outside of any test that has devices, as in the teardown of a fixture: `size`, or
+        all.
+        """
         if self.leasing.active:
             yield
             return
@@ -343,11 +346,11 @@ class GpuSession:
                 self.deaths.append(f"{first} (the last test was {self._last}){newline}{stacks}")
 
     def output(self) -> list[tuple[str, str, str]]:
-        """What the ranks of this test wrote: (process, stream, text)."""
+        """Return what the ranks of this test wrote: (process, stream, text)."""
         return [] if self._pool is None else self._pool.output()
 
     def sizes(self) -> list[int]:
-        """The world sizes that the current test has used."""
+        """Return the world sizes that the current test has used."""
         return [] if self._pool is None else sorted(self._pool.sizes)
 
     def explain(self, error: BaseException) -> None:
@@ -356,7 +359,7 @@ class GpuSession:
             self._pool.explain(error)
 
     def describe_devices(self) -> str:
-        """The devices of the current test, in one line."""
+        """Describe the devices of the current test, in one line."""
         settings = self.settings
         if settings.simulate:
             return f"SIMULATED {settings.simulate} x{len(self.leasing.places)}"
@@ -375,7 +378,7 @@ class GpuSession:
         self._directory.leave()
 
     def header(self) -> str:
-        """The line at the top of a run."""
+        """Return the line at the top of a run."""
         settings = self.settings
         parts = [f"mgpu-check {version()}"]
         if settings.simulate:

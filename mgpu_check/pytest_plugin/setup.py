@@ -1,4 +1,4 @@
-"""How a test that needs devices begins, also one that nobody knew to need them."""
+"""Set up tests that need devices, also one that nobody knew to need them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs in a rank, around each call."""
+"""Run functions in a rank: what surrounds each call there."""

@@ -1,4 +1,4 @@
-"""What ranks run counts in the coverage of a pytest run: how coverage.py measures here is told to them, and they do it."""
+"""Count what ranks run in the coverage of a pytest run: pass them how coverage.py measures here, and measure there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Measuring", "coverage_here"]
 
 
 def coverage_here() -> str | None:
-    """How coverage.py measures this process, for `Measuring` in another; None where it does not."""
+    """Return how coverage.py measures this process, for `Measuring` in another; None where it does not."""
     coverage = sys.modules.get("coverage")
     current = getattr(getattr(coverage, "Coverage", None), "current", lambda: None)()
     if current is None:

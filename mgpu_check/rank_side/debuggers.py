@@ -35,7 +35,7 @@ def _refuse(*args: object, **kwargs: object) -> None:
 
 
 def refused(error: BaseException) -> BaseException:
-    """In place of what a debugger raises that has found no terminal, our own words; any other error as it is."""
+    """Replace the error of a debugger that has found no terminal by our own words; return any other error as it is."""
     if type(error).__name__ == "BdbQuit" and type(error).__module__ == "bdb":
         return RuntimeError(_REFUSED).with_traceback(_without_debugger(error.__traceback__))
     if isinstance(error, RuntimeError) and str(error) == _REFUSED:
@@ -44,7 +44,7 @@ def refused(error: BaseException) -> BaseException:
 
 
 def _without_debugger(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """`tb` that ends where the debugger was called."""
+    """Return `tb`, cut where the debugger was called."""
     last = tb
     one = tb
     while one is not None:

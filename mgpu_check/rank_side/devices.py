@@ -65,7 +65,7 @@ def take(device: int) -> None:
 
 
 class Devices(abc.ABC):
-    """What this process has queued on devices, and whether they can still be used."""
+    """The work that this process has queued on devices, and whether they can still be used."""
 
     @abc.abstractmethod
     def idle(self, patience: float = _GRACE) -> bool:
@@ -195,7 +195,8 @@ class BackingDevice(_WithDriver):
 
 
 class SimulatedDevices(Devices):
-    """Those of a simulated node: their streams are busy where code has had them sleep, and beside them what computes for them.
+    """Devices of a simulated node: their streams are busy where code has had them sleep, and beside them what computes
+    for them.
 
     Streams and other settings of the code under test are put back by the node.
     """
@@ -223,7 +224,7 @@ def devices_behind(simulate: str | None) -> Devices:
 
 
 def has_nccl() -> bool:
-    """Whether tensors on devices travel by NCCL in the default group, and not by what CPU tensors travel by."""
+    """Return whether tensors on devices travel by NCCL in the default group, and not as CPU tensors do."""
     try:
         backend = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]  # not in the stubs
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What a test may change in Python and its standard library, and in how the system treats the process."""
+"""Restore what a test may change in Python and its standard library, and in how the system treats the process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _OF_SYSTEM: tuple[Kept, ...] = (
 
 @dataclass
 class InterpreterState:
-    """That of a fresh rank, to which it returns after every test."""
+    """State of the interpreter in a fresh rank, to which it returns after every test."""
 
     kept: list[Any]
     of_system: list[Any]
@@ -110,7 +110,7 @@ class InterpreterState:
                 _restore(logger, state)
 
     def left_behind(self) -> list[str]:
-        """What could not be undone."""
+        """Return what could not be undone."""
         pairs = zip(_OF_SYSTEM, self.of_system, strict=True)
         return [f"another {name} of the process" for (name, get, _), value in pairs if get() != value]
 
@@ -138,7 +138,7 @@ def _loggers() -> list[logging.Logger]:
 
 
 def open_files() -> dict[int, tuple[int, int]]:
-    """Which file each file descriptor is."""
+    """Return the file of each file descriptor."""
     found: dict[int, tuple[int, int]] = {}
     try:
         names = os.listdir("/proc/self/fd")
@@ -154,7 +154,9 @@ def open_files() -> dict[int, tuple[int, int]]:
 
 
 def files_left_open(before: dict[int, tuple[int, int]], now: dict[int, tuple[int, int]]) -> list[str]:
-    """Names of the regular files that are open now, and were not; a lock on one would stop the next test."""
+    """Return the names of the regular files that are open now, and were not before; a lock on one would stop the next
+    test.
+    """
     names = []
     for number, identity in now.items():
         if before.get(number) != identity:

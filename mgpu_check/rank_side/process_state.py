@@ -1,4 +1,4 @@
-"""What a test may change in the process that it runs in, beside what is torch's, and how it is put back."""
+"""Restore what a test may change in the process that it runs in, beside what is torch's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 
 @dataclass
 class ProcessState:
-    """That of a fresh rank, to which it returns after every test."""
+    """State of the process of a fresh rank, to which it returns after every test."""
 
     path: tuple[str, ...]
     handlers: dict[int, Any]
@@ -79,7 +79,7 @@ class ProcessState:
             sys.path[:] = self.path
 
     def left_behind(self) -> list[str]:
-        """What is left behind and cannot be undone in a living process."""
+        """Return what is left behind and cannot be undone in a living process."""
         found = []
         if running := [name for pid in children_but_managers() if pid not in self.children and (name := _command(pid))]:
             found.append(f"processes that still run: {', '.join(sorted(set(running)))}")
@@ -97,7 +97,7 @@ class ProcessState:
 
 
 def _handlers() -> dict[int, Any]:
-    """Handler by signal; not of those that were set outside of Python."""
+    """Return the handler of each signal, but for those that were set outside of Python."""
     # Not `signal.getsignal`: it makes an enum of each of 62 answers, and this is asked after each test.
     return {number: handler for number in _SIGNALS if (handler := _signal.getsignal(number)) is not None}
 

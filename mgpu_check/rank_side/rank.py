@@ -1,4 +1,4 @@
-"""What a rank knows of itself."""
+"""Facts that a rank knows about itself."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def become(rank: Rank) -> None:
 
 
 def current_rank() -> Rank | None:
-    """The rank that this process is; None in the node process and outside the engine."""
+    """Return the rank that this process is; None in the node process and outside the engine."""
     return _current

@@ -1,4 +1,4 @@
-"""Where the ranks of a world meet."""
+"""Let the ranks of a world meet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["open_store"]
 
 
 def open_store(address: str, size: int) -> Any:
-    """The rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
+    """Open the rendezvous at `address`: ``file:///path``, or ``tcp://host:port/prefix`` of a store that serves already."""
     parts = urllib.parse.urlsplit(address)
     if parts.scheme == "file":
         return dist.FileStore(os.fsdecode(urllib.parse.unquote_to_bytes(parts.path)), size)  # type: ignore[attr-defined]  # not in its __all__

@@ -28,7 +28,9 @@ def note_names(directory: str) -> None:
 
 
 def _pass_over_attached() -> None:
-    """Python notes shared memory of others, too, if it is merely attached: they would lose it at the end of this process."""
+    """Keep Python from noting shared memory of others that is merely attached: they would lose it at the end of this
+    process.
+    """
     original = shared_memory.SharedMemory.__init__
     made: set[str] = set()
 

@@ -55,7 +55,7 @@ _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
 def _default_device() -> torch.device | None:
-    """What was set with `torch.set_default_device`, None where nothing was."""
+    """Return the device that was set with `torch.set_default_device`, None where nothing was."""
     mode = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     return None if mode is None else mode.device
 
@@ -125,7 +125,7 @@ class Baseline:
         _destroy_extra_groups()
 
     def restore_context(self) -> None:
-        """Environment and working directory."""
+        """Restore environment and working directory."""
         if dict(os.environ) != self.environment:
             os.environ.clear()
             os.environ.update(self.environment)
@@ -136,7 +136,7 @@ class Baseline:
             pass  # the directory is gone: the tests that need it will say so
 
     def left_behind(self) -> tuple[str, ...]:
-        """What is left behind and cannot be undone in a living process."""
+        """Return what is left behind and cannot be undone in a living process."""
         found = []
         # More than `threading` knows, where one was started by `_thread`.
         strangers = _thread._count() - self.count
@@ -160,7 +160,8 @@ def _destroy_extra_groups() -> None:
 
 
 class Steps:
-    """How many operations the default group enters from now on: collectives, and with gloo sends and receives too.
+    """Counter of the operations that the default group enters from now on: collectives, and with gloo sends and
+    receives too.
 
     Those of CPU tensors and those of tensors on devices, which may have a backend, and numbers, each of their own. What one
     backend does for both is counted as the first.
@@ -172,14 +173,14 @@ class Steps:
         self._before = tuple(_number(backend) for backend in self._backends)
 
     def taken(self) -> tuple[int, ...]:
-        """So many; all -1 where the group is gone, or another has taken its place."""
+        """Return the steps taken; all -1 where the group is gone, or another has taken its place."""
         if _world() is not self._group:
             return (-1,) * len(self._before)
         return tuple(_number(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
 
 
 def operations() -> int:
-    """How many operations the default group of now has entered, in all, by whichever backend; see `Steps`."""
+    """Count the operations that the default group of now has entered, by whichever backend; see `Steps`."""
     return sum(map(_number, _backends(_world())))
 
 
@@ -188,7 +189,7 @@ def _world() -> dist.ProcessGroup | None:
 
 
 def _backends(group: Any) -> tuple[Any, Any]:
-    """For CPU tensors, and for those on devices; None where there is none, or it is the same."""
+    """Return the backends for CPU tensors, and for those on devices; None where there is none, or it is the same."""
     found = []
     for device in _DEVICES:
         try:
@@ -206,5 +207,5 @@ def _number(backend: Any) -> int:
 
 
 def groups_made() -> int:
-    """How many groups were made in this process, of which the name of the next depends."""
+    """Count the groups that were made in this process, on which the name of the next depends."""
     return dist.distributed_c10d._world.group_count if dist.is_initialized() else 0

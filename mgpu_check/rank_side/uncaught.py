@@ -19,7 +19,7 @@ _MOST = 100  # that nobody has taken yet: a thread that is started for each step
 
 @dataclass(frozen=True)
 class Stray:
-    """One of them.
+    """An exception or warning that no call reported.
 
     Attributes:
         warning: name of pytest's class of warnings for it.
@@ -38,7 +38,7 @@ class Stray:
 
     @property
     def plain(self) -> tuple[str, str, str, int]:
-        """What another process can be told of it: warning, text, file, line."""
+        """The part that another process can be told: warning, text, file, line."""
         return self.warning, self.text, self.file, self.line
 
 
@@ -52,7 +52,7 @@ def listen() -> None:
 
 
 def take() -> list[Stray]:
-    """Those that came since the last call."""
+    """Return those that came since the last call."""
     taken = []
     while _found:
         taken.append(_found.popleft())

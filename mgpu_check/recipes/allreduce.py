@@ -26,7 +26,7 @@ def allreduce(data: Sequence[torch.Tensor]) -> None:
 
 
 def chunks(elements: int, parts: int) -> list[slice]:
-    """`parts` slices that cover `elements` in order; sizes differ by at most one, the first ones are the larger.
+    """Return `parts` slices that cover `elements` in order; sizes differ by at most one, the first ones are the larger.
 
     Some are empty where there are fewer elements than parts.
     """

@@ -38,5 +38,5 @@ def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[tor
 
 
 def collect(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The shards, (n_i, …) each on its own device, in one tensor, (sum of n_i, …), on `device`."""
+    """Collect the shards, (n_i, …) each on its own device, in one tensor, (sum of n_i, …), on `device`."""
     return torch.cat([shard.to(device) for shard in shards])

@@ -24,14 +24,14 @@ LENET_SHAPES = {
 
 
 def mlp(features: int = 6, hidden: int = 16, classes: int = 4) -> nn.Sequential:
-    """Two hidden layers with ReLU: (batch, features) -> (batch, classes)."""
+    """Build two hidden layers with ReLU: (batch, features) -> (batch, classes)."""
     return nn.Sequential(
         nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
     )
 
 
 def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
-    """The parameters of `lenet` on the CPU: weights normal with standard deviation `scale`, biases 0."""
+    """Draw the parameters of `lenet` on the CPU: weights normal with standard deviation `scale`, biases 0."""
     return {
         name: torch.zeros(shape) if name.startswith("b") else torch.randn(shape) * scale
         for name, shape in LENET_SHAPES.items()
@@ -39,7 +39,7 @@ def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
 
 
 def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """LeNet with ReLU and average pooling from bare parameters: (batch, 1, 28, 28) -> (batch, 10), not normalised."""
+    """Run LeNet with ReLU and average pooling from bare parameters: (batch, 1, 28, 28) -> (batch, 10), not normalised."""
     p = parameters
     hidden = F.avg_pool2d(F.relu(F.conv2d(images, p["W1"], p["b1"])), 2)
     hidden = F.avg_pool2d(F.relu(F.conv2d(hidden, p["W2"], p["b2"])), 2)
@@ -61,7 +61,7 @@ class LeNet(nn.Module):
 
 
 def small_convnet(channels: int = 4, classes: int = 10) -> nn.Sequential:
-    """One convolution with BatchNorm: (batch, 1, height, width) -> (batch, classes)."""
+    """Build one convolution with BatchNorm: (batch, 1, height, width) -> (batch, classes)."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, stride=2, padding=1),
         nn.BatchNorm2d(channels),
@@ -90,7 +90,7 @@ class _Residual(nn.Module):
 
 
 def resnet18(classes: int = 10, in_channels: int = 1, width: int = 64) -> nn.Sequential:
-    """ResNet-18 for small images: (batch, in_channels, 28, 28) -> (batch, classes).
+    """Build ResNet-18 for small images: (batch, in_channels, 28, 28) -> (batch, classes).
 
     The variant of *Dive into Deep Learning*, without the large first kernel, stride and pooling. `width` is the number
     of channels of the first block, doubled by each of the next three; 64 gives 11 million parameters.

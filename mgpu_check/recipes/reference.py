@@ -16,7 +16,7 @@ Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 
 
 def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-    """All that training depends on, by name: the state of `model` and each batch."""
+    """Return all that training depends on, by name: the state of `model` and each batch."""
     named = {f"state {name}": value.detach().clone() for name, value in model.state_dict().items()}
     for step, (inputs, labels) in enumerate(batches):
         named |= {f"inputs {step}": inputs, f"labels {step}": labels}
@@ -24,7 +24,7 @@ def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Ten
 
 
 def observed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What is compared after a step: "gradient of <parameter>", and "<parameter>" as the optimizer has left it."""
+    """Return what is compared after a step: "gradient of <parameter>", and "<parameter>" as the optimizer has left it."""
     gradients = {f"gradient of {name}": value for name, value in training.gradients(model).items()}
     return gradients | {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -39,7 +39,7 @@ def on_one_device(
     divide: Split = training.split,
     evaluation: bool = False,
 ) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """`steps` steps of SGD on one device, as a function of `as_inputs` that gives what `observed` does.
+    """Return `steps` steps of SGD on one device, as a function of `as_inputs` that gives what `observed` does.
 
     Args:
         build: makes the model; its state is replaced by that of the inputs, its dtype and device by theirs.

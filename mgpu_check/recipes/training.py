@@ -36,27 +36,31 @@ Shard = tuple[torch.Tensor, torch.Tensor]
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy summed over the samples: logits (batch, classes), labels (batch,) -> ()."""
+    """Sum the cross entropy over the samples: logits (batch, classes), labels (batch,) -> ()."""
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
 def weight(batch_size: int, replicas: int = 1) -> float:
-    """What a summed loss is multiplied by, for gradients averaged over `replicas` to be those of the batch's mean loss."""
+    """Return the factor of a summed loss that makes gradients averaged over `replicas` those of the batch's mean loss."""
     return replicas / batch_size
 
 
 def split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """`tensor` in `parts` along the first dimension, sizes as equal as can be; some empty if there are few samples."""
+    """Split `tensor` in `parts` along the first dimension, sizes as equal as can be; some empty if there are few
+    samples.
+    """
     return list(tensor.tensor_split(parts))
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the gradients of a module by parameter; zeros where there is none."""
+    """Copy the gradients of a module, by parameter; zeros where there is none."""
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """One step on one device, or of `nn.DataParallel`, which gathers the outputs of all devices on the first one."""
+    """Take one step on one device, or with `nn.DataParallel`, which gathers the outputs of all devices on the first
+    one.
+    """
     optimizer.zero_grad()
     loss = summed_loss(model(inputs), labels) * weight(len(inputs))
     loss.backward()
@@ -66,7 +70,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch
 def accumulated_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], batch_size: int, ranks: int = 1
 ) -> None:
-    """One step whose gradients are accumulated over micro-batches; DDP communicates with the last of them only.
+    """Take one step whose gradients are accumulated over micro-batches; DDP communicates with the last of them only.
 
     Args:
         shards: the micro-batches of this rank (one: a step without accumulation).
@@ -81,7 +85,10 @@ def accumulated_step(
 
 
 def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
-    """Under DDP: gradients stay with the rank for the time of the context. Any other module has nothing to hold back."""
+    """Keep gradients with the rank under DDP, for the time of the context.
+
+    Any other module has nothing to hold back.
+    """
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
     context: AbstractContextManager[None] = model.no_sync()
@@ -91,7 +98,7 @@ def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
 def shardwise_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]
 ) -> list[dict[str, torch.Tensor]]:
-    """One step on one device that goes through the batch shard by shard, as several devices do.
+    """Take one step on one device that goes through the batch shard by shard, as several devices do.
 
     The right reference where samples of a shard see each other (BatchNorm in training): each shard is normalised by its
     own statistics. Every shard starts from the same buffers; the model keeps those that the first one leaves, as the
@@ -120,7 +127,7 @@ def _set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 def replicate(parameters: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> list[dict[str, torch.Tensor]]:
-    """Copies of parameters on each device, each a leaf that requires gradients."""
+    """Copy parameters to each device, each a leaf that requires gradients."""
     return [
         {name: value.detach().clone().to(device).requires_grad_() for name, value in parameters.items()}
         for device in devices
@@ -134,7 +141,7 @@ def train_batch(
     labels: torch.Tensor,
     rate: float,
 ) -> None:
-    """One step by hand on as many devices as there are replicas of the parameters.
+    """Take one step by hand on as many devices as there are replicas of the parameters.
 
     The batch is split, the loss summed over each shard, gradients are added up by `allreduce`, and every replica takes
     the same step of SGD.
@@ -157,7 +164,7 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) -> None:
-    """A step against gradients that are summed over `batch_size` samples, in place; gradients become means, and stay.
+    """Step against gradients that are summed over `batch_size` samples, in place; gradients become means, and stay.
 
     The next step must start without them: see `clear`.
     """

@@ -20,13 +20,15 @@ class TutorialModel(nn.Module):
         self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores, (n, output_size), of inputs (n, input_size)."""
+        """Return scores, (n, output_size), of inputs (n, input_size)."""
         self.seen.append(x)
         return self.fc(x)  # type: ignore[no-any-return]
 
 
 def inputs_seen(batch: torch.Tensor, devices: Sequence[torch.device]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """What the replicas on `devices` get of `batch`, (n, features), in the order of devices, and the joint output."""
+    """Return what the replicas on `devices` get of `batch`, (n, features), in the order of devices, and the joint
+    output.
+    """
     model = TutorialModel(batch.shape[1], 2)
     net = nn.DataParallel(model, device_ids=list(devices)).to(devices[0])
     output = net(batch)

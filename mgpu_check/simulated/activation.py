@@ -52,7 +52,7 @@ def _backing_device(backing: str) -> torch.device:
 
 @contextmanager
 def simulated_node(n: int, backing: str = "cpu") -> Iterator[None]:
-    """Inside, this machine has ``n`` CUDA devices, in this process and all of its threads.
+    """Simulate a machine with ``n`` CUDA devices, in this process and all of its threads, for the time of the context.
 
     ``backing`` is the real device that computes: "cpu", or a visible "cuda:i". Nothing that is computed inside says
     anything of hardware. Tensors that are left over after the exit keep their values but name a device that is gone;
@@ -162,6 +162,6 @@ def prepare() -> None:
 
 
 def simulated_device_count() -> int | None:
-    """How many devices the simulated node of this process has; None where no simulation is active."""
+    """Return the number of devices of this process's simulated node; None where no simulation is active."""
     node = active_node()
     return None if node is None else node.count()

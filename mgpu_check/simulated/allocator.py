@@ -1,4 +1,4 @@
-"""What ``torch.cuda.memory`` asks of CUDA's caching allocator, answered from the figures of the simulated devices."""
+"""Answer what ``torch.cuda.memory`` asks of CUDA's caching allocator, from the figures of the simulated devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _all() -> tuple[DeviceMemory, ...]:
 
 
 def device_memory(index: int | None = None) -> DeviceMemory:
-    """Of device ``index``, by default the current one. Raises CUDA's error where there is none."""
+    """Return the memory of device ``index``, by default the current one. Raises CUDA's error where there is none."""
     memory = _all()
     wanted = current_index() if index is None else int(index)
     if not 0 <= wanted < len(memory):
@@ -35,7 +35,7 @@ def empty_cache(mempool: object = None) -> None:
 
 
 def memory_info(index: int | None = None) -> tuple[int, int]:
-    """Bytes that are free, and all that there are."""
+    """Return the bytes that are free, and all bytes."""
     memory = device_memory(index)
     return memory.limit - memory.reserved, memory.total
 
@@ -72,7 +72,7 @@ def _live(memory: DeviceMemory) -> list[Block]:
 
 
 def _requested(memory: DeviceMemory) -> tuple[int, int]:
-    """Bytes that live storages of either pool, small and large, have asked for."""
+    """Return the bytes that live storages of either pool, small and large, have asked for."""
     small = large = 0
     for block in _live(memory):
         if memory.pool_of(block.nbytes) is memory.small:
@@ -121,12 +121,12 @@ def _memory_stats(index: int) -> dict[str, object]:
 
 
 def _device_stats(index: int) -> dict[str, object]:
-    """The twin under ``torch.accelerator``."""
+    """Return the statistics as ``torch.accelerator`` gives them."""
     return _memory_stats(index)
 
 
 def _snapshot_of(memory: DeviceMemory, pool: Pool, name: str) -> dict[str, object]:
-    """One segment holds a pool; its blocks stand one behind the other, and what is left over comes last."""
+    """Return a snapshot in which one segment holds a pool: its blocks one behind the other, and what is left over last."""
     base = (1 << 40) * (2 * memory.index + (pool is memory.large) + 1)
     blocks: list[dict[str, object]] = []
     address = base
@@ -219,7 +219,7 @@ def _host_stats() -> dict[str, object]:
 
 
 def _nothing() -> Callable[..., None]:
-    """A function that does nothing: another one for each name, so that each can be put back."""
+    """Make a function that does nothing: another one for each name, so that each can be put back."""
     return lambda *_, **__: None
 
 

@@ -1,4 +1,5 @@
-"""Which kernels of CUDA an attention could use: asked for by name, and where ``sdpa_kernel`` leaves no other choice.
+"""Choose the kernels of CUDA that an attention could use: asked for by name, or left by ``sdpa_kernel`` as the only
+choice.
 
 The backing device computes what they would. The rules are those of torch for a device of compute capability 9.0.
 """
@@ -24,7 +25,9 @@ Params = torch.backends.cuda.SDPAParams
 
 
 def _dense(params: Params) -> bool:
-    """What all of them ask: tensors of devices, of four dimensions, of one dtype, not empty, whose rows are in one piece."""
+    """Check what all kernels ask for: tensors of devices, of four dimensions, of one dtype, not empty, whose rows are
+    in one piece.
+    """
     tensors = (params.query, params.key, params.value)
     return all(
         isinstance(t, SimulatedTensor)
@@ -96,7 +99,7 @@ def _math(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """By plain operators, what a kernel of CUDA would compute; raises RuntimeError where the code has left it none."""
+    """Compute by plain operators what a kernel of CUDA would; raise RuntimeError where the code has left it none."""
     params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if not (_flash(params) or _mem_efficient(params) or _cudnn(params)):
         raise RuntimeError("No available kernel. Aborting execution.")

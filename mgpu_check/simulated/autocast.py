@@ -175,7 +175,7 @@ def _eligible(t: torch.Tensor, kind: type) -> bool:
 
 
 def _cast(value: object, dtype: torch.dtype, kind: type) -> object:
-    """``value`` with its eligible tensors (of ``kind``, floating, not float64) in ``dtype``."""
+    """Return ``value`` with its eligible tensors (of ``kind``, floating, not float64) in ``dtype``."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if _eligible(value, kind) else value
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What is asked of a process group, in one form for its many methods, and how gloo does it.
+"""Turn the many methods of a process group into one form of call, and run it by gloo.
 
 gloo has less than NCCL: uneven lists become broadcasts and reductions, a factor is multiplied in before the sum, what gloo
 has no type for moves as bytes.
@@ -109,12 +109,12 @@ def _on_gloo(call: Call, method: str, pg: dist.ProcessGroup, *args: Any) -> dist
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as gloo can move it."""
+    """View a contiguous tensor as gloo can move it."""
     return t if t.dtype in _MOVED_AS_IS else t.view(-1).view(torch.uint8)
 
 
 def _prepared(t: torch.Tensor, op: Any) -> tuple[torch.Tensor, Any]:
-    """What gloo sums up, and by which operation, so that it is what NCCL reduces."""
+    """Return the tensor that gloo reduces, and the operation, so that the result is that of NCCL."""
     if op == _Op.PREMUL_SUM:
         factor = op.__getstate__()[1]
         if isinstance(factor, torch.Tensor):
@@ -264,7 +264,7 @@ def recv_anysource(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Start
 
 
 def without_self(pg: dist.ProcessGroup, asked: list[Call], staging: Staging) -> Iterator[Call]:
-    """The calls but for the messages of this rank to itself, which gloo has no way for: they are copied, in order."""
+    """Copy the messages of this rank to itself, in order, which gloo has no way for; return the other calls."""
     mine = [call for call in asked if call.nccl and call.peer and call.root == pg.rank()]
     sent = [staging.read(call.ins[0]) for call in mine if call.ins]
     received = [call.outs[0] for call in mine if call.outs]

@@ -45,7 +45,7 @@ def _leaves(value: object) -> Iterator[torch.Tensor]:
 
 
 def _refuse(call: Call, group: NcclGroup) -> None:
-    """What ProcessGroupNCCL checks (check_gpu_single_tensor and its kin), in its words."""
+    """Refuse what ProcessGroupNCCL refuses (check_gpu_single_tensor and its kin), in its words."""
     for tensor in call.tensors():
         if not isinstance(tensor, SimulatedTensor):
             raise RuntimeError(NO_CPU if "cpu" not in group.backends else "Tensors must be CUDA and dense")
@@ -138,7 +138,7 @@ def _method(original: Callable[..., object], parse: Callable[..., list[Call]]) -
 
 
 def _barrier(original: Callable[..., dist.Work]) -> Callable[..., object]:
-    """An all_reduce on the device that NCCL chooses."""
+    """Run an all_reduce on the device that NCCL chooses."""
 
     @functools.wraps(original)
     def barrier(self: dist.ProcessGroup, opts: Any = None, timeout: timedelta | None = None) -> object:

@@ -21,7 +21,7 @@ _said: set[int] = set()
 
 
 def _say_once() -> None:
-    """Once in each process, and of several ranks in the first one only."""
+    """Warn once in each process, and of several ranks in the first one only."""
     if os.getpid() in _said or os.environ.get("RANK", "0") != "0":
         return
     _said.add(os.getpid())

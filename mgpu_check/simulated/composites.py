@@ -31,7 +31,7 @@ def _matrix_rank(original: Function) -> Function:
 
 
 def _istft(original: Function) -> Function:
-    """Without a window, C++ takes one of ones."""
+    """Pass a window of ones where none is given, as C++ does."""
 
     @functools.wraps(original)
     def istft(

@@ -44,13 +44,13 @@ class Late:
 
 
 class Waiting:
-    """What a stream and an event have in common: results that are late, and a time when all before it is done."""
+    """The common part of streams and events: results that are late, and a time when all before it is done."""
 
     _late: list[Late]
     _reached: float
 
     def query(self) -> bool:
-        """Whether all is done. Results that are asked for arrive: the next question gets yes."""
+        """Return whether all is done. Deliver results that were asked for: the next question gets yes."""
         if self._reached > time.perf_counter():
             return False
         done = all(late.done for late in self._late)

@@ -33,7 +33,7 @@ def on_sync(call: Callable[[torch.device], object] | None) -> None:
 
 @dataclass(eq=False)
 class _Operator:
-    """What the runner has to know of an operator, worked out once."""
+    """Facts about an operator that the runner needs, worked out once."""
 
     call: Callable[..., object]
     fresh: bool  # whether results are new tensors (or views), not the arguments written to
@@ -67,7 +67,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
 
 
 def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """What ``__torch_dispatch__`` of a simulated tensor does; see the module."""
+    """Run an operator as ``__torch_dispatch__`` of a simulated tensor does; see the module."""
     operator = _operators.get(func) or _inspect(func)
     if operator.instead is not None:
         return operator.instead(*args, **kwargs)

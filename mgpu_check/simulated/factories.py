@@ -62,7 +62,7 @@ _NEW = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"]
 
 
 def _default_device() -> torch.device | None:
-    """The simulated device of ``torch.set_default_device`` or ``with torch.device(...)``, if it is one."""
+    """Return the simulated device of ``torch.set_default_device`` or ``with torch.device(...)``, if it is one."""
     for level in range(torch._C._len_torch_function_stack() - 1, -1, -1):
         mode = torch._C._get_function_stack_at(level)
         if isinstance(mode, torch.utils._device.DeviceContext):
@@ -97,7 +97,7 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
 
 
 def _faking() -> bool:
-    """Whether a mode of torch makes tensors without data, which may name any device."""
+    """Return whether a mode of torch makes tensors without data, which may name any device."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     return any(isinstance(mode, torch._subclasses.FakeTensorMode) for mode in modes)
 

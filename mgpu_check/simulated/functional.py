@@ -191,5 +191,7 @@ def install_functional(replace: Callable[[object, object], None], refuse: Callab
 
 
 def group_of(group: Any) -> Any:
-    """The process group that a functional collective is asked for: a group, a name, a mesh, a mesh and a dimension."""
+    """Return the process group that a functional collective is asked for: a group, a name, a mesh, a mesh and a
+    dimension.
+    """
     return _group(public._resolve_group_name(group, ""))

@@ -59,7 +59,7 @@ def _backward(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _hook(original: Callable[..., object]) -> Callable[..., object]:
-    """A hook of a tensor runs on the streams on which the tensor was computed; most are registered there."""
+    """Run a hook of a tensor on the streams on which the tensor was computed; most are registered there."""
 
     @functools.wraps(original)
     def register_hook(self: torch.Tensor, hook: Callable[..., object]) -> object:

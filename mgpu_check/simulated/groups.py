@@ -29,7 +29,7 @@ _pg = torch._C._distributed_c10d.ProcessGroup
 
 @dataclass(eq=False)
 class NcclGroup:
-    """What the simulation knows of one process group that has NCCL."""
+    """The simulation's record of one process group that has NCCL."""
 
     pg: dist.ProcessGroup
     store: c10d.Store
@@ -41,13 +41,13 @@ _groups: dict[str, NcclGroup] = {}
 
 
 def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
-    """The NCCL half of ``group`` (None: the default one), if it has one."""
+    """Return the NCCL half of ``group`` (None: the default one), if it has one."""
     pg = group or c10d._get_default_group()
     return _groups.get(pg.group_name) if isinstance(pg, _pg) else None
 
 
 def nccl_alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether ``group`` has NCCL and nothing for tensors of the CPU."""
+    """Return whether ``group`` has NCCL and nothing for tensors of the CPU."""
     found = nccl_of(group)
     return found is not None and "cpu" not in found.backends
 
@@ -161,7 +161,7 @@ def _gloo_group(store: c10d.Store, rank: int, size: int, name: str, timeout: tim
 
 
 def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) -> dist.ProcessGroup:
-    """A group for a ``ProcessGroupNCCL`` that was made by hand."""
+    """Make a group for a ``ProcessGroupNCCL`` that was made by hand."""
     pg = _gloo_group(store, rank, size, f"mgpu_check_{id(options)}", options._timeout)
     _register(pg, store, {"cuda": "nccl"}, options, None)
     return pg
@@ -239,7 +239,7 @@ def _is_nccl_available() -> bool:
 
 
 def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
-    """What torch logs of objects in its most talkative debug level."""
+    """Hash tensors as torch logs them at its most talkative debug level."""
     number = 0
     for tensor in tensors:
         number = zlib.crc32(to_real(tensor).numpy().tobytes(), number)

@@ -13,7 +13,7 @@ _LATE = "_mgpu_check_late"
 
 
 def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool) -> None:
-    """After a copy to the host: without ``non_blocking`` it has waited; with it, the values come with the wait."""
+    """Finish a copy to the host: without ``non_blocking`` it has waited; with it, the values come with the wait."""
     if not non_blocking:
         host_waits(source)
         return
@@ -33,7 +33,7 @@ def late_host_copy(copy: torch.Tensor, source: torch.device, non_blocking: bool)
 
 
 def deliver_queued(host: torch.Tensor, device: torch.device) -> None:
-    """Before a copy of ``host`` to ``device``: it reads what copies to ``host`` have brought that its stream comes after."""
+    """Deliver, before a copy of ``host`` to ``device``, the copies to ``host`` that its stream comes after."""
     if host.layout is not torch.strided:
         return
     late: list[Late] | None = host.untyped_storage().__dict__.get(_LATE)

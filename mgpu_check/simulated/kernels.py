@@ -14,7 +14,7 @@ __all__ = ["KERNELS"]
 
 
 def _channels(x: Tensor) -> tuple[list[int], list[int]]:
-    """The axes to reduce over (all but the channel's, axis 1) and the shape that broadcasts a channel vector."""
+    """Return the axes to reduce over (all but the channel's, axis 1) and the shape that broadcasts a channel vector."""
     return [d for d in range(x.dim()) if d != 1], [1, -1] + [1] * (x.dim() - 2)
 
 

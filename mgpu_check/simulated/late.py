@@ -1,4 +1,4 @@
-"""What is behind a collective: the plain tensors that gloo computes on, and the work whose results are late."""
+"""Run collectives on plain tensors by gloo, with work whose results are late."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Staging:
     _deliveries: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def read(self, value: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor as they are now, in contiguous memory of the host."""
+        """Read the values of a tensor as they are now, into contiguous memory of the host."""
         return self._copied(*self._bare(value))
 
     def write(self, value: torch.Tensor) -> torch.Tensor:
-        """Host memory for what goes into a tensor, which is poison until the delivery where that is late."""
+        """Return host memory for what goes into a tensor, which is poison until the delivery where that is late."""
         bare, direct = self._bare(value)
         return self._returned(value, bare, bare if direct else torch.empty(bare.shape, dtype=bare.dtype, device="cpu"))
 
     def update(self, value: torch.Tensor) -> torch.Tensor:
-        """Host memory with the values of a tensor, that is read, and then goes into it."""
+        """Return host memory with the values of a tensor, which is read, and then goes into it."""
         bare, direct = self._bare(value)
         return self._returned(value, bare, self._copied(bare, direct))
 
     def _bare(self, value: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The memory of a tensor, and whether gloo may work on it as it is."""
+        """Return the memory of a tensor, and whether gloo may work on it as it is."""
         if isinstance(value, SimulatedTensor):
             self.device = value.device
         elif not self.late:
@@ -69,7 +69,7 @@ class Staging:
 
 
 class LateFuture(torch.futures.Future):  # type: ignore[type-arg]
-    """Of a collective: what is put behind it runs at once and here, as behind a future of CUDA.
+    """The future of a collective: what is put behind it runs at once and here, as behind a future of CUDA.
 
     C++ knows nothing of that: `finish` what is handed to it. (A callback in the thread of gloo that ends the work can
     deadlock: gloo drops it under a lock of its own, and needs that of Python for it.)

@@ -17,7 +17,7 @@ LAZY: type = UninitializedParameter.__mro__[1]  # the mixin of both kinds, which
 
 
 def uninitialized_on(t: torch.Tensor, target: torch.device, dtype: object) -> torch.Tensor:
-    """Another tensor without values like ``t``, that will be made on ``target``."""
+    """Return another tensor without values like ``t``, that will be made on ``target``."""
     make: Callable[..., torch.Tensor] = type(t)
     made = make(requires_grad=t.requires_grad, dtype=dtype or t.dtype)
     made.__dict__[TARGET] = target

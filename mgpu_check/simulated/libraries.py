@@ -101,7 +101,7 @@ _MEAN = 4
 
 
 def _check_operands(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """What NCCL asks of the operands of one process: one per device, dense, and of one dtype."""
+    """Check what NCCL asks of the operands of one process: one per device, dense, and of one dtype."""
     devices = set()
     for tensor in inputs:
         if not isinstance(tensor, SimulatedTensor) or tensor.layout is not torch.strided:

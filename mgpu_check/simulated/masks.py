@@ -8,12 +8,13 @@ __all__ = ["uuid_of", "visible"]
 
 
 def uuid_of(physical: int) -> str:
-    """Of a device of the machine, without the "GPU-" that NVML puts before it."""
+    """Return the UUID of a device of the machine, without the "GPU-" that NVML puts before it."""
     return f"5107a7ed-0000-0000-0000-{physical:012d}"
 
 
 def visible(listed: str | None, total: int) -> tuple[int, ...]:
-    """The devices, of the ``total`` of the machine, that a process sees under this value of the variable, in its order.
+    """Return the devices, of the ``total`` of the machine, that a process sees under this value of the variable, in its
+    order.
 
     An entry is an index, or "GPU-" and a beginning of a UUID that only one device has. The driver stops at the first entry
     that is no device; a device that is listed twice leaves none. None: the variable is not set.

@@ -92,7 +92,7 @@ class DeviceMemory:
                 self._reserve(pool)
 
     def pool_of(self, nbytes: int) -> Pool:
-        """The pool that hands out blocks of this size."""
+        """Return the pool that hands out blocks of this size."""
         return self.small if nbytes <= _SMALL else self.large
 
     def require(self, nbytes: int) -> None:
@@ -148,7 +148,7 @@ class DeviceMemory:
 
 
 class Block:
-    """What one storage takes of a device, given back when the storage dies."""
+    """The memory that one storage takes of a device, given back when the storage dies."""
 
     __slots__ = ("device", "memory", "nbytes", "requested")
 
@@ -176,6 +176,6 @@ class Block:
 
 
 def block_of(storage: torch.UntypedStorage) -> Block | None:
-    """The block of a storage on a simulated device; None for any other storage."""
+    """Return the block of a storage on a simulated device; None for any other storage."""
     block: Block | None = storage.__dict__.get(BLOCK)
     return block

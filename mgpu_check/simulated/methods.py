@@ -24,7 +24,7 @@ Method = Callable[..., object]
 
 
 def _target(device: object) -> torch.device:
-    """``device`` with its index, whether it is simulated or not."""
+    """Return ``device`` with its index, whether it is simulated or not."""
     target = simulated_device(device)
     if target is not None:
         return target
@@ -183,7 +183,7 @@ def _is_pinned(original: Method) -> Method:
 
 
 def _data(original: object) -> property:
-    """``t.data = u`` moves ``t`` to the device of ``u``, object and all."""
+    """Set ``t.data = u``, which moves ``t`` to the device of ``u``, object and all."""
 
     def get(self: torch.Tensor) -> torch.Tensor:
         data: torch.Tensor = original.__get__(self)  # type: ignore[attr-defined]
@@ -220,7 +220,7 @@ def become(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _grad(original: object) -> property:
-    """``.grad``: on the device of its tensor, also where C++ put a plain tensor there (DDP's bucket views)."""
+    """Return ``.grad`` on the device of its tensor, also where C++ put a plain tensor there (DDP's bucket views)."""
 
     def get(self: torch.Tensor) -> torch.Tensor | None:
         grad: torch.Tensor | None = original.__get__(self)  # type: ignore[attr-defined]
@@ -237,7 +237,9 @@ def _grad(original: object) -> property:
         return grad
 
     def replace(self: torch.Tensor, grad: torch.Tensor) -> None:
-        """The gradient by the same one: C++ may have put one there of another dtype, as mixed precision of DDP does."""
+        """Replace the gradient by the same one: C++ may have put one there of another dtype, as mixed precision of DDP
+        does.
+        """
         if grad.dtype == self.dtype:
             original.__set__(self, grad)  # type: ignore[attr-defined]
             return
@@ -263,7 +265,7 @@ def _grad(original: object) -> property:
 
 
 def _gradients(original: Method) -> Method:
-    """``torch.autograd.grad``: zeros that C++ fills in for a tensor on a device are on that device."""
+    """Run ``torch.autograd.grad``, and put zeros that C++ fills in for a tensor on a device on that device."""
 
     @functools.wraps(original)
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:

@@ -1,4 +1,4 @@
-"""What CUDA says when the operands of an operator live on different devices, or that it takes them so.
+"""Tell what CUDA raises when the operands of an operator live on different devices, or that it takes them so.
 
 The rules are data (``fidelity.json``); the words are those of torch's own checks: of the generated CUDA wrappers
 (``check_and_update_common_device``), of the tensor iterator, of indexing and of convolution.
@@ -71,14 +71,16 @@ class Decompose:
 
 
 def _names(func: torch._ops.OpOverload) -> tuple[str, str]:
-    """("add", "add.Tensor"): the operator without and with its overload, as native_functions.yaml writes it."""
+    """Name the operator without and with its overload, ("add", "add.Tensor"), as native_functions.yaml writes it."""
     name = func._schema.name.rpartition("::")[2]
     overload = func._schema.overload_name
     return name, f"{name}.{overload}" if overload else name
 
 
 def allows_scalars(func: torch._ops.OpOverload) -> bool:
-    """Whether the tensor iterator checks this operator, so that a CPU tensor of 0 dims may stand among its inputs."""
+    """Return whether the tensor iterator checks this operator, so that a CPU tensor of 0 dims may stand among its
+    inputs.
+    """
     name, full = _names(func)
     if func._schema.is_mutable or name in _CONVOLUTIONS or name in _INDEXING:
         return False
@@ -170,7 +172,7 @@ def calibrate(tagged: Callable[[torch.Tensor], torch.Tensor]) -> None:
 
 
 def _called_by_autograd() -> bool:
-    """Whether C++ called, from a running backward pass, rather than a hook or a backward written in Python.
+    """Return whether C++ called, from a running backward pass, rather than a hook or a backward written in Python.
 
     A `TorchDispatchMode` that is entered stands between, with what torch wraps around it, and is passed over.
     """

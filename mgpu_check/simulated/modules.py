@@ -1,4 +1,4 @@
-"""What modules and optimizers do differently per device: conversion, grouping of parameters, lazy parameters."""
+"""Adapt what modules and optimizers do differently per device: conversion, grouping of parameters, lazy parameters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _group(original: Callable[..., Groups]) -> Callable[..., Groups]:
 
 
 def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
-    """``Module.to(0)``: the int is a CUDA device, whatever accelerator this build of torch knows."""
+    """Parse the arguments of ``Module.to``: an int is a CUDA device, whatever accelerator this build of torch knows."""
 
     def parse(*args: object, **kwargs: object) -> object:
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
@@ -59,7 +59,7 @@ def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """``Module._apply`` by swapping, which keeps parameters simulated and the same objects.
+    """Run ``Module._apply`` by swapping, which keeps parameters simulated and the same objects.
 
     Where a live graph holds a parameter torch cannot swap it: a new one takes its place, where on a device the old one
     would keep its identity. ``load_state_dict`` is not to swap, so the flags of torch are set for the call alone. What
@@ -89,7 +89,7 @@ def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.M
 
 
 class _Extras:
-    """What is on a parameter besides its data."""
+    """The attributes of a parameter besides its data."""
 
     def __init__(self, param: Any) -> None:
         self.attributes = dict(param.__dict__)

@@ -129,7 +129,7 @@ HARMLESS = frozenset(
 
 
 def refused(name: str) -> Callable[..., NoReturn]:
-    """A function that says that ``name`` is not there."""
+    """Make a function that refuses ``name``, and names it."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise RuntimeError(f"{name} is not available on a simulated node; run this part on real devices")
@@ -139,14 +139,16 @@ def refused(name: str) -> Callable[..., NoReturn]:
 
 
 def refused_class(name: str) -> type:
-    """A class that says so when it is made; it may be imported, annotated with, and subclassed."""
+    """Make a class that refuses its own construction; it may be imported, annotated with, and subclassed."""
     refuse = refused(name)
     home, _, short = name.rpartition(".")
     return type(short, (), {"__module__": home, "__new__": lambda cls, *a, **k: refuse()})
 
 
 def concerns_devices(name: str) -> bool:
-    """Whether ``torch._C`` has this name for CUDA, or for the accelerator that there is, or for a library beside it."""
+    """Return whether ``torch._C`` has this name for CUDA, or for the accelerator that there is, or for a library beside
+    it.
+    """
     return _OURS.match(name) is not None or _SWITCHES.search(name) is not None
 
 
@@ -155,7 +157,7 @@ class _CudaError(IntEnum):
 
 
 def _runtime() -> SimpleNamespace:
-    """The stand-in for ``torch.cuda.cudart()``."""
+    """Return the stand-in for ``torch.cuda.cudart()``."""
 
     def fine(*_: object) -> _CudaError:
         return _CudaError.success

@@ -87,7 +87,7 @@ class ProcessGroupNCCL:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, options: NcclOptions) -> ProcessGroupNCCL:
-        """The backend of a group that there is."""
+        """Return the backend of a group that there is."""
         made = cls.__new__(cls)
         made._start(group, options)
         return made

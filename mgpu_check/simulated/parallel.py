@@ -66,7 +66,7 @@ def _broadcast_coalesced(
 
 
 def _copy(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """Lazy parameters travel too: ``replicate`` refuses them, when it comes to their module."""
+    """Copy parameters, lazy ones too: ``replicate`` refuses them, when it comes to their module."""
     if isinstance(tensor, LAZY):
         return uninitialized_on(tensor, target, None)
     return move(tensor, target)
@@ -75,7 +75,7 @@ def _copy(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
 def _copies(
     shards: Sequence[torch.Tensor], devices: Sequence[torch.device], streams: Sequence[Stream | None] | None
 ) -> list[torch.Tensor]:
-    """Each shard on its device, in the order of its stream; one that is there already is handed out as the view it is."""
+    """Copy each shard to its device, in the order of its stream; hand out one that is there already as the view it is."""
     made = []
     for i, (shard, device) in enumerate(zip(shards, devices, strict=False)):
         stream = streams[i] if streams else None
@@ -136,7 +136,7 @@ def _scatter_out(
 
 
 def _gathered_shape(tensors: Sequence[torch.Tensor], dim: int) -> list[int]:
-    """The shape of all ``tensors`` joined along ``dim``; raises RuntimeError where they cannot be."""
+    """Return the shape of all ``tensors`` joined along ``dim``; raise RuntimeError where they cannot be."""
     if not tensors:
         raise RuntimeError("Expected at least one tensor to gather from")
     shape = list(tensors[0].shape)

@@ -35,7 +35,7 @@ def _is_op(value: object) -> bool:
 
 
 def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
-    """(options, operation) of a method that takes either."""
+    """Return (options, operation) of a method that takes either."""
     if _is_op(opts):
         opts, op = None, opts
     if op is None:
@@ -44,7 +44,7 @@ def _reduction(opts: Any, op: Any) -> tuple[Any, Any]:
 
 
 def _root(opts: Any, root: int) -> int:
-    """The rank that stands out, of a method that takes options, or the rank itself in their place."""
+    """Return the root of a method that takes options, or the rank itself in their place."""
     if isinstance(opts, int):
         return opts
     return root if opts is None else int(opts.rootRank)
@@ -82,7 +82,7 @@ def _parse_reduce(
 
 
 def _nested(value: Any) -> Tensors:
-    """The one list of a list of lists, or the list itself."""
+    """Return the one list of a list of lists, or the list itself."""
     given = list(value or ())
     return list(given[0]) if given and isinstance(given[0], (list, tuple)) else given
 

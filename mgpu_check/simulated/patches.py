@@ -36,11 +36,11 @@ class Patches:
         self._old_of[id(new)] = old
 
     def replaced(self) -> list[tuple[int, object]]:
-        """The ``id`` of each object that is replaced, and what stands for it."""
+        """Return the ``id`` of each object that is replaced, and what stands for it."""
         return list(self._new_of.items())
 
     def changed(self, owner: object) -> frozenset[str]:
-        """Which attributes of ``owner`` have been set."""
+        """Return which attributes of ``owner`` have been set."""
         return frozenset(name for other, name, _ in self._undo if other is owner)
 
     def at_exit(self, call: Callable[[], object]) -> None:

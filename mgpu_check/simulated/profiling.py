@@ -37,7 +37,7 @@ def _without_devices(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:
-    """``with emit_nvtx()``: there is no tool that would see the ranges."""
+    """Do nothing for ``with emit_nvtx()``: there is no tool that would see the ranges."""
     return self
 
 

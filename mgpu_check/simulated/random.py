@@ -36,7 +36,7 @@ _own: weakref.WeakValueDictionary[int, _DeviceGenerator] = weakref.WeakValueDict
 
 
 def device_of(generator: torch.Generator) -> torch.device:
-    """Where `generator` belongs to, as the code that is simulated sees it."""
+    """Return the device of `generator`, as the code that is simulated sees it."""
     return getattr(_own.get(_address(generator)), "device", generator.device)
 
 
@@ -73,7 +73,7 @@ def _bare(device: torch.device, backing: torch.device) -> _DeviceGenerator:
 
 
 def device_generators(devices: Iterable[torch.device], backing: torch.device) -> tuple[torch.Generator, ...]:
-    """One generator per device, all seeded as the default generator of the CPU was."""
+    """Make one generator per device, all seeded as the default generator of the CPU was."""
     made = []
     for device in devices:
         generator = _bare(device, backing)
@@ -83,13 +83,18 @@ def device_generators(devices: Iterable[torch.device], backing: torch.device) ->
 
 
 def ambient_generator(backing: torch.device) -> torch.Generator:
-    """That of the backing device itself. To be asked for before the node is entered, which replaces its name."""
+    """Return the generator of the backing device itself.
+
+    Ask for it before the node is entered, which replaces its name.
+    """
     return torch.default_generator if backing.type == "cpu" else torch.cuda.default_generators[backing.index]
 
 
 @contextlib.contextmanager
 def lent(generator: torch.Generator, ambient: torch.Generator) -> Iterator[None]:
-    """Inside, `ambient` draws what `generator` would, which goes on from there; then it is as it was."""
+    """Let `ambient` draw what `generator` would, for the time of the context; then `generator` goes on from there, and
+    `ambient` is as it was.
+    """
     kept = ambient.get_state()
     ambient.set_state(generator.get_state())
     try:
@@ -120,7 +125,9 @@ def _generators() -> tuple[torch.Generator, ...]:
 
 
 def _seeded() -> tuple[torch.Generator, ...]:
-    """One for each device that there may be: to seed is no use of a device, and counts for what is used later."""
+    """Seed one generator for each device that there may be: to seed is no use of a device, and counts for what is used
+    later.
+    """
     node = active_node()
     return () if node is None else node.seeded
 

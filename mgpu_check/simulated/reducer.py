@@ -23,7 +23,7 @@ _c10d = torch._C._distributed_c10d
 
 
 def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """What NCCL says to these tensors, by the device of the first one, as C++ sends them together."""
+    """Check these tensors as NCCL does, by the device of the first one, as C++ sends them together."""
     found = nccl_of(group)
     if found is None or not tensors:
         return
@@ -44,7 +44,9 @@ def _verify(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
-    """One call per device: C++, which joins tensors of one device before it sends them, sees the backing device only."""
+    """Broadcast by one call per device: C++, which joins tensors of one device before it sends them, sees the backing
+    device only.
+    """
 
     @functools.wraps(original)
     def broadcast(
@@ -72,7 +74,7 @@ def _made(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forward_work(original: Callable[..., None]) -> Callable[..., None]:
-    """How many ranks are still there, while they join: C++ waits for gloo's work and reads its tensor."""
+    """Count the ranks that are still there, while they join: C++ waits for gloo's work and reads its tensor."""
 
     @functools.wraps(original)
     def handle(self: object, work: object, use_static_world_size: bool) -> None:
@@ -97,7 +99,7 @@ def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _finishing(original: Callable[..., object]) -> Callable[..., object]:
-    """A function whose last argument is a list of futures that C++ will wait for."""
+    """Wrap a function whose last argument is a list of futures that C++ will wait for."""
 
     @functools.wraps(original)
     def given(*args: Any) -> object:

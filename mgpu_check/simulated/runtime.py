@@ -36,7 +36,7 @@ def _node() -> Node:
 
 
 def _used() -> Node:
-    """The node, of which a device is used from now on."""
+    """Return the node, and count a device of it as used from now on."""
     node = _node()
     node.initialize()
     return node
@@ -173,12 +173,12 @@ def _is_in_bad_fork() -> bool:
 
 
 def _device_count() -> int:
-    """Before CUDA is initialized it is NVML that counts, and the driver is not asked."""
+    """Count the devices: by NVML before CUDA is initialized, without asking the driver."""
     return _node().count()
 
 
 def _is_available() -> bool:
-    """It asks the driver, for which `CUDA_VISIBLE_DEVICES` is settled then, unless NVML is to be asked."""
+    """Ask the driver, which settles `CUDA_VISIBLE_DEVICES`, unless NVML is to be asked."""
     return (_device_count() if torch.cuda._nvml_based_avail() else _node().n) > 0
 
 
@@ -233,7 +233,7 @@ def _cuda_functions() -> dict[str, object]:
 
 
 def _monitoring() -> dict[str, object]:
-    """What NVML says of the devices: nothing runs on them, and they are cool."""
+    """Return what NVML reports about the devices: nothing runs on them, and they are cool."""
 
     def of(value: int) -> Callable[..., int]:
         def answer(device: object = None) -> int:
@@ -316,7 +316,7 @@ def _native_functions() -> dict[str, object]:
 
 
 def native_names() -> set[str]:
-    """The names in ``torch._C`` that :func:`install_runtime` replaces."""
+    """Return the names in ``torch._C`` that :func:`install_runtime` replaces."""
     return {*_accelerator_functions(), *_native_functions()}
 
 

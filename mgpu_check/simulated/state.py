@@ -90,22 +90,24 @@ class Node:
         return self.seeded[: self.n]
 
     def visible(self) -> tuple[int, ...]:
-        """The devices of the machine that a process would see which asks now."""
+        """Return the devices of the machine that a process would see if it asked now."""
         # A real backing device sees the variable itself.
         listed = os.environ.get("CUDA_VISIBLE_DEVICES") if self.backing.type == "cpu" else None
         return visible(listed, self.total)
 
     def count(self) -> int:
-        """How many devices there are, without asking the driver: before the first use what the variable says now."""
+        """Count the devices without asking the driver: before the first use, by the value of the variable now."""
         return self.n if self.initialized else len(self.visible())
 
     @property
     def in_bad_fork(self) -> bool:
-        """Whether this process was forked from one that had asked the driver, which does not survive that."""
+        """True if this process was forked from one that had asked the driver, which does not survive that."""
         return self.pid is not None and self.pid != os.getpid()
 
     def initialize(self) -> None:
-        """What torch does before it first touches a device; refuses in a child forked after the parent had asked for any."""
+        """Initialize as torch does before it first touches a device; refuse a child forked after the parent had asked
+        for any.
+        """
         if self.in_bad_fork:
             raise RuntimeError(_BAD_FORK)
         if self.initialized:
@@ -126,7 +128,7 @@ _node: Node | None = None
 
 
 def active_node() -> Node | None:
-    """The node of this process, or None outside a simulation."""
+    """Return the node of this process, or None outside a simulation."""
     return _node
 
 
@@ -143,19 +145,19 @@ def leave_node() -> None:
 
 
 def current_index() -> int:
-    """The current device of this thread; a new thread starts at 0, as CUDA's does."""
+    """Return the current device of this thread; a new thread starts at 0, as CUDA's does."""
     return _current.index
 
 
 def cuda_error(code: int, name: str, hint: str = "") -> RuntimeError:
-    """The error of the CUDA runtime with this number and name, as torch words it."""
+    """Return the error of the CUDA runtime with this number and name, as torch words it."""
     error: RuntimeError = torch.AcceleratorError(_ERROR.format(name, hint))
     error.error_code = code  # type: ignore[attr-defined]
     return error
 
 
 def invalid_ordinal() -> RuntimeError:
-    """The error of the CUDA runtime for a device that does not exist."""
+    """Return the error of the CUDA runtime for a device that does not exist."""
     hint = "GPU device may be out of range, do you have enough GPUs?\n"
     return cuda_error(101, "invalid device ordinal", hint)  # cudaErrorInvalidDevice
 
@@ -170,7 +172,7 @@ def set_current_index(index: int) -> None:
 
 
 def untraced_device(device: object) -> torch.device | None:
-    """``device`` as ``torch.device``; None where it is neither an int, a string nor a device."""
+    """Return ``device`` as ``torch.device``; None where it is neither an int, a string nor a device."""
     if isinstance(device, _DEVICE_TYPE):
         return device  # type: ignore[return-value]
     if isinstance(device, str):
@@ -184,7 +186,7 @@ def untraced_device(device: object) -> torch.device | None:
 
 
 def simulated_device(device: object) -> torch.device | None:
-    """The simulated device that ``device`` names, or None where it names none (the CPU, meta, ...).
+    """Return the simulated device that ``device`` names, or None where it names none (the CPU, meta, ...).
 
     A bare "cuda" is the current device. Raises the error of CUDA for an ordinal that does not exist.
     """
@@ -203,7 +205,7 @@ def simulated_device(device: object) -> torch.device | None:
 
 
 def device_index(device: object = None) -> int:
-    """The index that ``device`` (None: the current one) means to a function of ``torch.cuda``."""
+    """Return the index that ``device`` (None: the current one) means to a function of ``torch.cuda``."""
     if device is None:
         return _current.index
     made = untraced_device(device)

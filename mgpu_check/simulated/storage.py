@@ -27,7 +27,7 @@ def _device(self: torch.UntypedStorage) -> torch.device:
 
 
 def _copy_on(self: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    """A copy of the bytes of ``self`` as a storage of ``device``, simulated or not."""
+    """Return a copy of the bytes of ``self`` as a storage of ``device``, simulated or not."""
     node = active_node()
     home = device if node is None or device.type != "cuda" else node.backing
     with torch._C._DisableTorchDispatch():

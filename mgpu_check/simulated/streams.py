@@ -122,7 +122,7 @@ class Stream(Waiting):
         self._late.append(late)
 
     def holds(self, late: Late) -> bool:
-        """Whether what is queued on this stream from now on comes after this result."""
+        """Return whether what is queued on this stream from now on comes after this result."""
         return any(queued is late for queued in self._late)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -218,7 +218,7 @@ class Event(Waiting):
         (stream or current_stream()).wait_event(self)
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds between the two records."""
+        """Return the milliseconds between the two records."""
         if not self.enable_timing or not end_event.enable_timing:
             raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if not self._recorded or not end_event._recorded:
@@ -275,7 +275,7 @@ def default_stream(device: object = None) -> Stream:
 
 
 def stream_by_id(stream_id: int, device_index: int, device_type: int = 1) -> Stream:
-    """The stream that names itself by these three numbers; raises ValueError where there is none."""
+    """Return the stream that names itself by these three numbers; raises ValueError where there is none."""
     stream = default_stream(torch.device("cuda", device_index)) if stream_id == 0 else _by_id.get(stream_id)
     if stream is None or stream.device_index != device_index:
         raise ValueError(f"stream_id={stream_id!r} names no stream of cuda:{device_index}")
@@ -288,13 +288,15 @@ def current_stream(device: object = None) -> Stream:
 
 
 def chosen_streams() -> dict[int, Stream]:
-    """The streams that this thread has made current, by device, where that is not the default one."""
+    """Return the streams that this thread has made current, by device, where that is not the default one."""
     return {index: stream for index, stream in _streams.current.items() if stream.stream_id}
 
 
 @contextlib.contextmanager
 def as_on(index: int, streams: dict[int, Stream]) -> Iterator[None]:
-    """Inside, device ``index`` is current, and ``streams`` are, on their devices; default ones on all others."""
+    """Make device ``index`` current, and ``streams`` on their devices, for the time of the context; default streams on
+    all others.
+    """
     before, device = _streams.current, current_index()
     _streams.current = dict(streams)
     set_current_index(index)
@@ -339,7 +341,7 @@ def hold_on_current(late: Late, device: torch.device) -> None:
 
 
 def host_waits(device: torch.device) -> None:
-    """Before the host reads what the current stream of ``device`` computes, as ``.item()`` does."""
+    """Make the host wait for the current stream of ``device``, as ``.item()`` does before it reads."""
     if _sync_debug_mode:
         told = "called a synchronizing CUDA operation"
         if _sync_debug_mode == 2:
@@ -349,7 +351,7 @@ def host_waits(device: torch.device) -> None:
 
 
 def set_sync_debug_mode(mode: int) -> None:
-    """0: nothing, 1: warn, 2: raise where the host waits for a device."""
+    """Choose what happens where the host waits for a device: 0 nothing, 1 a warning, 2 an error."""
     global _sync_debug_mode
     _sync_debug_mode = mode
 

@@ -160,7 +160,7 @@ def _no_numpy(t: SimulatedTensor) -> TypeError:
 
 
 def _on_storage(like: SimulatedTensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """A simulated tensor of the same metadata over ``storage``."""
+    """Return a simulated tensor of the same metadata over ``storage``."""
     with _no_dispatch(), torch.no_grad():
         bare = torch.empty(0, dtype=like.dtype, device=storage_backing(storage))
         bare.set_(storage, like.storage_offset(), like.size(), like.stride())
@@ -181,7 +181,9 @@ def _of_sparse(real: torch.Tensor, device: str, requires_grad: bool) -> torch.Te
 
 
 def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
-    """``bare``, a plain tensor on the backing device, as a tensor on the simulated ``device``; shares its memory."""
+    """Return ``bare``, a plain tensor on the backing device, as a tensor on the simulated ``device``; they share
+    memory.
+    """
     if bare.layout is not _strided:
         out = torch.Tensor._make_subclass(SimulatedTensor, bare)  # a sparse tensor has no alias
         out._dev = device
@@ -199,7 +201,9 @@ def tag(bare: torch.Tensor, device: torch.device) -> SimulatedTensor:
 
 
 def raw(t: torch.Tensor) -> torch.Tensor:
-    """``t`` without its simulated device: a plain tensor on the backing device over the same memory, outside autograd."""
+    """Return ``t`` without its simulated device: a plain tensor on the backing device over the same memory, outside
+    autograd.
+    """
     if not isinstance(t, SimulatedTensor):
         return t
     with _no_dispatch(), torch.no_grad():
@@ -210,12 +214,13 @@ def raw(t: torch.Tensor) -> torch.Tensor:
 
 
 def is_simulated(t: object) -> bool:
-    """Whether ``t`` is a tensor on a simulated device."""
+    """Return whether ``t`` is a tensor on a simulated device."""
     return isinstance(t, SimulatedTensor)
 
 
 def to_real(t: torch.Tensor) -> torch.Tensor:
-    """A plain CPU tensor with the values of ``t``; it shares no memory with it and knows nothing of the simulation.
+    """Return a plain CPU tensor with the values of ``t``; it shares no memory with it and knows nothing of the
+    simulation.
 
     ``requires_grad`` is kept, the graph is not; an ``nn.Parameter`` stays one. Tensors of real devices are copied too.
     """
@@ -231,7 +236,7 @@ def to_real(t: torch.Tensor) -> torch.Tensor:
 
 
 def type_name(t: torch.Tensor) -> str:
-    """What ``t.type()`` says on a machine with the device, e.g. "torch.cuda.FloatTensor"."""
+    """Return ``t.type()`` as a machine with the device has it, e.g. "torch.cuda.FloatTensor"."""
     name = TYPE_NAMES.get(t.dtype, "Tensor")
     sparse = "sparse." if t.layout is torch.sparse_coo else ""
     return f"torch.{'cuda.' if isinstance(t, SimulatedTensor) else ''}{sparse}{name}"

@@ -73,7 +73,7 @@ def move(
     non_blocking: bool = False,
     memory_format: torch.memory_format = torch.preserve_format,
 ) -> torch.Tensor:
-    """A copy of ``t`` on ``device`` (a simulated one, with its index, or a real one), as ``Tensor.to`` makes it.
+    """Return a copy of ``t`` on ``device`` (a simulated one, with its index, or a real one), as ``Tensor.to`` makes it.
 
     Differentiable, twice too. The result is new memory, also where ``t`` is on ``device`` already and only the dtype
     changes; ``t`` itself where nothing does.

@@ -36,7 +36,7 @@ class _Typed(type):
 
 
 def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, ...]) -> torch.Tensor:
-    """What ``like.new(*args)`` gives, on ``device``: by sizes, from a sequence, or of a tensor's own memory."""
+    """Return ``like.new(*args)`` on ``device``: by sizes, from a sequence, or of a tensor's own memory."""
     assert device is not None
     if len(args) == 1:
         (given,) = args

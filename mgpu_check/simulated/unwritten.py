@@ -43,7 +43,7 @@ def never_written(t: torch.Tensor) -> None:
 
 
 def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
-    """The same from byte ``start`` of a storage on: all bits set, which is NaN in each floating dtype."""
+    """Do the same from byte ``start`` of a storage on: set all bits, which is NaN in each floating dtype."""
     with _no_dispatch(), torch.no_grad():
         home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
         count = storage.nbytes() - start
@@ -51,7 +51,7 @@ def never_written_bytes(storage: torch.UntypedStorage, start: int) -> None:
 
 
 def _magnitude(values: Iterable[object]) -> float:
-    """The product of the numbers among ``values``: at least the elements of what is made by these sizes."""
+    """Return the product of the numbers among ``values``: at least the elements of what is made by these sizes."""
     product = 1.0
     for value in values:
         if isinstance(value, (int, float)):
@@ -75,7 +75,7 @@ def require(
 
 
 def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mapping[str, object]) -> int | None:
-    """Bytes of what ``make`` returns for tensors on 'meta'; None where it cannot be told."""
+    """Return the bytes of what ``make`` returns for tensors on 'meta'; None where it cannot be told."""
 
     def bare(value: object) -> object:
         if isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ def _bytes_of(make: Callable[..., object], args: Iterable[object], kwargs: Mappi
 def refuse_oversized(
     func: Callable[..., object], device: torch.device, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """After ``func`` has failed: raise ``torch.OutOfMemoryError`` if its result would not have fit on ``device``."""
+    """Raise ``torch.OutOfMemoryError`` after ``func`` has failed, if its result would not have fit on ``device``."""
     node = active_node()
     size = _bytes_of(func, args, kwargs)
     if node is not None and size is not None:
@@ -151,6 +151,6 @@ _OPERATORS: dict[str, Callable[[Callable[..., torch.Tensor]], Callable[..., torc
 
 
 def operator(name: str, func: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """How operator ``name`` runs, whose kernel ``func`` is."""
+    """Wrap operator ``name``, whose kernel ``func`` is."""
     wrap = _OPERATORS.get(name)
     return func if wrap is None else wrap(func)

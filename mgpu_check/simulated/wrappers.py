@@ -27,13 +27,13 @@ _FAKE = "_rebuild_tensor_from_dtensor_meta"
 
 
 def is_distributed(t: object) -> bool:
-    """Whether ``t`` is a DTensor; imports nothing to find out."""
+    """Return whether ``t`` is a DTensor; imports nothing to find out."""
     kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
     return kind is not None and isinstance(t, kind)
 
 
 def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The DTensor whose part on this rank is ``convert`` of that of ``t``, which must keep shape and strides.
+    """Return the DTensor whose part on this rank is ``convert`` of that of ``t``; it must keep shape and strides.
 
     Differentiable where ``convert`` is.
     """
@@ -46,7 +46,7 @@ def convert_local(t: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tenso
 
 
 def _inner(self: torch.Tensor) -> torch.Tensor:
-    """The first tensor that ``self`` wraps."""
+    """Return the first tensor that ``self`` wraps."""
     names, _ = self.__tensor_flatten__()  # type: ignore[attr-defined]
     inner: torch.Tensor = getattr(self, names[0])
     return inner
@@ -77,14 +77,14 @@ def _make_wrapper(patches: Patches, original: Callable[..., torch.Tensor]) -> st
 
 
 def _fake(spec: Any) -> torch.Tensor:
-    """The fake tensor by which DTensor finds the shape of a result: only its device would need a driver."""
+    """Make the fake tensor by which DTensor finds the shape of a result: only its device would need a driver."""
     node, meta = active_node(), spec.tensor_meta
     device = spec.mesh.device_type if node is None or spec.mesh.device_type != "cuda" else node.backing
     return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
 
 
 def _region(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Random numbers of a DTensor: other ones in each shard, the same in its replicas, and all ranks in step after.
+    """Draw random numbers of a DTensor: others in each shard, the same in its replicas, and all ranks in step after.
 
     CUDA's generator skips to the part of its sequence that belongs to the shard. That of a CPU cannot, so each shard
     has a sequence of its own, seeded by a number that all ranks draw.
@@ -113,7 +113,7 @@ def _region(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None]:
-    """A DTensor needs a mesh: the first one is the time to teach DTensor, which is slow to import, where it lives."""
+    """Teach DTensor, which is slow to import, where it lives, as soon as the first mesh is made."""
     taught = False
 
     @functools.wraps(original)

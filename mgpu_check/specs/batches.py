@@ -21,12 +21,12 @@ KINDS = ("tuple", "list", "dict", "namedtuple")
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is not a tensor: handed to every device as it is."""
+    """A value that is not a tensor, handed to every device as it is."""
 
     value: object
 
     def build(self, device: str | torch.device = "cpu") -> object:
-        """The value itself."""
+        """Return the value itself."""
         return self.value
 
 
@@ -48,7 +48,7 @@ class Nested:
             raise ValueError(f"Nested: a namedtuple has the parts {Sample._fields}, but {len(self.parts)} were given")
 
     def build(self, device: str | torch.device = "cpu") -> Any:
-        """The container with its parts built on `device`."""
+        """Build the container, with its parts on `device`."""
         parts = [part.build(device) for part in self.parts]
         if self.kind == "dict":
             return {chr(ord("a") + index): part for index, part in enumerate(parts)}
@@ -90,5 +90,5 @@ class Split:
         return self.batch
 
     def build(self) -> Any:
-        """The batch, on `source`."""
+        """Build the batch, on `source`."""
         return self.batch.build(self.source)

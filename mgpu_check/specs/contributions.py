@@ -1,4 +1,4 @@
-"""What ranks put into a reduction, as specs."""
+"""Specs of what ranks put into a reduction."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Contributions:
     operation: str = "sum"
 
     def parts(self, count: int) -> list[torch.Tensor]:
-        """What each of `count` ranks contributes, contiguous, on the CPU."""
+        """Return what each of `count` ranks contributes, contiguous, on the CPU."""
         import torch
 
         from mgpu_check.numerics import exact
@@ -45,5 +45,5 @@ class Contributions:
         return make(self.tensor.shape, dtype, count=count, seed=self.tensor.seed)
 
     def placed(self, part: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-        """A copy of `part` on `device`, laid out as the spec says."""
+        """Copy `part` to `device`, laid out as the spec says."""
         return self.tensor.build(device).copy_(part)

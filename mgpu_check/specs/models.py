@@ -55,7 +55,7 @@ class TrainingSpec:
         return 0.05
 
     def build(self) -> nn.Module:
-        """The model, its parameters drawn from torch's global generator."""
+        """Build the model, its parameters drawn from torch's global generator."""
         from mgpu_check.recipes import models
 
         if self.model == "lenet":
@@ -68,7 +68,7 @@ class TrainingSpec:
         return models.mlp(features=_FEATURES, classes=_MLP_CLASSES)
 
     def initial(self, variant: int = 0) -> nn.Module:
-        """The model as it is at the start, on the CPU. Variants differ in all of their state."""
+        """Return the model as it is at the start, on the CPU. Variants differ in all of their state."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -82,7 +82,7 @@ class TrainingSpec:
         return model
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The batch of each step on the CPU: inputs (batch, …) float32, labels (batch,) int64."""
+        """Return the batch of each step on the CPU: inputs (batch, …) float32, labels (batch,) int64."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)

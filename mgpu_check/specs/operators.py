@@ -1,4 +1,4 @@
-"""Which operators refuse operands on different devices, and what they say: the rules, as plain data.
+"""Rules for operators with operands on different devices, as plain data: which refuse them, and in which words.
 
 Each operator has a first operand and a second one, placed apart in one of three ways. What it must do is torch's
 behaviour on CUDA. The message must name both devices; two wordings of torch name them in their own way:
@@ -27,7 +27,7 @@ NOWHERE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Rule:
-    """Where an operator raises, and how it names the devices.
+    """The conditions under which an operator raises, and how it names the devices.
 
     Attributes:
         raises: the ways of placing (first operand, second operand) apart that must raise; all others must work.
@@ -86,7 +86,7 @@ GROUPS = {"modules": tuple(_MODULES), "scalars": tuple(_SCALARS), "copies": tupl
 
 
 def placement(first: str, second: str) -> str:
-    """How two different devices, such as "cpu" and "cuda:1", lie apart."""
+    """Return how two different devices, such as "cpu" and "cuda:1", lie apart."""
     return f"{first.partition(':')[0]},{second.partition(':')[0]}"
 
 
@@ -102,10 +102,10 @@ class OperatorCase:
 
     @property
     def rule(self) -> Rule:
-        """What must happen with operands that lie apart."""
+        """The rule for operands that lie apart."""
         return OPERATORS[self.operator]
 
     @property
     def must_raise(self) -> bool:
-        """Whether torch must refuse these operands."""
+        """True if torch must refuse these operands."""
         return placement(self.first, self.second) in self.rule.raises

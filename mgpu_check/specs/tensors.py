@@ -80,12 +80,14 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def like(self, layout: str, *, seed: int = 0) -> TensorSpec:
-        """Another tensor of this shape and dtype, with another layout (contiguous where it cannot have that one)."""
+        """Return the spec of another tensor of this shape and dtype, with another layout (contiguous where it cannot
+        have that one).
+        """
         possible = layout if layout in layouts_for(len(self.shape)) else "contiguous"
         return TensorSpec(self.shape, self.dtype, possible, seed, "exact")
 
     def build(self, device: str | torch.device = "cpu") -> torch.Tensor:
-        """The tensor, laid out as described, on `device`; the same bits wherever and whenever it is built."""
+        """Build the tensor, laid out as described, on `device`; the same bits wherever and whenever it is built."""
         import torch
 
         base, window = self._storage()
@@ -118,7 +120,7 @@ class TensorSpec:
         return (order % _countable(dtype)).reshape(self.shape).to(dtype)
 
     def _storage(self) -> tuple[tuple[int, ...], _Window]:
-        """The shape of the storage, and how the tensor is seen in it."""
+        """Return the shape of the storage, and how the tensor is seen in it."""
         shape = self.shape
         if self.layout == "transposed":
             return (*shape[:-2], shape[-1], shape[-2]), lambda storage: storage.transpose(-1, -2)
@@ -140,7 +142,7 @@ if TYPE_CHECKING:
 
 
 def _countable(dtype: torch.dtype) -> int:
-    """How many consecutive whole numbers from 0 on the dtype tells apart."""
+    """Return how many consecutive whole numbers from 0 on the dtype tells apart."""
     import torch
 
     if dtype == torch.bool:
@@ -163,7 +165,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 
 def layouts_for(dims: int) -> tuple[str, ...]:
-    """The layouts that a tensor of `dims` dimensions can have."""
+    """Return the layouts that a tensor of `dims` dimensions can have."""
     least = {"transposed": _FOR_TRANSPOSING, "sliced": 1, "strided": 1, "contiguous": 0}
     named = tuple(name for name in LAYOUTS if name in least and dims >= least[name])
     return (*named, "channels_last") if dims == _FOR_CHANNELS_LAST else named

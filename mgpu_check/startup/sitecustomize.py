@@ -26,7 +26,7 @@ _HOME = os.path.dirname(os.path.dirname(_HERE))
 
 
 class _OurPackage:
-    """Where it can be imported from, also by a Python that does not have it installed."""
+    """Finder of this package, also for a Python that does not have it installed."""
 
     def __enter__(self) -> None:
         self.added = _HOME not in sys.path

@@ -15,7 +15,7 @@ __all__ = ["batch_sizes", "batches", "sample_tensors", "splits"]
 
 
 def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
-    """Batch sizes around a number of devices: fewer, as many, multiples, and those that do not divide.
+    """Draw batch sizes around a number of devices: fewer, as many, multiples, and those that do not divide.
 
     Shrinks to 0 if `empty` is true, else to 1.
     """
@@ -37,7 +37,7 @@ def sample_tensors(
     dtypes: Sequence[str] = DTYPES,
     values: Sequence[str] = ("distinct",),
 ) -> TensorSpec:
-    """A tensor of 1 to 4 dimensions with `size` elements along `dim`, which may be negative."""
+    """Draw a tensor of 1 to 4 dimensions with `size` elements along `dim`, which may be negative."""
     least = -dim if dim < 0 else dim + 1
     dims = draw(st.integers(least, max(least, 4)))
     # Sizes of 1 to 3 keep examples small; a size of 0 beside the batch is as legal as an empty batch, and rarer.
@@ -67,7 +67,7 @@ def batches(
     leaves: bool = False,
     kinds: Sequence[str] = KINDS,
 ) -> BatchSpec:
-    """A tensor, or tensors nested in tuples, lists, dicts and named tuples, each with `size` elements along `dim`.
+    """Draw a tensor, or tensors nested in tuples, lists, dicts and named tuples, each with `size` elements along `dim`.
 
     Args:
         size: the batch size, one for all tensors, or a strategy of it.
@@ -104,7 +104,8 @@ def splits(
     leaves: bool = False,
     kinds: Sequence[str] = KINDS,
 ) -> Split:
-    """Batches of sizes around the number of devices, on the CPU or on a device, over 1 device or up to all of the run.
+    """Draw batches of sizes around the number of devices, on the CPU or on a device, over 1 device or up to all of the
+    run.
 
     Most are spread over all devices, since that is where shards get lost. The other arguments are those of `batches`.
     """

@@ -24,7 +24,9 @@ def contributions(
     min_dims: int = 0,
     min_size: int = 0,
 ) -> Contributions:
-    """What ranks put into a reduction: vectors of up to some dozens of elements, most of which no world size divides."""
+    """Draw what ranks put into a reduction: vectors of up to some dozens of elements, most of which no world size
+    divides.
+    """
     vector = st.integers(min_size, 70).map(lambda length: (length,))
     shape = draw(st.one_of(vector, shapes(min_dims, 4, min_size, 6)))
     operation = draw(st.sampled_from(tuple(operations)))

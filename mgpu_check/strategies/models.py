@@ -20,7 +20,7 @@ def trainings(
     steps: st.SearchStrategy[int] | None = None,
     windows: st.SearchStrategy[int] | None = None,
 ) -> TrainingSpec:
-    """Training runs with even and uneven batches, of one to three steps.
+    """Draw training runs with even and uneven batches, of one to three steps.
 
     Args:
         models: names of `MODELS`; name one more than once to have it more often.

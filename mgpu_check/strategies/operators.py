@@ -15,7 +15,7 @@ __all__ = ["operator_cases"]
 def operator_cases(
     draw: st.DrawFn, *, must_raise: bool, only: str | None = None, without: tuple[str, ...] = ()
 ) -> OperatorCase:
-    """Operators over two different places, all of which must raise, or all of which must work.
+    """Draw operators over two different places, all of which must raise, or all of which must work.
 
     Args:
         must_raise: which of the two.

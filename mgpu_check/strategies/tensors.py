@@ -12,24 +12,24 @@ __all__ = ["LAYOUTS", "TensorSpec", "dtypes", "layouts", "seeds", "shapes", "ten
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Seeds of a spec's data; small, so that a printed spec stays readable."""
+    """Draw seeds of a spec's data; small, so that a printed spec stays readable."""
     return st.integers(0, 999)
 
 
 def dtypes(choices: Sequence[str] = DTYPES) -> st.SearchStrategy[str]:
-    """Names of dtypes; simplest first."""
+    """Draw names of dtypes; simplest first."""
     return st.sampled_from(tuple(choices))
 
 
 def layouts(dims: int) -> st.SearchStrategy[str]:
-    """Names of layouts that exist for tensors of `dims` dimensions; shrinks to contiguous."""
+    """Draw names of layouts that exist for tensors of `dims` dimensions; shrinks to contiguous."""
     return st.sampled_from(layouts_for(dims))
 
 
 def shapes(
     min_dims: int = 0, max_dims: int = 4, min_size: int = 0, max_size: int = 6
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes with `min_dims` to `max_dims` dimensions of `min_size` to `max_size` each."""
+    """Draw shapes with `min_dims` to `max_dims` dimensions of `min_size` to `max_size` each."""
     return st.lists(st.integers(min_size, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
@@ -42,7 +42,7 @@ def tensors(
     values: Sequence[str] = ("distinct",),
     layouts: Sequence[str] = LAYOUTS,
 ) -> TensorSpec:
-    """Specs of tensors: shape, dtype, layout, seed and kind of values.
+    """Draw specs of tensors: shape, dtype, layout, seed and kind of values.
 
     Args:
         shape: one shape, or a strategy of shapes; 0 to 4 dimensions of 0 to 6 elements if not given.

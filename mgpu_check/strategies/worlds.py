@@ -1,4 +1,4 @@
-"""How many ranks or devices, and which ones: drawn up to the number that the run was given."""
+"""Draw how many ranks or devices, and which ones, up to the number that the run was given."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
 
 
 def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
-    """The ways in which a world of `size` lies on the hosts that are worth a try: within each, and across them."""
+    """Return the ways worth a try in which a world of `size` lies on the hosts: within each, and across them."""
     hosts = range(len(per_host))
     found = [WorldSize([size if host == one else 0 for host in hosts]) for one in hosts if size <= per_host[one]]
     spreads = [
@@ -73,7 +73,7 @@ def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
 
 
 def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """World sizes from `least` to the number of devices of the run (or `most`, if that is less).
+    """Draw world sizes from `least` to the number of devices of the run (or `most`, if that is less).
 
     In a run on several hosts they also say how many of the ranks are on which: worlds that stay within one host, and
     worlds that cross hosts.
@@ -87,22 +87,22 @@ def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[in
 
 
 def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Numbers of devices to spread work over, like `world_sizes`; in a run on several hosts, of one host."""
+    """Draw numbers of devices to spread work over, like `world_sizes`; in a run on several hosts, of one host."""
     return _when_drawn(lambda: _up_to(least, most, _devices_in_one_process(), "device_counts"))
 
 
 def all_devices() -> st.SearchStrategy[int]:
-    """The number of devices of the run; in a run on several hosts, of the host where the test runs."""
+    """Draw the number of devices of the run; in a run on several hosts, of the host where the test runs."""
     return _when_drawn(lambda: st.just(_devices_in_one_process()))
 
 
 def places(*, cpu: bool = True) -> st.SearchStrategy[str]:
-    """One place for a tensor: "cpu" (unless `cpu` is false), "cuda:0", … as far as the run has devices."""
+    """Draw one place for a tensor: "cpu" (unless `cpu` is false), "cuda:0", … as far as the run has devices."""
     return _when_drawn(lambda: st.sampled_from(_places(cpu)))
 
 
 def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
-    """Two different places, in either order.
+    """Draw two different places, in either order.
 
     Raises:
         ValueError: when drawn, if there are no two: one device, and `cpu` is false.
@@ -115,7 +115,7 @@ def _places(cpu: bool) -> list[str]:
 
 
 def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
-    """All that `device_pairs` can draw in this run."""
+    """Return all that `device_pairs` can draw in this run."""
     found = [(first, second) for first in _places(cpu) for second in _places(cpu) if first != second]
     if not found:
         raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 for this test; give it more")

@@ -1,4 +1,4 @@
-"""How many examples a packaged property draws."""
+"""Choose how many examples a packaged property draws."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is put around functions of torch, and which of its global switches a test may have changed."""
+"""Wrap functions of torch, and restore its global switches that a test may have changed."""

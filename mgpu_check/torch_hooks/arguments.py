@@ -1,4 +1,4 @@
-"""What is said of the arguments of a collective, and what of them must be equal on all ranks."""
+"""Describe the arguments of a collective, and what of them must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SHOWN = 4  # tensors of a list
 
 
 def group_of(group: Any) -> Group | None:
-    """What names a group, as all its ranks know it; None where this process is none of them, or it cannot be told."""
+    """Return what names a group on all its ranks; None where this process is none of them, or it cannot be told."""
     try:
         if group is None or group is dist.group.WORLD:
             return Group("", tuple(range(dist.get_world_size())))
@@ -40,7 +40,9 @@ def group_of(group: Any) -> Group | None:
 
 
 def shown(value: Any) -> str:
-    """ "float32[4, 2]"; of several tensors how many, and the first kinds of them: "9x float32[4], int32[1]…"."""
+    """Describe operands: "float32[4, 2]"; of several tensors how many, and the first kinds of them: "9x float32[4],
+    int32[1]…".
+    """
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)) and value:
@@ -50,7 +52,7 @@ def shown(value: Any) -> str:
 
 
 def compared(value: Any) -> str:
-    """What must be equal on all ranks; of several tensors a checksum, for there may be many."""
+    """Return what must be equal on all ranks; of several tensors a checksum, for there may be many."""
     if isinstance(value, torch.Tensor):
         return size_of(value)
     if isinstance(value, (list, tuple)):
@@ -60,7 +62,10 @@ def compared(value: Any) -> str:
 
 
 def option(name: str, value: Any) -> str:
-    """ "sum", "src=0". Of an operation with a factor its kind: each rank may well have a factor of its own."""
+    """Describe an option: "sum", "src=0".
+
+    Of an operation with a factor its kind: each rank may well have a factor of its own.
+    """
     if name in ("op", "reduceOp"):
         if type(value) is dist.ReduceOp:  # an object, of which each rank has its own; `SUM` is none
             state: Any = value.__getstate__()

@@ -1,4 +1,4 @@
-"""In a rank: write down each collective as it is entered, and what the ranks must agree on.
+"""Record each collective in a rank as it is entered, and what the ranks must agree on.
 
 The public functions of ``torch.distributed``, and those of its functional collectives, are replaced by ones that note
 name, operand and call site before they do the same. The C++ reducer of DistributedDataParallel passes them by.
@@ -101,7 +101,7 @@ class _Inside(threading.local):
 
 
 class Recorder:
-    """What this process has entered since `begin`."""
+    """The collectives that this process has entered since `begin`."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -129,15 +129,15 @@ class Recorder:
 
     @property
     def total(self) -> int:
-        """How many operations have begun."""
+        """Number of operations that have begun."""
         return self._total
 
     def agreement(self) -> Agreement:
-        """What the members of each group must agree on."""
+        """Return what the members of each group must agree on."""
         return tuple((group, count, check) for group, (count, check) in sorted(self._groups.items()))
 
     def flows(self) -> tuple[Flow, ...]:
-        """What this rank has given others, and taken from them."""
+        """Return what this rank has given others, and taken from them."""
         return self._flows.told()
 
     def call(self, function: Callable[..., Any], form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,7 +238,7 @@ recorder = Recorder()
 
 
 class Form(Protocol):
-    """What is to be read off the arguments of one function.
+    """How to read the arguments of one function.
 
     Attributes:
         name: of the function of ``torch.distributed``.
@@ -260,11 +260,11 @@ class Form(Protocol):
     flows: str | None
 
     def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The one of that name, None where there is none."""
+        """Return the argument of that name, None where there is none."""
 
 
 class _FunctionForm:
-    """What is to be read off the arguments of one function."""
+    """How to read the arguments of one function."""
 
     def __init__(self, function: Callable[..., Any], operand: str, peer: bool) -> None:
         self.name = function.__name__.lstrip("_")
@@ -319,7 +319,7 @@ def _record_waits(kind: Any) -> None:
 
 
 def install_simulated() -> None:
-    """On a simulated node, write a collective down before the simulation does what may wait for other ranks."""
+    """Write a collective down, on a simulated node, before the simulation does what may wait for other ranks."""
     from mgpu_check.simulated import collectives, late
 
     _record_waits(late.LateWork)

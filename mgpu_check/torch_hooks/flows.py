@@ -1,4 +1,5 @@
-"""What a rank gives each other rank in an operation, and what it takes from it: by that both sides can be compared.
+"""Read what a rank gives each other rank in an operation, and what it takes from it, so that both sides can be
+compared.
 
 Sends and receives, and the collectives in which ranks may well have tensors of different sizes. In the others all ranks
 must have the same; see `collectives`.
@@ -24,12 +25,14 @@ Parts = Iterator[tuple[bool, int, str]]
 
 
 def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
-    """ "float32[8]": dtype and number of elements, whatever the shape."""
+    """Describe a size, "float32[8]": dtype and number of elements, whatever the shape."""
     return f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel() if count is None else count}]"
 
 
 def _sizes(tensors: Any, count: int) -> list[str]:
-    """Of a list with a tensor for each rank; nothing where it is none, of which the collective itself will complain."""
+    """Return the sizes in a list with a tensor for each rank; nothing where it is none, of which the collective itself
+    will complain.
+    """
     if isinstance(tensors, (list, tuple)) and len(tensors) == count:
         return [size_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
     return []
@@ -164,7 +167,7 @@ class Flows:
         return take_back
 
     def told(self) -> tuple[Flow, ...]:
-        """All of it, for the pytest process."""
+        """Return all of it, for the pytest process."""
         if not self._runs:
             return ()
         with self._lock:

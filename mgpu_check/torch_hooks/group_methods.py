@@ -51,7 +51,7 @@ _OTHER_KEYWORDS = frozenset({"opts", "timeout", "op", "root", "tag", "srcRank", 
 
 
 class MethodForm:
-    """What is to be read off the arguments of one method; as `collectives.Form`."""
+    """How to read the arguments of one method; as `collectives.Form`."""
 
     def __init__(self, method: str, symmetric: bool) -> None:
         self.name, self.parameters = METHODS[method]
@@ -81,7 +81,7 @@ class MethodForm:
 
 
 def _nested(value: Any) -> bool:
-    """Whether it is a list of lists of tensors: of one for each device of this process, of which there is one."""
+    """Return whether it is a list of lists of tensors: of one for each device of this process, of which there is one."""
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], (list, tuple))
 
 

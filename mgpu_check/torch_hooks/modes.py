@@ -15,7 +15,7 @@ _SMALLEST = sys.float_info.min
 
 
 class Modes:
-    """Those of a fresh rank."""
+    """Modes of torch in a fresh rank."""
 
     def __init__(self) -> None:
         self._autocast = _autocast()

@@ -1,4 +1,5 @@
-"""How torch rounds float32 in matrix products, convolutions and recurrent networks: kept, put back, held at float32.
+"""Keep how torch rounds float32 in matrix products, convolutions and recurrent networks: save, put back, hold at
+float32.
 
 Torch has two interfaces for it. The older one (``allow_tf32``, ``set_float32_matmul_precision``) raises when it is asked for
 what was set by the newer one (``fp32_precision``) and has no name in it. What is kept here never asks in vain.
@@ -29,7 +30,7 @@ _set: Callable[[str, str, str], Any] = torch._C._set_fp32_precision_setter
 
 
 def kept() -> Precision:
-    """As it is now; equal to another if all is as it was then."""
+    """Return the precision as it is now; equal to another if all is as it was then."""
     older = _said(torch.get_float32_matmul_precision), _said(torch._C._get_cudnn_allow_tf32)
     newer = tuple(_get(*place) for place in (*_ABOVE, *_OPERATORS))
     return older, newer, tuple(getattr(torch.backends.cuda.matmul, name) for name in _REDUCTIONS)
@@ -55,7 +56,9 @@ def put_back(precision: Precision) -> None:
 
 
 def exact() -> None:
-    """float32 as float32, on the CPU, too; sums in narrow dtypes are kept in float32 from their first to their last term."""
+    """Compute float32 as float32, on the CPU, too; keep sums in narrow dtypes in float32 from their first to their last
+    term.
+    """
     torch.set_float32_matmul_precision("highest")
     torch._C._set_cudnn_allow_tf32(False)
     for place in _OPERATORS:

@@ -48,14 +48,14 @@ _MISSING = object()
 
 
 class Replaceable:
-    """What stands where in a fresh rank."""
+    """The functions and hooks of a fresh rank that a test could replace."""
 
     def __init__(self) -> None:
         self._functions = [(owner, names, list(map(vars(owner).get, names))) for owner, names in _NAMES]
         self._hooks = {name: dict(getattr(modules, name)) for name in _HOOKS}
 
     def changed(self) -> list[str]:
-        """What stands elsewhere now, in words."""
+        """Describe what stands elsewhere now."""
         found = []
         for owner, names, functions in self._functions:
             now = vars(owner)

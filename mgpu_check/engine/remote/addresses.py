@@ -1,4 +1,4 @@
-"""Where the driver listens: no wider than the processes of the run need to reach it."""
+"""Choose where the driver listens: no wider than the processes of the run need to reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOCAL_NAMES = re.compile(r"localhost6?(\.localdomain6?)?|.*\.localhost", re.IGN
 
 
 def words_of_parent() -> list[str]:
-    """The command line of the process that has launched this one; empty where it cannot be read."""
+    """Return the command line of the process that has launched this one; empty where it cannot be read."""
     try:
         text = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
     except OSError:
@@ -29,7 +29,7 @@ def words_of_parent() -> list[str]:
 
 
 def rendezvous_of(words: Sequence[str], endpoint: str = "") -> str:
-    """The host at which torchrun's own processes meet, as its command line says, or else `endpoint`; may be empty."""
+    """Return the host at which torchrun's own processes meet, by its command line or else by `endpoint`; may be empty."""
     for index, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in ("--rdzv-endpoint", "--rdzv_endpoint"):
@@ -40,13 +40,13 @@ def rendezvous_of(words: Sequence[str], endpoint: str = "") -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine alone. The machine's own name is not, whatever it is looked up as here."""
+    """Return whether `host` is this machine alone. The machine's own name is not, whatever it is looked up as here."""
     number = _number(host)
     return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
 
 
 def listener_for(place: Place, rendezvous: str = "") -> tuple[socket.socket, str]:
-    """A socket for the driver, on a port that is free, and the address at which all agents reach it.
+    """Open a socket for the driver, on a free port; return it and the address at which all agents reach it.
 
     Args:
         rendezvous: the host at which the launcher's own processes meet, where that is known.
@@ -76,7 +76,7 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def listen_at(host: str, port: int = 0) -> socket.socket:
-    """A socket that accepts what comes to this address of the machine.
+    """Open a socket that accepts what comes to this address of the machine.
 
     Raises:
         OSError: it is none of this machine, or the port is taken.
@@ -94,7 +94,7 @@ def listen_at(host: str, port: int = 0) -> socket.socket:
 
 
 def _numbers_of(host: str) -> list[str]:
-    """The addresses of `host` but for those that mean "this machine" wherever they are used."""
+    """Return the addresses of `host` but for those that mean "this machine" wherever they are used."""
     try:
         found = [str(info[4][0]) for info in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     except OSError:
@@ -103,7 +103,7 @@ def _numbers_of(host: str) -> list[str]:
 
 
 def _nearest_to(host: str) -> list[str]:
-    """The address of this machine from which it reaches `host`, which is another one."""
+    """Return the address of this machine from which it reaches `host`, which is another one."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

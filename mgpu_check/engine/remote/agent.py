@@ -116,7 +116,7 @@ class _Left(Exception):
 
 
 class Agent:
-    """What has joined the driver."""
+    """The processes of this place, for the driver that it has joined."""
 
     def __init__(self, connection: socket.socket, launcher: LocalLauncher, place: Place, driver: Announced) -> None:
         self.connection = connection
@@ -152,7 +152,7 @@ class Agent:
             shut(self.connection)
 
     def description(self) -> dict[str, Any]:
-        """What the driver is to know of this agent."""
+        """Describe this agent to the driver."""
         import torch
 
         place = self.place

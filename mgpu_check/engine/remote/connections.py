@@ -43,7 +43,7 @@ class Connections:
     """
 
     def __init__(self, listener: socket.socket, key: Key, size: int, parent: int | None, patience: float) -> None:
-        """Nothing is accepted yet.
+        """Begin without any agent.
 
         Args:
             parent: file descriptor of the process of the launcher on this host, readable when it has ended.
@@ -141,7 +141,7 @@ class Connections:
             call(code)
 
     def untold(self) -> list[str]:
-        """Losses that no failure has told yet: of those that came one after another, the first."""
+        """Return the losses that no failure has told yet: of those that came one after another, the first."""
         with self.changed:
             untold, self._untold = self._untold, []
         return untold
@@ -291,7 +291,7 @@ class Connections:
             self._lose(agent, _LEFT)
 
     def name(self, agent: Agent) -> str:
-        """What reports call the host of an agent."""
+        """Return the name of an agent's host in reports."""
         return self.host_names.get(agent.rank, agent.host)
 
     def _note_end(self, agent: Agent, process: int, code: int | None) -> None:

@@ -1,4 +1,4 @@
-"""How two processes of a run make sure of each other, before either believes a word: both show that they have its key.
+"""Authenticate two processes of a run to each other, before either believes a word: both prove that they have its key.
 
 Everything here has a fixed size and is compared as bytes; nothing that a stranger sends is parsed. The key itself is never
 sent. What is shown holds for one connection only: it covers fresh random numbers of both sides, the run, and the address
@@ -28,12 +28,12 @@ class Stranger(Exception):
 
 
 class WrongKey(Stranger):
-    """It does as one of ours does, with another key."""
+    """The peer follows our protocol, but has another key."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What all processes of a run know, and nobody else.
+    """The secret that all processes of a run know, and nobody else.
 
     Attributes:
         source: where it comes from, in words.
@@ -43,26 +43,26 @@ class Key:
     source: str
 
     def of_run(self, run: str) -> Key:
-        """The same for one run only: what is shown by it means nothing in another run of the same user."""
+        """Return the key for one run only: a proof by it means nothing in another run of the same user."""
         return Key(self.proof(b"run", run.encode()), self.source)
 
     def proof(self, what: bytes, *parts: bytes) -> bytes:
-        """That one who has the key says `parts`, and means `what`."""
+        """Prove that who has the key says `parts`, and means `what`."""
         said = b"".join(len(part).to_bytes(8, "big") + part for part in (what, *parts))
         return hmac.digest(self.secret, said, "sha256")
 
     def proves(self, proof: bytes, what: bytes, *parts: bytes) -> bool:
-        """Whether `proof` is that of one who has the key."""
+        """Return whether `proof` is that of one who has the key."""
         return hmac.compare_digest(proof, self.proof(what, *parts))
 
 
 def new_secret() -> bytes:
-    """A key that nobody has yet."""
+    """Make a key that nobody has yet."""
     return secrets.token_bytes(32)
 
 
 def endpoint(address: object) -> bytes:
-    """A socket's own address, or that of its peer, in one spelling for both ends."""
+    """Return a socket's own address, or that of its peer, in one spelling for both ends."""
     if not isinstance(address, tuple):
         return b""  # of a socket that has none
     number = ipaddress.ip_address(str(address[0]).partition("%")[0])
@@ -72,7 +72,7 @@ def endpoint(address: object) -> bytes:
 
 
 def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, bytes]:
-    """The side that listens, as a generator, so that one thread can listen to many.
+    """Prove on the side that listens, as a generator, so that one thread can listen to many.
 
     Yields what is to be sent, and how many bytes the answer has; returns what is to be sent in the end.
 
@@ -91,7 +91,7 @@ def verify(key: Key, listens_at: bytes) -> Generator[tuple[bytes, int], bytes, b
 
 
 def present(connection: socket.socket, key: Key, timeout: float) -> None:
-    """The side that connects.
+    """Prove on the side that connects.
 
     Raises:
         Stranger: the other end does not have the key.
@@ -110,7 +110,7 @@ def present(connection: socket.socket, key: Key, timeout: float) -> None:
 
 
 def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly `count` bytes: what follows is for somebody else."""
+    """Read exactly `count` bytes: what follows is for somebody else."""
     data = b""
     while len(data) < count:
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -19,5 +19,5 @@ def become(one: Driver) -> None:
 
 
 def driver() -> Driver | None:
-    """What `become` was told last; None in a run that was not launched."""
+    """Return what `become` was told last; None in a run that was not launched."""
     return _driver

@@ -62,7 +62,7 @@ def start_driver(
 
 
 def _command_of(place: Place) -> list[str]:
-    """The words that launched the process at `place`, up to the name of this package."""
+    """Return the words that launched the process at `place`, up to the name of this package."""
     plain = [sys.executable, "-m", "mgpu_check"]
     if place.launcher == "srun":
         return ["srun", f"--ntasks={place.size}", *plain]
@@ -79,7 +79,7 @@ def _command_of(place: Place) -> list[str]:
 
 @dataclass
 class Driver:
-    """What the pytest process knows as driver of a launched run.
+    """The pytest process as driver of a launched run.
 
     Attributes:
         size: how many ranks were launched.
@@ -103,13 +103,13 @@ class Driver:
         self.connections.finish(self.exit_code)
 
     def launcher(self, patience: float) -> AgentLauncher:
-        """The launcher of this run, which waits `patience` seconds for agents."""
+        """Return the launcher of this run, which waits `patience` seconds for agents."""
         self.connections.patience = patience
         return AgentLauncher(self.connections, f"{secrets.token_hex(4)}", versions(), self.environment)
 
 
 def is_driver() -> bool:
-    """Whether this process was started as one."""
+    """Return whether this process was started as one."""
     return _VARIABLE in os.environ
 
 

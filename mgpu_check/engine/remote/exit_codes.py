@@ -1,4 +1,4 @@
-"""How the result of the run becomes the exit codes of many processes.
+"""Turn the result of the run into the exit codes of many processes.
 
 One process per host under torchrun, and the one of rank 0 elsewhere, exits with the code of the run; all others with 0,
 so that a launcher reports one failure and not as many as there are ranks. To torchrun every failure is a reason to start
@@ -24,7 +24,7 @@ _KEY = "mgpu_check_exit_code"
 
 
 def share_of(code: int, place: Place) -> int:
-    """The exit code of the process at `place`, in a run that ends with `code`."""
+    """Return the exit code of the process at `place`, in a run that ends with `code`."""
     return code if _leads(place) else 0
 
 
@@ -46,7 +46,7 @@ def leave(code: int, place: Place, environment: Mapping[str, str]) -> None:
 
 
 def of_earlier_attempt(environment: Mapping[str, str]) -> int | None:
-    """The code with which this run has ended already, None if it has not."""
+    """Return the code with which this run has ended already, None if it has not."""
     name = environment.get(_VARIABLE)
     if name is None or len(Path(name).parents) < 3:
         return None

@@ -1,4 +1,4 @@
-"""How an agent comes to a driver: it finds the one that is announced, or, for rank 0, starts one."""
+"""Bring an agent to its driver: find the one that is announced, or, for rank 0, start one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _KNOCK_TIMEOUT = 5.0
 
 
 class Refused(Exception):
-    """What is announced is no driver of ours, or not for us. The text says what to do."""
+    """The announced driver is none of ours, or not for us. The text says what to do."""
 
 
 def connect(driver: Announced, attempts: int = 1) -> socket.socket:
-    """A connection to `driver`, proven on both sides.
+    """Connect to `driver`, with proof on both sides.
 
     Args:
         attempts: more than one where nobody else would try again: strangers may be so many that one of ours is sent away.
@@ -85,7 +85,7 @@ class Run:
         return self._driver
 
     def _left(self) -> Announced | None:
-        """A driver that an earlier process has started, and that is still there."""
+        """Find a driver that an earlier process has started, and that is still there."""
         try:
             announced = self._meeting.driver()
             if announced is not None:

@@ -32,11 +32,11 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class UnusableKey(Exception):
-    """There is no key that only this user knows. The text says why, and what to do."""
+    """No key exists that only this user knows. The text says why, and what to do."""
 
 
 def default_path(environment: Mapping[str, str]) -> Path:
-    """Where the key is if nothing else is said. Hosts that share a home share it.
+    """Return the path of the key if no other is given. Hosts that share a home share it.
 
     Raises:
         UnusableKey: this user has no home.
@@ -55,7 +55,7 @@ def default_path(environment: Mapping[str, str]) -> Path:
 
 
 def secret_in(path: Path, make_directory: bool) -> bytes:
-    """The key in the file at `path`, 32 bytes; the file is made if it is not there.
+    """Read the key in the file at `path`, 32 bytes; make the file if it is not there.
 
     Args:
         make_directory: make the directory, too.
@@ -86,7 +86,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _safe(directory: Path) -> Path:
-    """The real path of `directory`, in which nobody but this user and root can replace a file of this user."""
+    """Return the real path of `directory`, in which nobody but this user and root can replace a file of this user."""
     real = Path(os.path.realpath(directory, strict=True))
     trusted = {0, os.geteuid(), _unmapped()}
     for one in (real, *real.parents):
@@ -105,7 +105,9 @@ def _safe(directory: Path) -> Path:
 
 
 def _unmapped() -> int | None:
-    """Who stands for all users of the host, root included, that the user namespace of this process does not have."""
+    """Return the id that stands for all users of the host, root included, that the user namespace of this process does
+    not have.
+    """
     try:
         if Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]:
             return None

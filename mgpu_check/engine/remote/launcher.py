@@ -46,7 +46,7 @@ class AgentLauncher:
     def __init__(
         self, connections: Connections, run: str, versions: Mapping[str, str], environment: Mapping[str, str]
     ) -> None:
-        """Nothing is waited for yet.
+        """Begin without waiting for agents.
 
         Args:
             run: prefix of all that this run keeps in the store.
@@ -126,11 +126,11 @@ class AgentLauncher:
                     )
 
     def visible_on(self, host: int) -> int:
-        """How many real devices the first agent of a host sees."""
+        """Return how many real devices the first agent of a host sees."""
         return int(self.connections.agents[self.hosts[host].ranks[0]].told["devices"])
 
     def start(self) -> None:
-        """The agents have started their fork servers themselves."""
+        """Do nothing: the agents have started their fork servers themselves."""
 
     def launch(self, slots: Sequence[Slot]) -> list[Process]:
         connections = self.connections
@@ -177,14 +177,17 @@ class AgentLauncher:
             raise StartupFailure(f"{text}, and {why}")
 
     def lost_for_good(self) -> str | None:
-        """Why agents that are lost will not come back; None where none is lost, or they may."""
+        """Return why agents that are lost will not come back; None where none is lost, or they may."""
         connections = self.connections
         if connections.over is not None:
             return f"the run is over: {connections.over}"
         return None
 
     def call_context(self, here: CallContext) -> CallContext:
-        """What a rank takes over of `here`: what has changed since this process started. The rest it has of its agent."""
+        """Return what a rank takes over of `here`: what has changed since this process started.
+
+        It has the rest from its agent.
+        """
         changed = {name: value for name, value in here.environment.items() if self._environment.get(name) != value}
         removed = frozenset(self._environment.keys() - here.environment.keys())
         return dataclasses.replace(here, environment=changed, removed=removed)
@@ -214,6 +217,6 @@ class AgentLauncher:
         return []  # the devices are this run's own until it ends
 
     def close(self) -> None:
-        """The agents end what they have started when the run ends; until then they keep their fork servers."""
+        """Leave the agents to end what they have started when the run ends; until then they keep their fork servers."""
         with contextlib.suppress(AgentGone):
             self.collect()

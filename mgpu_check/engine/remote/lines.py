@@ -1,4 +1,4 @@
-"""What agents and driver say to each other once they know each other: lines of JSON, never anything that can run.
+"""Exchange messages between agents and driver once they know each other: lines of JSON, never anything that can run.
 
 From an agent: ``{"agent": {…}}`` first; then ``launched``, ``failed``, ``exit``, ``answer``, ``interrupt`` and
 ``leaving``. From the driver: ``launch``, ``call`` and ``end``. A further connection of an agent says ``{"launch": id}``
@@ -38,7 +38,7 @@ def tune(connection: socket.socket, control: bool) -> None:
 
 
 def line(message: dict[str, Any]) -> bytes:
-    """`message` as it is sent."""
+    """Encode `message` as it is sent."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -59,7 +59,7 @@ class Lines:
             raise ValueError(f"a line of more than {LONGEST} bytes")
 
     def next(self) -> dict[str, Any] | None:
-        """The next message, None as long as there is none.
+        """Return the next message, None as long as there is none.
 
         Raises:
             ValueError: it is no JSON object.

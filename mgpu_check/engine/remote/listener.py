@@ -1,4 +1,4 @@
-"""Where everybody can knock, and only agents of this run come in."""
+"""Accept connections from anybody, and let in only agents of this run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Listener:
         admit: Callable[[socket.socket, dict[str, Any]], None],
         refuse: Callable[[str], None],
     ) -> None:
-        """It is open as soon as somebody waits with `selector`, and calls the data of what is ready.
+        """Listen as soon as somebody waits with `selector`, and call the data of what is ready.
 
         Args:
             admit: takes over a connection; raises `LookupError`, `TypeError` or `ValueError` if what it says makes no

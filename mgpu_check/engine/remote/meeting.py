@@ -1,4 +1,4 @@
-"""How agents find the driver: through the store of the launcher, or one that the agent of rank 0 has.
+"""Let agents find the driver: through the store of the launcher, or one that the agent of rank 0 has.
 
 Whoever reaches the port of that store can read and write it: torch guards it with nothing. So what stands there is
 believed only if it was made with the key of the run, which does not stand there.
@@ -45,7 +45,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class End:
-    """How a driver has ended.
+    """The way in which a driver has ended.
 
     Attributes:
         code: exit code of the run, None where the driver has ended without a word.
@@ -97,7 +97,7 @@ class Meeting:
         return Announced(address, port, name, key)
 
     def driver(self) -> Announced | None:
-        """The driver that was announced last, None if none was.
+        """Return the driver that was announced last, None if none was.
 
         Raises:
             WrongKey: it was announced by one who has another key.
@@ -118,7 +118,7 @@ class Meeting:
         return Announced(told["address"], told["port"], told["name"], key)
 
     def claimed(self) -> tuple[str, int] | None:
-        """Where a driver is that has another key, if it is as it says. Nobody has shown that."""
+        """Return the address that a driver with another key claims. Nobody has proven it."""
         try:
             found = self._read(_DRIVER)
             told = json.loads(found[0]) if found is not None else {}
@@ -131,7 +131,7 @@ class Meeting:
         self._say(_END, driver.key, {"name": driver.name, "code": code})
 
     def ended(self, driver: Announced) -> End | None:
-        """How `driver` has ended, None as long as it has not."""
+        """Return how `driver` has ended, None as long as it has not."""
         try:
             found = self._read(_END)
             if found is None:
@@ -150,7 +150,7 @@ class Meeting:
         self._store.set(name, json.dumps(value if opened is None else {**value, "key": opened.hex()}))
 
     def _read(self, name: str) -> tuple[str, bytes, bytes | None] | None:
-        """What stands in the store, its proof, and the key if that stands there, too."""
+        """Read what stands in the store, its proof, and the key if that stands there, too."""
         if not self._store.check([name]):
             return None
         text = self._store.get(name)

@@ -35,12 +35,12 @@ class Launch:
     connection: socket.socket | None = None
 
     def complete(self) -> None:
-        """Fulfil the future, if all is there."""
+        """Complete the future, if all is there."""
         if self.pid is not None and self.connection is not None and not self.future.done():
             self.future.set_result(Launched(self.pid, self.connection))
 
     def fail(self, error: Exception) -> None:
-        """Break the future, unless it is fulfilled."""
+        """Fail the future, unless it is complete."""
         if not self.future.done():
             self.future.set_exception(error)
             if self.connection is not None:
@@ -48,7 +48,7 @@ class Launch:
 
 
 class Agent:
-    """One that has joined.
+    """An agent that has joined.
 
     Attributes:
         host: name of its host.

@@ -19,7 +19,7 @@ _NOBODY_KNOWS = 75
 
 
 class RemoteProcess(Process):
-    """Asks the agent for what a local process finds in its files."""
+    """A process of another host: its agent answers what a local process finds in its files."""
 
     def __init__(self, connections: Connections, agent: Agent, number: int, pid: int, connection: Channel) -> None:
         self.pid = pid

@@ -1,4 +1,4 @@
-"""What the variables of a launcher say: which of how many processes this one is, and where they can meet."""
+"""Read the variables of a launcher: which of how many processes this one is, and where they can meet."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Place:
 
     @property
     def identity(self) -> str:
-        """What tells this run from the others of a user, known to all its processes without asking anybody."""
+        """Name of this run that tells it from others of a user, known to all its processes without asking anybody."""
         return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 
 def place_of(environment: Mapping[str, str]) -> Place | None:
-    """The place that `environment` describes; None for a process that is alone.
+    """Return the place that `environment` describes; None for a process that is alone.
 
     Raises:
         ValueError: a variable is missing, or is no number.
@@ -79,7 +79,7 @@ class _Variables:
         self.environment = environment
 
     def number(self, *names: str) -> int:
-        """The number in the first of `names` that is set."""
+        """Return the number in the first of `names` that is set."""
         found = self.perhaps(*names)
         if found is None:
             raise ValueError(f"environment variable {names[0]} is not set")
@@ -147,7 +147,7 @@ def _of_classic_variables(variables: _Variables) -> Place:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: "node[03-07,9],login2" is node03, …"""
+    """Return the first host of a list as Slurm writes it: "node[03-07,9],login2" is node03, …"""
     head = re.match(r"([^,\[]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     assert head is not None  # every part of the pattern may be empty
     prefix, numbers, suffix = head.groups()

@@ -11,7 +11,7 @@ __all__ = ["versions"]
 
 
 def versions() -> dict[str, str]:
-    """What this process has."""
+    """Return the versions of this process."""
     return {
         "Python": platform.python_version(),
         "torch": importlib.metadata.version("torch"),

@@ -1,1 +1,1 @@
-"""What a run tells: failures of ranks in pytest's reports, progress, and the closing table."""
+"""Report a run: failures of ranks in pytest's reports, progress, and the closing table."""

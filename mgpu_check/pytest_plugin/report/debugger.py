@@ -65,7 +65,9 @@ class PostMortem:
 
 
 def _to_file(tb: types.TracebackType | None, path: Path) -> types.TracebackType | None:
-    """`tb` up to the last frame of the test's own file that is a frame of a function, and no further; None if none is."""
+    """Return `tb` up to the last frame of the test's own file that is a frame of a function, and no further; None if
+    none is.
+    """
     frames = []
     while tb is not None:
         frames.append(tb)

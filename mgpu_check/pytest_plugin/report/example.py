@@ -59,7 +59,7 @@ def apply(text: str, items: Sequence[pytest.Item]) -> str | None:
 
 
 def blob_of_this() -> str | None:
-    """The example that Hypothesis runs now; None where it does not say.
+    """Return the example that Hypothesis runs now; None where it is not known.
 
     By inner parts of Hypothesis: it tells of an example only if that raises an `Exception`.
     """
@@ -78,7 +78,8 @@ _OBSERVED = {"observability_enabled": lambda: True, "TESTCASE_CALLBACKS": (None,
 
 @contextlib.contextmanager
 def keeping_steps() -> Iterator[None]:
-    """For the time of the context, have state machines keep the text of each step that they take, for `asides.steps_to`.
+    """Have state machines keep the text of each step that they take, for `asides.steps_to`, for the time of the
+    context.
 
     By inner parts of Hypothesis: it writes the steps of an example for an observer, or when it runs the example for the
     last time, and one that hangs is run once.
@@ -95,7 +96,7 @@ def keeping_steps() -> Iterator[None]:
 
 
 def is_final() -> bool:
-    """Whether Hypothesis runs an example for the last time, to report it."""
+    """Return whether Hypothesis runs an example for the last time, to report it."""
     with contextlib.suppress(Exception):
         from hypothesis.control import current_build_context
 

@@ -1,4 +1,4 @@
-"""What happened in the ranks, put into pytest's reports."""
+"""Put what happened in the ranks into pytest's reports."""
 
 from __future__ import annotations
 
@@ -78,12 +78,14 @@ def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
 
 
 def _printable(text: str) -> str:
-    """`text` without lone surrogates, which neither files nor xdist's channels take."""
+    """Return `text` without lone surrogates, which neither files nor xdist's channels take."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _place_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
-    """The innermost line of the test's file that the error passed, in this process or, as `raised_at` has it, in a rank."""
+    """Return the innermost line of the test's file that the error passed, in this process or, as `raised_at` has it, in
+    a rank.
+    """
     path, line, _ = report.location
     if error.__traceback__ is not None:
         for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):

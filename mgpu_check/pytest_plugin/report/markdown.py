@@ -83,7 +83,7 @@ class Summary:
 
 
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """The summary, of `LARGEST` bytes at most."""
+    """Render the summary, of `LARGEST` bytes at most."""
     page = _Page()
     page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
     page.add(*_header(session), "")
@@ -126,7 +126,7 @@ class _Page:
         return True
 
     def rows(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """A table under a title; nothing where there are no rows."""
+        """Render a table under a title; nothing where there are no rows."""
         if not rows or not self.add(f"## {title}", "", *table(head)):
             return
         self._several((table((), row) for row in rows), len(rows), "more rows are left out")
@@ -150,7 +150,7 @@ class _Page:
 
 
 def _verdict(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """In one clause. A run in which nothing has run is no success; one that is simulated says so."""
+    """State the verdict in one clause. A run in which nothing has run is no success; one that is simulated says so."""
     known = exit_status in {int(status) for status in _VERDICTS}
     verdict = _VERDICTS[pytest.ExitCode(exit_status)] if known else f"exit code {exit_status}"
     if verdict == "passed" and not outcomes.of("passed", "xpassed", "xfailed"):

@@ -1,4 +1,4 @@
-"""What has come of each test, from its reports: in this process, or in one of pytest-xdist's workers."""
+"""Collect what has come of each test from its reports: in this process, or in one of pytest-xdist's workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OURS = re.compile(r"^(?:[\w.]+\.)?(\w+): ")  # mgpu_check.errors.ScalingMismatc
 
 @dataclass
 class Outcome:
-    """What has come of one test, or of one phase of it that has failed.
+    """The outcome of one test, or of one phase of it that has failed.
 
     Attributes:
         kind: one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed".
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def ours(self) -> bool:
-        """Whether it has used GPUs, or ranks."""
+        """True if it has used GPUs, or ranks."""
         return "world_sizes" in self.properties
 
     @property
@@ -102,20 +102,20 @@ class Outcomes:
         return self._failed
 
     def of(self, *kinds: str) -> list[Outcome]:
-        """The tests of these kinds, by file and in the order in which they ended."""
+        """Return the tests of these kinds, by file and in the order in which they ended."""
         return sorted(
             (one for one in self._tests.values() if one.kind in kinds), key=lambda one: one.name.split("::")[0]
         )
 
     def counts(self) -> dict[str, int]:
-        """How many of each kind there are, as in pytest's last line."""
+        """Count each kind, as in pytest's last line."""
         kinds = [one.kind for one in (*self._failed, *self._tests.values())]
         found = {kind: kinds.count(kind) for kind in _ORDER if kind in kinds}
         return {"error" if (kind, count) == ("errors", 1) else kind: count for kind, count in found.items()}
 
 
 def _kind_of(report: pytest.TestReport) -> str | None:
-    """The kind of a phase; None where it says nothing of the test, as one of a try that is repeated."""
+    """Return the kind of a phase; None where it tells nothing about the test, as one of a try that is repeated."""
     outcome: str = report.outcome
     if hasattr(report, "wasxfail"):
         return "xfailed" if outcome == "skipped" else "xpassed"

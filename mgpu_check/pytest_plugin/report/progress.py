@@ -1,4 +1,4 @@
-"""What `mgpu-check` shows while it runs: one line that lives on a terminal, a line per check in a log."""
+"""Show progress of `mgpu-check`: one line that lives on a terminal, a line per check in a log."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """No letter for a check: this plugin says in words how it went."""
+        """Print no letter for a check: this plugin reports in words how it went."""
         row = row_of(report)
         if row is None or row.result.startswith("ERROR"):
             return None

@@ -1,4 +1,4 @@
-"""What a test has used, as properties of its report: for JUnit files, and for the closing table."""
+"""Record what a test has used as properties of its report: for JUnit files, and for the closing table."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence
 
 
 def _set(item: pytest.Item, name: str, value: object) -> None:
-    """A property has one value, however often a test is tried again."""
+    """Set a property, which has one value, however often a test is tried again."""
     key = f"mgpu_check.{name}"
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != key]
     item.user_properties.append((key, value))

@@ -67,7 +67,7 @@ class CommandLine:
 
 @dataclass(frozen=True)
 class Invocation:
-    """How this run was called, as far as it matters for one of its tests. Plain data, for xdist's workers.
+    """The command line of this run, as far as it matters for one of its tests. Plain data, for xdist's workers.
 
     Attributes:
         directory: where it was called.
@@ -89,7 +89,7 @@ class Invocation:
 
     @classmethod
     def of(cls, config: pytest.Config) -> Invocation:
-        """That of this process."""
+        """Return the command line of this process."""
         command = next((p for p in config.pluginmanager.get_plugins() if isinstance(p, CommandLine)), None)
         arguments = command.arguments if command else [os.fspath(a) for a in config.invocation_params.args]
         driver = current.driver()
@@ -108,12 +108,14 @@ class Invocation:
 
     @classmethod
     def told(cls, values: Mapping[str, Any]) -> Invocation:
-        """That of the process that has started this one, by `dataclasses.asdict` and a channel without tuples."""
+        """Return the command line of the process that has started this one, by `dataclasses.asdict` and a channel
+        without tuples.
+        """
         plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**plain)
 
     def line(self, item: pytest.Item, extra: Sequence[str]) -> str:
-        """The shell line for one test, with `extra` options."""
+        """Return the shell line for one test, with `extra` options."""
         names = item.nodeid.partition("::")[2]
         if getattr(getattr(item, "module", None), "__name__", "").startswith(_SUITE + "."):
             words = [*self.suite_program, *self.suite_options, *self.kept, f"{item.path.name}::{names}"]
@@ -123,7 +125,7 @@ class Invocation:
         return shlex.join([*words, *extra])
 
     def _ini(self, item: pytest.Item) -> list[str]:
-        """The options that name ini file and root, where pytest would find others if it is given this test only."""
+        """Return the options that name ini file and root, where pytest would find others if it is given this test only."""
         if any(word.startswith(("-c", "--config-file")) for word in self.kept):
             return []
         try:
@@ -143,7 +145,8 @@ class Invocation:
 def lines_for(
     item: pytest.Item, invocation: Invocation, error: BaseException | None, replayed: str | None
 ) -> list[str]:
-    """The shell lines that repeat a failure of `item`: one for each of the distinct errors that Hypothesis found.
+    """Return the shell lines that repeat a failure of `item`: one for each of the distinct errors that Hypothesis
+    found.
 
     Args:
         error: with the notes that Hypothesis has left on it.
@@ -160,7 +163,9 @@ def lines_for(
 
 
 def parts_of(error: BaseException | None) -> list[BaseException]:
-    """The errors of a group that Hypothesis has made, of distinct failures or of a flaky one; else the error itself."""
+    """Return the errors of a group that Hypothesis has made, of distinct failures or of a flaky one; else the error
+    itself.
+    """
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in parts_of(part)]
     return [] if error is None else [error]
@@ -185,12 +190,14 @@ def take_blobs(error: BaseException | None) -> None:
 
 
 def _is_explicit(error: BaseException) -> bool:
-    """Whether an error comes from an ``@example``, which every run tries first."""
+    """Return whether an error comes from an ``@example``, which every run tries first."""
     return any("explicit test case" in note or "explicit example" in note for note in getattr(error, "__notes__", ()))
 
 
 def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
-    """The seed by which Hypothesis has drawn the examples of `item`; None where it has not, or by one in the source."""
+    """Return the seed by which Hypothesis has drawn the examples of `item`; None where it has not, or by one in the
+    source.
+    """
     function = getattr(item, "function", None)
     if not getattr(function, "is_hypothesis_test", False) or getattr(function, "_hypothesis_internal_use_seed", None):
         return None
@@ -198,7 +205,7 @@ def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
 
 
 def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bool) -> Iterator[str]:
-    """The options that say what the settings of this run are, but for those that stand in the ini file."""
+    """Return the options that hold the settings of this run, but for those that stand in the ini file."""
     typed = {word.partition("=")[0] for word in [*arguments, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]}
     for name, option in OPTIONS.items():
         if not option.repeats:
@@ -219,7 +226,7 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
 
 
 def _kept(arguments: Sequence[str], positionals: Sequence[str]) -> Iterator[str]:
-    """Of the words that pytest was called with, those that say how a test runs."""
+    """Choose, of the words that pytest was called with, those that determine how a test runs."""
     rest = list(positionals)
     keep = False
     words = iter(arguments)
@@ -257,7 +264,7 @@ def _pytest_program() -> tuple[str, ...]:
 
 
 def _program(module: str, script: str) -> tuple[str, ...]:
-    """A script of this environment, or the module by which it goes too, as it was called."""
+    """Return a script of this environment, or the module by which it goes too, as it was called."""
     beside = str(Path(sys.executable).with_name(script))
     if Path(sys.argv[0]).name == "__main__.py" or not os.path.exists(beside):
         return (_python(), "-m", module)
@@ -270,6 +277,6 @@ def _python() -> str:
 
 
 def _reachable(name: str, path: str) -> str:
-    """`name` where the shell finds that of this environment by it, `path` elsewhere."""
+    """Return `name` where the shell finds that of this environment by it, `path` elsewhere."""
     found: Any = shutil.which(name)
     return name if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(path) else path

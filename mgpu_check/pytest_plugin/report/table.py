@@ -36,7 +36,7 @@ class Row:
 
 
 def row_of(report: pytest.TestReport) -> Row | None:
-    """The row of a check's report; None for other tests, and for the phases of a check that say nothing new."""
+    """Return the row of a check's report; None for other tests, and for the phases of a check that add nothing new."""
     properties = dict(report.user_properties)
     name = properties.get("mgpu_check.property")
     if name is None or (report.when != "call" and report.outcome == "passed"):
