@@ -170,7 +170,7 @@ def _train(
     bucket_cap_mb: float | None,
     after: Callable[[int, nn.Module], None] = lambda step, model: None,
 ) -> tuple[nn.Module, nn.Module]:
-    """This rank's part of the run under DDP: the trained model, and the one that rank 0 has started from."""
+    """Run this rank's part under DDP; return the trained model, and the one that rank 0 has started from."""
     own = training.initial(rank.index).to(rank.device)
     parallel = DistributedDataParallel(
         own,
@@ -198,7 +198,7 @@ def _measured(
     *,
     evaluation: bool = False,
 ) -> Measurement[str]:
-    """The run on one device: what it gives, and how exactly float32 determines it."""
+    """Run on one device; return the results, and how exactly float32 determines them."""
 
     def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         return reference.on_one_device(
@@ -239,7 +239,7 @@ def _statistics(model: nn.Module, rank: int | None) -> dict[str, torch.Tensor]:
 
 
 def _gather_statistics(model: nn.Module, rank: Rank) -> dict[str, torch.Tensor]:
-    """The statistics of all ranks, on each."""
+    """Gather the statistics of all ranks, on each."""
     gathered: dict[str, torch.Tensor] = {}
     for name, value in _statistics(model, None).items():
         rows = [torch.empty_like(value) for _ in range(rank.size)]

@@ -1,4 +1,4 @@
-"""From how a call ended on each rank to one error that tells the whole story."""
+"""Make one error that tells the whole story from how a call ended on each rank."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ Ending = Finished | Raised | Died | Interrupted
 
 @dataclass(frozen=True)
 class Who:
-    """How the processes of a world are called.
+    """Names for the processes of a world.
 
     Attributes:
         size: of the world, 0 for a node process.
@@ -98,12 +98,12 @@ class Who:
     hosts: Mapping[int, str] = field(default_factory=dict)
 
     def __call__(self, ranks: Iterable[int]) -> str:
-        """ "rank 2", "ranks 0-2, 5", "the node process"."""
+        """Name processes: "rank 2", "ranks 0-2, 5", "the node process"."""
         indices = list(ranks)
         return "the node process" if indices == [NODE] else named(indices)
 
     def full(self, ranks: Iterable[int]) -> str:
-        """ "rank 2 of 4", with the hosts where there are several: "ranks 1, 5 of 8 (1 on alpha, 5 on beta)"."""
+        """Name ranks in full: "rank 2 of 4", or "ranks 1, 5 of 8 (1 on alpha, 5 on beta)" on several hosts."""
         indices = sorted(ranks)
         text = f"{self(indices)} of {self.size}" if self.size else self(indices)
         if not self.hosts:
@@ -172,7 +172,7 @@ class Account:
         return {rank: entered for rank, entered in lasts.items() if entered is not None and entered.number}
 
     def _in_another(self, rank: int) -> bool:
-        """Whether a rank that hangs is in a collective that is not recorded."""
+        """Return whether a rank that hangs is in a collective that is not recorded."""
         end, record = self.endings.get(rank), self.records[rank]
         if self.hung is None or not isinstance(end, Interrupted) or record.current is not None:
             return False
@@ -192,7 +192,7 @@ class Account:
         return lines
 
     def headlines(self, doing: str | None = None) -> list[str]:
-        """What happened, a line each.
+        """Describe what happened, a line each.
 
         Args:
             doing: what the ranks were at, if users know it by another name.
@@ -239,7 +239,7 @@ class Account:
         return "\n".join([*self.headlines(), *(f"\n{block}" for block in self.blocks())])
 
     def error(self) -> BaseException:
-        """The error to raise in the parent, when not all ranks have finished."""
+        """Return the error to raise in the parent, when not all ranks have finished."""
         if self.hung is not None:
             hang = RankHang(str(self), ranks=sorted(self.interrupted))
             hang.account = self
@@ -258,13 +258,13 @@ class Account:
 
 
 def account_of(error: BaseException) -> Account | None:
-    """What is known of a failure of ranks; None where it is none of a call."""
+    """Return what is known of a failure of ranks; None where it is none of a call."""
     account = getattr(error, "account", None)
     return account if isinstance(account, Account) else None
 
 
 def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
-    """The error where all ranks have returned, but have not entered the same collectives."""
+    """Return the error where all ranks have returned, but have not entered the same collectives."""
     parted = parting(records) or {}
     text = different_collectives(parted, who)
     first = text or "ranks have entered different collectives, or with different tensors"
@@ -280,7 +280,7 @@ def disagreement(who: Who, records: Mapping[int, Record]) -> RankFailure:
 def all_returned(
     lines: Iterable[str], who: Who, records: Mapping[int, Record], ranks: Iterable[int] | None = None
 ) -> RankFailure:
-    """An error that tells `lines` of a call that all ranks have returned from."""
+    """Return an error that tells `lines` of a call that all ranks have returned from."""
     account = Account({rank: Finished() for rank in records}, who, records=records, instead=tuple(lines))
     error = RankFailure(str(account), ranks=sorted(records if ranks is None else ranks))
     error.account = account
@@ -288,7 +288,7 @@ def all_returned(
 
 
 def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
-    """ "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …"; nothing where none differ."""
+    """Describe a difference: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …", or ""."""
     if not parted:
         return ""
     said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
@@ -302,7 +302,7 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
 
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
-    """The ranks that differ from the most of them; none where there is no such majority."""
+    """Return the ranks that differ from the majority; none where there is no majority."""
     said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
     groups = sorted((ranks for _, ranks in grouped(said)), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
@@ -336,7 +336,7 @@ def _exception(failure: Failure) -> BaseException | None:
 def _hang_headlines(
     interrupted: Mapping[int, Interrupted], who: Who, doing: str, timeout: float, records: Mapping[int, Record]
 ) -> list[str]:
-    """Who did not finish, and where each was; first those that the others wait for in a collective."""
+    """Describe who did not finish, and where each was; first those that the others wait for in a collective."""
     nowhere = Record((), 0)
     waiting: list[tuple[str, int]] = []
     elsewhere: list[tuple[str, int]] = []
@@ -368,7 +368,7 @@ def _were(ranks: Collection[int]) -> str:
 
 
 def alike(endings: Mapping[int, Ending]) -> list[list[int]]:
-    """The ranks that raised, those together that raised the same at the same place, if with other values."""
+    """Group the ranks that raised the same at the same place, even with other values."""
     failures = ((end.failure, rank) for rank, end in endings.items() if isinstance(end, Raised))
     kinds = (((f.type, f.filename, f.lineno), rank) for f, rank in failures)
     return [sorted(ranks) for _, ranks in grouped(kinds)]
@@ -379,7 +379,7 @@ def _block(title: str, text: str) -> str:
 
 
 def raised_at(error: RankFailure, filename: str, lineno: int, cause: BaseException | None) -> RankFailure:
-    """`error`, with a traceback that ends where the rank raised.
+    """Return `error` with a traceback that ends where the rank raised.
 
     Hypothesis tells failures apart by type and place. Were all raised here, it would take two bugs for one, and end
     up shrinking the other.

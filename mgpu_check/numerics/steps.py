@@ -47,7 +47,7 @@ PAIRS = 3
 
 @dataclass(frozen=True)
 class Measurement(Generic[Key]):
-    """What a step must give, and how far from it rounding may lead; by name of result."""
+    """The results that a step must give, and how far from them rounding may lead; by name of result."""
 
     reference: dict[Key, torch.Tensor]
     """The results in float64."""
@@ -57,7 +57,7 @@ class Measurement(Generic[Key]):
     """How many times larger the errors of the float32 step may be than what the perturbations bring; at least 1."""
 
     def without(self, names: Iterable[Key]) -> Measurement[Key]:
-        """The same without some of the results."""
+        """Return the same without some of the results."""
         left_out = set(names)
         kept = [name for name in self.reference if name not in left_out]
         return Measurement(
@@ -68,7 +68,9 @@ class Measurement(Generic[Key]):
 
 
 def deviations(comparisons: int, false_alarm: float = 1e-9) -> float:
-    """λ such that of so many comparisons any exceeds λ standard deviations with probability `false_alarm` at most."""
+    """Return λ such that of so many comparisons any exceeds λ standard deviations with probability `false_alarm` at
+    most.
+    """
     return math.sqrt(2 * math.log(2 * max(comparisons, 1) / false_alarm))
 
 
@@ -125,7 +127,7 @@ def assess(
     roundoff: float,
     spread: float,
 ) -> Measurement[Key]:
-    """What a step must give, and how far rounding may lead from it, by what was measured.
+    """Return what a step must give, and how far rounding may lead from it, by what was measured.
 
     Args:
         reference: the results in the best precision there is, as float64.
@@ -148,7 +150,7 @@ def assess(
 
 
 def _farthest(value: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far, element by element, any of the others is from `value`."""
+    """Return how far, element by element, any of the others is from `value`."""
     distance = torch.zeros_like(value)
     for other in others:
         distance = torch.maximum(distance, (plain(other).double() - value).abs())
@@ -156,7 +158,7 @@ def _farthest(value: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tens
 
 
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """What was seen as an error in one element, granted to all elements in proportion to their size.
+    """Grant an error that was seen in one element to all elements, in proportion to their size.
 
     Errors of long sums grow with the sum; in which elements they are large depends on the order of summation.
     """
@@ -169,7 +171,7 @@ def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 def _amplification(
     envelope: Mapping[Key, torch.Tensor], errors: Mapping[Key, torch.Tensor], spread: float
 ) -> dict[Key, float]:
-    """By how much rounding within operators (long sums, mostly) exceeds what was perturbed, for each result.
+    """Estimate by how much rounding within operators (long sums, mostly) exceeds what was perturbed, for each result.
 
     A few elements may happen to be right. Their ratio is therefore raised to what it can be, given what it is seen to
     be, up to the largest ratio of all results.
@@ -183,7 +185,8 @@ def _amplification(
 
 
 def _least_mean_square(count: int) -> float:
-    """What the mean of the squares of `count` standard normal numbers falls below with probability 1e-4.
+    """Return the value below which the mean of the squares of `count` standard normal numbers falls with probability
+    1e-4.
 
     The quantile of chi-squared, divided by `count`, by the approximation of Wilson and Hilferty (1931).
     """
@@ -197,7 +200,7 @@ def _rms(value: torch.Tensor) -> float:
 
 
 def _envelope(moved: torch.Tensor) -> torch.Tensor:
-    """What a few perturbations moved, made an estimate for each element that its own few draws cannot understate.
+    """Turn what a few perturbations moved into an estimate for each element that its own few draws cannot understate.
 
     At least the root mean square over the tensor; and, where rows (outputs) and columns (inputs) differ, what the row
     and the column of the element suggest together.
@@ -216,7 +219,8 @@ def _envelope(moved: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """float32 as float32: no TF32 in matrix products and convolutions for the time of the context; see `precision.exact`.
+    """Compute float32 as float32: no TF32 in matrix products and convolutions for the time of the context; see
+    `precision.exact`.
 
     TF32 rounds to 11 significant bits; two steps that round differently may then differ by 5e-4, and a flipped bit of
     that size could not be told from it.

@@ -1,4 +1,4 @@
-"""What holds for several ranks, said once: those with the same thing to say together, and their numbers in short."""
+"""Say once what holds for several ranks: group equal statements, and write rank numbers in short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Key = TypeVar("Key")
 
 
 def grouped(pairs: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
-    """Of what each rank says, each thing with the ranks that say it; both in the order in which they come."""
+    """Group equal things that ranks report: each thing with its ranks, both in the order in which they come."""
     groups: dict[Key, list[int]] = {}
     for key, rank in pairs:
         groups.setdefault(key, []).append(rank)
@@ -19,7 +19,7 @@ def grouped(pairs: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
 
 
 def intervals(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: "0-2, 5"."""
+    """Write ascending numbers in short: "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -30,10 +30,10 @@ def intervals(numbers: Sequence[int]) -> str:
 
 
 def named(ranks: Collection[int]) -> str:
-    """ "rank 2", "ranks 0-2, 5"."""
+    """Name ranks: "rank 2", "ranks 0-2, 5"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {intervals(sorted(ranks))}"
 
 
 def few(names: Sequence[object], shown: int = 2) -> str:
-    """The first names, and how many more: "a, b and 3 more"."""
+    """Name the first of many, and count the rest: "a, b and 3 more"."""
     return ", ".join(map(str, names[:shown])) + (f" and {len(names) - shown} more" if len(names) > shown else "")
