@@ -1,9 +1,9 @@
-"""Pytest runs of tests, and their fork servers, from processes that have imported torch already.
+"""Runs of pytest, and of scripts that are compared, from processes that have imported torch already.
 
 An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. That is four
-of the five seconds of processor time that it takes, and the same each time. Here a *template* imports once; each run is
-forked from it, and forks *standbys* before it does anything, which become its fork server, or the workers of pytest-xdist,
-when it asks for them.
+of the five seconds of processor time that it takes, and the same each time. `mgpu-check compare` starts six, and needs
+little more time itself. Here a *template* imports once; each run is forked from it, and forks *standbys* before it does
+anything, which become its fork server, the workers of pytest-xdist, or the processes of the script, when it asks for them.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
 standard streams, a session of its own, `__main__`, the end by `sys.exit` with all that an interpreter does then, and its
@@ -17,8 +17,10 @@ This file is run by the template, and imports nothing of the project: pytest wan
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
+import importlib.machinery
 import json
 import os
 import re
@@ -36,10 +38,12 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, Literal, NoReturn
 
 IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
 ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
+THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
+COMPARED = "_MGPU_CHECK_COMPARE"  # a variable that processes of a script have which is compared
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
 _WRITTEN_AT_IMPORT = "TORCHINDUCTOR_CACHE_DIR"  # by torch._dynamo, into the environment of who imports it
 STANDBY = "standby"  # the name of a process that has no task yet, and ends with the run that it waits for
@@ -109,19 +113,42 @@ class Template:
             if name.startswith(_READ_AT_IMPORT) and name not in ("PYTHONPATH", _WRITTEN_AT_IMPORT)
         )
 
-    def popen(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> Forked:
-        """``python -m pytest`` with `arguments` in the current directory; its standard input is at its end."""
+    def popen(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int,
+        stderr: int,
+        *,
+        program: Sequence[str] = ("-m", "pytest"),
+        standbys: int | None = None,
+        imports: Sequence[str] = (),
+        directory: str | os.PathLike[str] = ".",
+    ) -> Forked:
+        """``python -m pytest`` with `arguments`; its standard input is at its end.
+
+        Args:
+            program: what the interpreter runs instead: ``-m`` and a module, or ``-c`` and code.
+            standbys: how many processes it will start that can be forked; None: as `arguments` of pytest say.
+            imports: modules that it, and its standbys, have imported.
+        """
         self._start()
         assert self._control is not None
         ours, theirs = socket.socketpair()
-        directory = os.open(".", os.O_RDONLY)
+        opened = os.open(directory, os.O_RDONLY)
+        asked = {
+            "words": [*program, *arguments],
+            "environment": dict(environment),
+            "standbys": _standbys(arguments) if standbys is None else standbys,
+            "imports": list(imports),
+        }
         with theirs, tempfile.TemporaryFile() as request, open(os.devnull) as nothing:
-            request.write(json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode())
+            request.write(json.dumps(asked).encode())
             request.flush()
-            files = [request.fileno(), theirs.fileno(), directory, nothing.fileno(), stdout, stderr]
+            files = [request.fileno(), theirs.fileno(), opened, nothing.fileno(), stdout, stderr]
             with self._lock:
                 socket.send_fds(self._control, [b"R"], files)
-        os.close(directory)
+        os.close(opened)
         return Forked(ours)
 
     def _start(self) -> None:
@@ -227,21 +254,40 @@ def _show_environment(environment: Mapping[str, str]) -> None:
 
 
 def _run(request: int, directory: int, *streams: int) -> None:
-    """``python -m pytest``, up to and with the end of the interpreter."""
+    """What the template was asked for, up to and with the end of the interpreter."""
     with open(request) as file:
         file.seek(0)
         asked = json.load(file)
     _become(asked["environment"], directory, streams, session=True)
-    for _ in range(_standbys(asked["arguments"])):
+    for name in asked["imports"]:
+        importlib.import_module(name)
+    for _ in range(asked["standbys"]):
         _Standby()
     subprocess.Popen = _Popen  # type: ignore[misc]
-    sys.path.insert(0, os.getcwd())
-    sys.argv = ["pytest", *asked["arguments"]]
-    runpy.run_module("pytest", run_name="__main__", alter_sys=True)
+    _interpret(asked["words"])
+
+
+def _interpret(words: Sequence[str]) -> None:
+    """Be ``python WORDS…`` from where it begins with what they name."""
+    if words[0] == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        exec(words[1], module.__dict__)
+        return
+    sys.argv = list(words)
+    path = Path(words[0]).absolute()
+    sys.path.insert(0, str(path.parent))
+    module.__file__ = str(path)
+    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
 
 
 class _Standby:
-    """A process that will be a fork server, or a worker of pytest-xdist."""
+    """A process that will be a fork server, a worker of pytest-xdist, or one of a script."""
 
     waiting: ClassVar[list[_Standby]] = []
 
@@ -266,7 +312,7 @@ class _Standby:
         for number in range(3):  # who waits for the end of the run's output is not to wait for this
             os.dup2(nothing, number)
         os.close(nothing)
-        byte, files, _, _ = socket.recv_fds(theirs, 1, 6)
+        byte, files, _, _ = socket.recv_fds(theirs, 1, 16)
         if not byte:
             os._exit(0)
         theirs.close()
@@ -277,38 +323,43 @@ class _Standby:
 
     def start(
         self,
-        args: Sequence[str],
+        words: Sequence[str],
         streams: Sequence[int],
-        kept: Sequence[int],
-        session: bool,
+        *,
+        kept: Sequence[int] = (),
+        group: Literal["session", "own", "same"] = "same",
         environment: Mapping[str, str] | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        role: Literal["plain", "worker", "script"] = "plain",
     ) -> int:
-        """Be ``python -c`` with `args` now; the process id.
+        """Be ``python WORDS…`` now; the process id.
 
         Args:
             streams: stdin, stdout and stderr.
             kept: file descriptors that it has under the same numbers.
+            group: a session of its own, a process group of its own, or none.
+            role: of a worker, which starts a fork server; of a script, before which our `sitecustomize` runs.
         """
-        code = args.index("-c") + 1
         asked = {
-            "code": args[code],
-            "argv": ["-c", *args[code + 1 :]],
-            "safe": "-P" in args[:code],
+            "words": list(words),
             "kept": list(kept),
-            "session": session,
+            "session": group == "session",
+            "role": role,
             "environment": dict(os.environ if environment is None else environment),
         }
-        directory = os.open(".", os.O_RDONLY)
+        if group == "own":
+            os.setpgid(self.pid, self.pid)  # from here, where it is needed at once
+        opened = os.open(directory or ".", os.O_RDONLY)
         with self.socket, tempfile.TemporaryFile() as request:
             request.write(json.dumps(asked).encode())
             request.flush()
-            socket.send_fds(self.socket, [b"S"], [request.fileno(), directory, *streams, *kept])
-        os.close(directory)
+            socket.send_fds(self.socket, [b"S"], [request.fileno(), opened, *streams, *kept])
+        os.close(opened)
         return self.pid
 
 
 def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *kept: int) -> NoReturn:
-    """In a standby: be ``python -c``, up to and with the end of the interpreter."""
+    """In a standby: be what it was asked to be, up to and with the end of the interpreter."""
     with open(request) as file:
         file.seek(0)
         asked = json.load(file)
@@ -316,18 +367,50 @@ def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *
         if path in sys.path:
             sys.path.remove(path)
     _become(asked["environment"], directory, (stdin, stdout, stderr), session=asked["session"])
-    for received, number in zip(kept, asked["kept"], strict=True):
-        if received != number:
-            os.dup2(received, number)
-            os.close(received)
-    if not asked["safe"]:
+    above = max((*kept, *asked["kept"]), default=0) + 1  # where neither those that came are, nor what they shall be
+    moved = [fcntl.fcntl(received, fcntl.F_DUPFD, above) for received in kept]
+    for received in kept:
+        os.close(received)
+    for received, number in zip(moved, asked["kept"], strict=True):
+        os.dup2(received, number)
+        os.close(received)
+    if asked["role"] == "worker":
         sys.path.insert(0, "")
-        _Standby()  # a worker's fork server
+        _Standby()  # its fork server
         subprocess.Popen = _Popen  # type: ignore[misc]
-    sys.argv = asked["argv"]
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    exec(asked["code"], module.__dict__)
+    elif asked["role"] == "script":
+        _customize()
+    _interpret(asked["words"])
     sys.exit()
+
+
+def _customize() -> None:
+    """Do what an interpreter does of its own accord, and what torch does when it is imported in this environment."""
+    torch: Any = sys.modules["torch"]
+    if THREADS in os.environ:
+        torch.set_num_threads(int(os.environ[THREADS]))
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+    _ToBeImported(sys.modules.pop("torch"))  # so that what is done after it has its place among what the script does
+    sys.modules.pop("sitecustomize", None)
+    importlib.import_module("sitecustomize")
+
+
+class _ToBeImported:
+    """Finds and loads a module that was imported already."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name == self._module.__name__ else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return self._module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__spec__ = self._spec
+        sys.meta_path.remove(self)
 
 
 class _Adopted(_Process):
@@ -352,7 +435,7 @@ class _Adopted(_Process):
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """As `subprocess.Popen`; fork servers and workers of a run are its standbys, as long as there are some."""
+    """As `subprocess.Popen`; what a run starts that can be forked are its standbys, as long as there are some."""
 
     def __new__(cls, args: Any, *rest: Any, **options: Any) -> Any:
         if not _Standby.waiting or list(args[:1]) != [sys.executable]:
@@ -360,11 +443,26 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         if list(args[1:3]) == ["-P", "-c"] and "import forkserver" in args[3]:
             with open(os.devnull) as nothing:
                 streams = nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()
-                pid = _Standby.waiting.pop().start(args, streams, options["pass_fds"], True, options["env"])
+                pid = _Standby.waiting.pop().start(
+                    args[2:], streams, kept=options["pass_fds"], group="session", environment=options["env"]
+                )
+            return _Adopted(pid, None, None)
+        if COMPARED in (options.get("env") or {}):
+            with open(os.devnull) as nothing:
+                pid = _Standby.waiting.pop().start(
+                    args[1:],
+                    (nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()),
+                    kept=options["pass_fds"],
+                    group="own",
+                    environment=options["env"],
+                    directory=options["cwd"],
+                    role="script",
+                )
             return _Adopted(pid, None, None)
         if args[-1] == _WORKER:
             (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
-            pid = _Standby.waiting.pop().start(args, (theirs_in, theirs_out, 2), (), session=False)
+            words = args[args.index("-c") :]
+            pid = _Standby.waiting.pop().start(words, (theirs_in, theirs_out, 2), role="worker")
             os.close(theirs_in)
             os.close(theirs_out)
             return _Adopted(pid, open(ours_in, "wb"), open(ours_out, "rb"))
@@ -372,7 +470,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _standbys(arguments: Sequence[str]) -> int:
-    """How many a run needs: one for each worker, or one for its own fork server."""
+    """How many a run of pytest needs: one for each worker, or one for its own fork server."""
     workers = re.search(r"(?:^| )-n ?(\d+)(?: |$)", " ".join(arguments))
     return max(1, int(workers[1])) if workers else 1
 

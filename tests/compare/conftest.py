@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import pytest
 import torch
@@ -20,6 +21,14 @@ from tests.conftest import processes_with
 from tests.docs.pages import DOCS, first_files
 
 MARK = "_MGPU_CHECK_TEST_OF_COMPARE"
+ON_ONE_DEVICE = 3  # runs of a comparison, beside that on ranks
+IMPORTED = (  # by each process of a script
+    "mgpu_check.compare.recorder",
+    "mgpu_check.compare.comparison",
+    "mgpu_check.simulated.activation",
+    "mgpu_check.torch_hooks.collectives",
+    "mgpu_check.rank_side.state",
+)
 
 # The script of the page is what it says: comparable.
 TUTORIAL = first_files(DOCS / "how-to" / "compare.md")["train.py"]
@@ -78,23 +87,73 @@ def surroundings(tmp_path_factory, monkeypatch):
     assert [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
 
 
+class Begin(Protocol):
+    """Start ``python WORDS...``, which may start `processes` of a script, in the directory of the test."""
+
+    def __call__(self, words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], *, processes: int) -> Process: ...
+
+
+class Process(Protocol):
+    pid: int
+
+    def wait(self) -> int: ...
+
+
 @pytest.fixture
-def compare(tmp_path, surroundings):
+def begin(request, tmp_path, surroundings, template) -> Begin:
+    """What starts a Python: it and the processes of the script are forked from where torch is imported.
+
+    With the marker `cold`, or --cold, all of them are interpreters that import it themselves, as users have it.
+    """
+    cold = request.config.getoption("cold") or request.node.get_closest_marker("cold") is not None
+
+    def begin(words: Sequence[str], stdout: IO[bytes], stderr: IO[bytes], *, processes: int) -> Process:
+        if cold:
+            return subprocess.Popen([sys.executable, *words], cwd=tmp_path, stdout=stdout, stderr=stderr)
+        return template.popen(
+            words[2:],
+            os.environ,
+            stdout.fileno(),
+            stderr.fileno(),
+            program=words[:2],
+            standbys=processes,
+            imports=IMPORTED,
+            directory=tmp_path,
+        )
+
+    return begin
+
+
+class Python(Protocol):
+    """Run ``python WORDS...`` like `Begin`: exit code, and what it wrote to standard output and error."""
+
+    def __call__(self, *words: str, processes: int) -> tuple[int, bytes, bytes]: ...
+
+
+@pytest.fixture
+def python(begin: Begin) -> Python:
+    def python(*words: str, processes: int) -> tuple[int, bytes, bytes]:
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+            code = begin(words, stdout, stderr, processes=processes).wait()
+            stdout.seek(0)
+            stderr.seek(0)
+            return code, stdout.read(), stderr.read()
+
+    return python
+
+
+@pytest.fixture
+def compare(tmp_path, python):
     """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with."""
 
     def compare(script: str, *options: str, code: int, arguments: Sequence[str] = ()) -> Outcome:
         tmp_path.joinpath("train.py").write_text(textwrap.dedent(script))
         before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
-        ran = subprocess.run(
-            [sys.executable, "-m", "mgpu_check", "compare", *options, "--json=out.json", "--html=out.html", "--", "train.py",
-             *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-        )  # fmt: skip
-        text = ran.stdout + ran.stderr
-        assert ran.returncode == code, text
+        ranks = next((int(option.partition("=")[2]) for option in options if option.startswith("--gpus=")), 2)
+        words = (*options, "--json=out.json", "--html=out.html", "--", "train.py", *arguments)
+        exited, stdout, stderr = python("-m", "mgpu_check", "compare", *words, processes=ranks + ON_ONE_DEVICE)
+        text = (stdout + stderr).decode()
+        assert exited == code, text
         assert sorted(p.name for p in tmp_path.iterdir() if p.name not in ("out.json", "out.html")) == before
         return Outcome(
             code, text, json.loads(Path(tmp_path, "out.json").read_text()), Path(tmp_path, "out.html").read_text()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 
 import pytest
 
@@ -13,7 +12,7 @@ from mgpu_check.__main__ import main as command
 from mgpu_check.cli.compare import main
 
 STEP = "    optimizer.step()\n"
-START = [sys.executable, "-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py"]
+START = ("-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py")
 
 
 def test_a_script_that_raises_on_a_rank(compare, by_hand, changed):
@@ -80,21 +79,24 @@ def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_an_interrupted_command_leaves_nothing(number, surroundings, tmp_path, by_hand, changed):
+def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand, changed):
     """The script tells through a pipe that a rank is at work, and waits for its end."""
     os.mkfifo(tmp_path / "at-work")
     wait = "    if world > 1:\n        open('at-work', 'w').close()\n        dist.barrier(); import threading; threading.Event().wait()\n"
     script = changed(by_hand, (STEP, STEP + wait.replace("\\\n", "\n")))
     tmp_path.joinpath("train.py").write_text(script)
-    with subprocess.Popen(START, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as command:
+    with tempfile.TemporaryFile() as output:
+        command = begin(START, output, output, processes=3)
         with open(tmp_path / "at-work"):
-            command.send_signal(number)
-        output, _ = command.communicate()
+            os.kill(command.pid, number)
+        code = command.wait()
+        output.seek(0)
+        text = output.read().decode()
     if number == signal.SIGKILL:
-        assert command.returncode == -number  # its ranks see that it is gone
+        assert code == -number  # its ranks see that it is gone
     else:
-        assert command.returncode == 130, output
-        assert "interrupted; all processes are ended" in output
+        assert code == 130, text
+        assert "interrupted; all processes are ended" in text
 
 
 @pytest.mark.parametrize(

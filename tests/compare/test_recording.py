@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -27,25 +25,33 @@ sys.stdout.buffer.write(pickle.dumps(done))
 
 
 @pytest.fixture
-def record(tmp_path, surroundings):
+def record(tmp_path, python):
     """Run `script` in `world` processes, and give what became of them. Not in this process, which would adopt theirs."""
 
     def record(script: str, world: int = 1):
         tmp_path.joinpath("train.py").write_text(script)
-        ran = subprocess.run([sys.executable, "-c", RUN, str(world)], cwd=tmp_path, capture_output=True, check=True)
-        return pickle.loads(ran.stdout)
+        code, stdout, stderr = python("-c", RUN, str(world), processes=world)
+        assert code == 0, stderr.decode()
+        return pickle.loads(stdout)
 
     return record
 
 
-def test_a_script_finds_what_torchrun_would_give_it(record):
+@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.cold)])
+def test_a_script_finds_what_torchrun_would_give_it(record, forked):
+    """And one that is forked finds the same, but for what is imported."""
     run = record(
-        """
+        f"""
 import os, sys
 assert __name__ == "__main__" and sys.argv == ["train.py"], sys.argv
-assert "torch" not in sys.modules and not any("mgpu_check" in name for name in sys.modules)
+assert __file__ == os.path.abspath("train.py") and sys.path[0] == os.getcwd() and not sys.stdin.read()
+assert "torch" not in sys.modules and any("mgpu_check" in name for name in sys.modules) == {forked}
 assert "_MGPU_CHECK_COMPARE" not in os.environ and "startup" not in os.environ.get("PYTHONPATH", "")
+assert sorted(map(int, os.listdir("/proc/self/fd")))[:3] == [0, 1, 2] and os.getpgrp() == os.getpid()
 import torch, torch.distributed as dist
+import torch._dynamo
+assert sys.modules["torch"] is torch and torch.__spec__.origin == torch.__file__
+assert torch.get_num_threads() == 1 and torch._dynamo.config.disable
 assert torch.randint(10**9, (1,), generator=torch.Generator().manual_seed(5)).item() and torch.initial_seed()
 assert dist.is_torchelastic_launched()
 dist.init_process_group("gloo")

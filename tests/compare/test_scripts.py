@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+
+import pytest
 
 from tests.docs.pages import DOCS, blocks
 
@@ -18,6 +18,7 @@ AVERAGE = """\
 CLIP = "    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n"
 
 
+@pytest.mark.cold
 def test_the_tutorial_is_equal(compare, tutorial):
     outcome = compare(tutorial, *SIMULATED, code=0)
     assert outcome.json["verdict"] == "equal"
@@ -142,12 +143,12 @@ def test_no_optimizer(compare):
     assert "no optimizer step was seen on one device" in outcome.text
 
 
-def test_a_module_that_trains_nothing(surroundings, tmp_path):
+def test_a_module_that_trains_nothing(python, tmp_path):
     tmp_path.joinpath("job.py").write_text(
         "import sys\nassert __name__ == '__main__' and sys.argv[1:] == ['--lr=1', '--gpus=9']\n"
     )
-    command = [sys.executable, "-m", "mgpu_check", "compare", "--gpus", "3", "-m", "job", "--lr=1", "--gpus=9"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "-m job --lr=1 --gpus=9: one device, and 3 ranks" in ran.stdout
-    assert "no optimizer step was seen on one device" in ran.stdout
+    command = ("-m", "mgpu_check", "compare", "--gpus", "3", "-m", "job", "--lr=1", "--gpus=9")
+    code, stdout, _ = python(*command, processes=1)
+    assert code == 2
+    assert "-m job --lr=1 --gpus=9: one device, and 3 ranks" in stdout.decode()
+    assert "no optimizer step was seen on one device" in stdout.decode()
