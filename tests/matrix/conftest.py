@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 import pytest
 
 from tests.conftest import processes_with
+from tests.warm import Forked, Template
 
 INNER = Path(__file__).parent / "inner"
 TIMEOUT = 2
@@ -94,7 +95,7 @@ def _await(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def _run(situation: str, names: Sequence[str] | None, directory: Path) -> Run:
+def _run(situation: str, names: Sequence[str] | None, directory: Path, template: Template | None) -> Run:
     module, *options = ARGUMENTS[situation]
     mark = uuid.uuid4().hex
     record = directory / f"{situation}.jsonl"
@@ -114,15 +115,23 @@ def _run(situation: str, names: Sequence[str] | None, directory: Path) -> Run:
     if names is not None:
         common += (f"--names={','.join(names)}",)
     with (directory / f"{situation}.txt").open("w+") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", module, *options, *common],
-            cwd=INNER,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        arguments = [module, *options, *common]
+        process: subprocess.Popen[str] | Forked
+        if template is None:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *arguments],
+                cwd=INNER,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        else:
+            # One more than a run needs: a fault kills a fork server.
+            standbys = 3 if "-n" in options else 2
+            file = output.fileno()
+            process = template.popen(arguments, environment, file, file, standbys=standbys, directory=INNER)
         try:
             code = process.wait(LONGEST)
         except BaseException:
@@ -141,14 +150,18 @@ def _run(situation: str, names: Sequence[str] | None, directory: Path) -> Run:
 class Situations:
     """The inner runs, each when it is first asked for, and together with those that will be."""
 
-    def __init__(self, directory: Path, shared: bool, wanted: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, directory: Path, template: Template | None, shared: bool, wanted: Mapping[str, Sequence[str]]
+    ) -> None:
         """
         Args:
+            template: what runs are forked from; None to start interpreters.
             shared: other processes of this run use the same directory.
             wanted: situation -> the faults that are asked for; a situation without any is run with all of them.
         """
         self.wanted = {situation: names for situation, names in wanted.items() if names}
         self._directory = directory
+        self._template = template
         self._shared = shared
         # Ranks that hang cost time and no processor, so that three runs take little longer than one.
         self._threads = ThreadPoolExecutor(3)
@@ -161,7 +174,7 @@ class Situations:
         return self._runs[situation].result()
 
     def _fresh(self, situation: str) -> Run:
-        return _run(situation, self.wanted.get(situation), self._directory)
+        return _run(situation, self.wanted.get(situation), self._directory, self._template)
 
     def _once(self, situation: str) -> Run:
         """By one of the processes that share the directory; the others read what it has left."""
@@ -179,7 +192,9 @@ class Situations:
 
 
 @pytest.fixture(scope="session")
-def situations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Situations]:
+def situations(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, template: Template
+) -> Iterator[Situations]:
     directory = tmp_path_factory.getbasetemp()
     shared = hasattr(request.config, "workerinput")
     if shared:
@@ -187,7 +202,7 @@ def situations(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         directory.mkdir(exist_ok=True)
     cases = [item.callspec.params for item in request.session.items if _is_a_fault(item)]
     wanted = {name: [case["name"] for case in cases if case["situation"] == name] for name in ARGUMENTS}
-    situations = Situations(directory, shared, wanted)
+    situations = Situations(directory, None if request.config.getoption("cold") else template, shared, wanted)
     yield situations
     situations.close()
 

@@ -105,9 +105,7 @@ def processes(draw: st.DrawFn) -> list[dict[str, Any]]:
     return found
 
 
-@settings(max_examples=150, deadline=None)
-@given(processes=processes())
-def test_devices_are_exclusive_and_all_are_served_in_order(play, processes):
+def check_that_devices_are_exclusive_and_all_are_served_in_order(play: Play, processes: list[dict[str, Any]]) -> None:
     answer = play(processes)
     assert [line for line in answer["journal"] if line.startswith("error")] == []
     assert shared_devices(answer["journal"]) == []
@@ -123,6 +121,19 @@ def test_devices_are_exclusive_and_all_are_served_in_order(play, processes):
             assert [len(keys) for keys in taken] == [step[1] for step in process["steps"] if step[0] == "take"]
     if not died:
         assert not [name for name in answer["left"] if name.startswith("ticket")]
+
+
+@settings(max_examples=40, deadline=None)
+@given(processes=processes())
+def test_devices_are_exclusive_and_all_are_served_in_order(play, processes):
+    check_that_devices_are_exclusive_and_all_are_served_in_order(play, processes)
+
+
+@pytest.mark.slow
+@settings(max_examples=400, deadline=None)
+@given(processes=processes())
+def test_devices_are_exclusive_and_all_are_served_in_order_for_long(play, processes):
+    check_that_devices_are_exclusive_and_all_are_served_in_order(play, processes)
 
 
 def one(*steps: tuple[object, ...], keys: tuple[str, ...] = ("gpu0", "gpu1")) -> dict[str, Any]:
