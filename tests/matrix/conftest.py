@@ -62,6 +62,7 @@ class Run:
     Attributes:
         rows: by name of the fault.
         kinds: name -> kind of all faults that there are.
+        take_longer: those that may take longer than the deadline of the others.
         deaths, remarks: the lines of the plugin at the end of a run.
         code: exit code.
         survivors: processes of it that were there when it had ended.
@@ -70,6 +71,7 @@ class Run:
 
     rows: dict[str, Row]
     kinds: dict[str, str]
+    take_longer: list[str]
     deaths: list[str]
     remarks: list[str]
     code: int
@@ -79,14 +81,14 @@ class Run:
 
 def _read(record: Path, code: int, survivors: list[str], names: list[str]) -> Run:
     rows: dict[str, Row] = {}
-    end: dict[str, Any] = {"kinds": {}, "deaths": [], "remarks": []}
+    end: dict[str, Any] = {"kinds": {}, "take_longer": [], "deaths": [], "remarks": []}
     for line in record.read_text().splitlines():
         entry = json.loads(line)
         if entry["function"] == "run":
             end = entry
         else:
             rows.setdefault(entry["name"], Row()).phases[entry["function"], entry["when"]] = entry
-    return Run(rows, end["kinds"], end["deaths"], end["remarks"], code, survivors, names)
+    return Run(rows, end["kinds"], end["take_longer"], end["deaths"], end["remarks"], code, survivors, names)
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -205,8 +205,10 @@ WHILE_IDLE = {
     "cpu-limit": Told(f"{AFTERWARDS}: signal SIGXCPU"),
     "exit-of-a-thread": Told(f"{AFTERWARDS}: exit code 9"),
     "closes-its-connection": Told(f"{AFTERWARDS}: its connection to the pytest process was closed"),
-    # To the rank it looks as if the pytest process had done it, and it ends.
-    "shuts-its-connection-down": Told(f"{AFTERWARDS}: exit code 0"),
+    # To the rank it looks as if the pytest process had done it, and it ends; on a loaded machine, a moment later.
+    "shuts-its-connection-down": Told(
+        f"{AFTERWARDS}: (exit code 0|it has closed its connection to the pytest process, and still ran)"
+    ),
     "closes-all-files": Told(f"{AFTERWARDS}: exit code 70"),
     "garbage": unasked(".* is no message"),
     "a-few-bytes-of-garbage": unasked("half a message"),
@@ -415,7 +417,7 @@ def test_fault(situation: str, name: str, red: bool, situations: Any, record_pro
     kind = run.kinds[name]
     if situation == "shrinking" and red and name not in ("destroyed-group", "unpicklable-argument"):
         check_example(kind, cause)
-    if situation != "shrinking" or kind == "hang":
+    if (situation != "shrinking" or kind == "hang") and name not in run.take_longer:
         assert report["seconds"] <= DEADLINE + TO_TELL
     if name == "prints-50-mb" and situation != "idle":
         ((_, length, _),) = [section for section in report["sections"] if "stdout of rank 1" in section[0]]

@@ -15,8 +15,12 @@ def test_before(name, warm):
     """The ranks are up: what is timed is not their start."""
 
 
-@pytest.mark.ranks(faults.SIZE)
-@pytest.mark.parametrize("name", faults.FAULTS)
+def marked(name):
+    limit = {"timeout": 30} if name in faults.TAKE_LONGER else {}
+    return pytest.param(name, marks=pytest.mark.ranks(faults.SIZE, **limit))
+
+
+@pytest.mark.parametrize("name", map(marked, faults.FAULTS))
 def test_fault(rank, name, value):
     return faults.happen(rank, name, value)
 

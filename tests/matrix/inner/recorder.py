@@ -68,7 +68,13 @@ class Recorder:
     def pytest_terminal_summary(self, config: pytest.Config) -> Iterator[None]:
         session = _session(config.stash)
         kinds = {name: fault.kind for name, fault in faults.FAULTS.items()}
-        self.write(function="run", kinds=kinds, deaths=session.deaths, remarks=session.remarks)
+        self.write(
+            function="run",
+            kinds=kinds,
+            take_longer=sorted(faults.TAKE_LONGER),
+            deaths=session.deaths,
+            remarks=session.remarks,
+        )
         return (yield)
 
 
