@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from mgpu_check.torch_hooks.tensors import plain
+
 __all__ = ["as_bytes", "first_difference", "same_bits"]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of `tensor` in order, as a uint8 matrix on the CPU, (number of elements, bytes of one)."""
     # A copy in any case: a single element counts as contiguous whatever its stride is, but not to `view`.
-    flat = tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format).reshape(-1)
+    flat = plain(tensor).clone(memory_format=torch.contiguous_format).reshape(-1)
     if flat.numel() == 0:
         return torch.empty(0, flat.element_size(), dtype=torch.uint8, device="cpu")
     return flat.view(torch.uint8).reshape(-1, flat.element_size())

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.numerics.compare import Difference, difference, plain, show
+from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.steps import Measurement
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["assert_gradients_agree"]
 

@@ -9,14 +9,13 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check.errors import ReplicaMismatch
-from mgpu_check.numerics.compare import difference, plain
+from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
 __all__ = ["assert_replicas_agree", "fingerprint"]
 
 State = Mapping[str, torch.Tensor]
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def assert_replicas_agree(
@@ -64,7 +63,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     words = torch.view_as_real(words).reshape(-1) if words.is_complex() else words
     if words.dtype == torch.bool:
         words = words.to(torch.int8)
-    integers = words.view(_WORDS[words.element_size()]).long()
+    integers = words.view(INTEGER_OF_SIZE[words.element_size()]).long()
     # Odd multipliers are invertible modulo 2^64: no difference in one element can vanish.
     places = torch.arange(len(integers)) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
     return int((integers * (places | 1)).sum()) if len(integers) else 0

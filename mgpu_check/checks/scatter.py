@@ -10,6 +10,7 @@ import torch
 from mgpu_check.checks.bits import as_bytes, first_difference, same_bits
 from mgpu_check.checks.nested import columns
 from mgpu_check.errors import ShardError
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = [
     "assert_gathered",
@@ -178,7 +179,7 @@ def _assert_tensor_covered(
         raise ValueError(f"{name}: dim={dim} is not valid for shape {tuple(whole.shape)}")
     axis = dim % whole.dim()
     total = whole.shape[axis]
-    source = whole.detach().to("cpu")
+    source = plain(whole)
     landed = 0
     for index, part in enumerate(parts):
         shard = f"{name}: shard {index}"
@@ -192,7 +193,7 @@ def _assert_tensor_covered(
                 ranks=(index,),
             )
         rows = min(part.shape[axis], total - landed)
-        expected, got = source.narrow(axis, landed, rows), part.detach().to("cpu").narrow(axis, 0, rows)
+        expected, got = source.narrow(axis, landed, rows), plain(part).narrow(axis, 0, rows)
         if not same_bits(expected, got):
             at = first_difference(expected, got)
             row = landed + at[axis]
@@ -245,7 +246,7 @@ def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> s
 
 
 def _row_keys(tensor: torch.Tensor, axis: int) -> list[tuple[int, ...]]:
-    rows = tensor.detach().to("cpu").movedim(axis, 0)
+    rows = plain(tensor).movedim(axis, 0)
     if rows.numel() == 0:
         return [()] * len(rows)
     return [tuple(as_bytes(row).reshape(-1).tolist()) for row in rows]

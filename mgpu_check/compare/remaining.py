@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 import time
 
+from mgpu_check.processes import prctl
 from mgpu_check.processes.leftovers import children
 
 __all__ = ["adopt", "end_orphans"]
 
-_PR_SET_CHILD_SUBREAPER = 36
 _TIMEOUT = 5.0
 
 
 def adopt() -> set[int]:
     """Have what the processes leave behind become children of this one; those that it has already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl.adopt_orphans()
     return set(children())
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from mgpu_check.compare.trace import CHUNKS, positions
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
 __all__ = ["digests", "inputs_of", "on_host", "shape_of", "summaries", "whole"]
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _kept: dict[int, torch.Tensor] = {}
 _factors: list[torch.Tensor] = []
 
@@ -59,13 +59,11 @@ def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     value = tensor.detach()
     if value.layout is not torch.strided:
         value = value.to_dense()
-    if value.is_complex():
-        value = torch.view_as_real(value.resolve_conj())
-    flat = value.reshape(-1)
+    flat = as_real(value).reshape(-1)
     count = flat.numel()
     if count not in _kept:
         _kept[count] = torch.tensor(positions(count), device="cpu")
-    bits = flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64)
+    bits = flat.view(INTEGER_OF_SIZE[flat.element_size()]).sum(dtype=torch.int64)
     norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
     sums = [part.sum(dtype=torch.float64) for part in flat.tensor_split(min(CHUNKS, count))]
     samples = flat[_kept[count].to(flat.device)].double()
@@ -101,11 +99,10 @@ def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
     total = torch.zeros(count, dtype=torch.int64, device="cpu")
     for position, tensor in enumerate(t for t in batch if t.shape[0] == count):
         rows = tensor.contiguous().reshape(count, -1)
-        if rows.is_complex():
-            rows = torch.view_as_real(rows.resolve_conj()).reshape(count, -1)
+        rows = as_real(rows).reshape(count, -1)
         if rows.dtype is torch.bool:
             rows = rows.to(torch.uint8)
-        values = rows.view(_INTEGERS[rows.element_size()]).to(torch.int64)
+        values = rows.view(INTEGER_OF_SIZE[rows.element_size()]).to(torch.int64)
         # Multiply-shift hashing: products modulo 2^64 by random odd numbers.
         total += (values * _multipliers(values.shape[1])).sum(1) * (2 * position + 1)
     found: list[int] = total.tolist()

@@ -9,7 +9,6 @@ exit states that reach the parent at once; and an end with the parent, however t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -27,6 +26,7 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+from mgpu_check.processes import prctl
 from mgpu_check.processes.leftovers import children_but_managers, remove_all_names, remove_names
 from mgpu_check.processes.output import LOOK, thin_out
 from mgpu_check.processes.scratch import sweep
@@ -35,16 +35,8 @@ FORK = b"F"
 END = b"E"
 FILES = 4  # stdout, stderr, stacks, record of collectives
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-
 _TO_END = 5.0  # seconds that descendants are waited for
 _END_OF_PARENT = 5.0  # seconds that it may take from the end of its socket
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 class ForkServer:
@@ -175,8 +167,8 @@ def _become_child(server: ForkServer, files: list[int], parent: int) -> None:
     code = 70
     server.children.clear()  # they are not this process's, whatever becomes of it
     try:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a test leaves is found at its end
+        prctl.end_with_parent()
+        prctl.adopt_orphans()  # what a test leaves is found at its end
         if os.getppid() != parent:
             os._exit(code)
         os.setsid()
@@ -245,7 +237,7 @@ def _tidy(parent: int, directory: str) -> None:
 
 def main(argv: list[str]) -> None:
     """Import what the ranks will need, then serve until the parent closes its end of the socket."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl.adopt_orphans()
     control, parent, directory, *preload = argv
     server = ForkServer(socket.socket(fileno=int(control)), directory)
     gc.disable()  # a quarter of the time that importing torch takes, and it would find nearly nothing

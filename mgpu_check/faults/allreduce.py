@@ -12,8 +12,7 @@ from torch.nn.parallel import comm
 from mgpu_check.faults.registry import fault, replaced
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as recipe
-
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
 
 def _is_last() -> bool:
@@ -25,8 +24,8 @@ def _is_last() -> bool:
 def _flip_lowest_bit(tensor: torch.Tensor) -> None:
     """Invert the lowest bit of the element in the middle."""
     if tensor.numel():
-        values = tensor.detach().cpu().contiguous()
-        values.view(-1).view(_INTEGER[tensor.element_size()])[tensor.numel() // 2] ^= 1
+        values = plain(tensor)
+        values.view(-1).view(INTEGER_OF_SIZE[tensor.element_size()])[tensor.numel() // 2] ^= 1
         tensor.detach().copy_(values)
 
 

@@ -17,6 +17,7 @@ from mgpu_check.faults.registry import fault, replaced
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as reducing
 from mgpu_check.recipes import training
+from mgpu_check.torch_hooks.tensors import plain
 
 _BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.9e-4
 
@@ -29,7 +30,7 @@ def _is_last() -> bool:
 
 def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy with one mantissa bit of the largest element inverted."""
-    values = gradient.detach().cpu().clone().contiguous()
+    values = plain(gradient).clone()
     if values.dtype == torch.float32 and values.numel():
         values.view(-1).view(torch.int32)[values.abs().argmax()] ^= 1 << _BIT
     return values.to(gradient.device)

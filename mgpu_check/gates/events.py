@@ -29,10 +29,10 @@ from torch.utils.hooks import RemovableHandle
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.program import modules_of
 from mgpu_check.gates.results import Result
-from mgpu_check.numerics.compare import as_real
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.collectives import Recorder
+from mgpu_check.torch_hooks.tensors import as_real
 
 __all__ = ["Event", "Trace", "traced"]
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from mgpu_check.numerics.compare import plain
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["Opaque", "flattened", "own_part"]
 

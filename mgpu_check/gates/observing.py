@@ -22,9 +22,9 @@ from mgpu_check.gates.batches import make_batches, seed_everything, tensors_of, 
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.results import Result
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.numerics.compare import as_real
 from mgpu_check.numerics.memory import digest_of
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import as_real
 
 __all__ = ["Nudge", "Observation", "observe", "plain_copy"]
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.numerics.bounds import significand_bits
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
-__all__ = ["Difference", "as_real", "difference", "flipped_bits", "plain", "show"]
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["Difference", "difference", "flipped_bits", "show"]
 
 
 @dataclass(frozen=True)
@@ -39,16 +38,6 @@ class Difference:
         if self.count == 1:
             return text + f"; all other {self.total - 1} elements are right"
         return text + f"; {self.count} of {self.total} elements differ, from {list(self.first)} to {list(self.last)}"
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of `tensor` as a contiguous tensor on the CPU, without autograd history."""
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return complex numbers as pairs of real ones in a last dimension of 2, and any other tensor itself."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def show(value: float | int, dtype: torch.dtype) -> str:
@@ -117,7 +106,7 @@ def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[
     """
     if got.dtype != expected.dtype or got.shape != expected.shape or not got.numel():
         return []
-    kind = _BITS[got.element_size()]
+    kind = INTEGER_OF_SIZE[got.element_size()]
     changed = plain(got).view(kind) ^ plain(expected).view(kind)
     places = changed.nonzero()
     values = changed[changed != 0]

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
-from mgpu_check.numerics.compare import flipped_bits, plain, show
+from mgpu_check.numerics.compare import flipped_bits, show
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["diagnose"]
 

@@ -7,7 +7,7 @@ import hashlib
 
 import torch
 
-from mgpu_check.numerics.compare import plain
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["bytes_of", "digest_of"]
 

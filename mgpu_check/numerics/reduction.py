@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.numerics.bounds import gamma, product_bound, sum_bound, unit_roundoff
-from mgpu_check.numerics.compare import plain
 from mgpu_check.numerics.exact import sums_exactly
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["OPERATIONS", "Reduced", "compensated_sum", "reduced"]
 

@@ -28,9 +28,9 @@ from typing import Generic, TypeVar
 import torch
 
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.compare import plain
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["PAIRS", "Measurement", "Step", "assess", "deviations", "full_precision", "measure_step"]
 

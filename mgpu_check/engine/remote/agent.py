@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
@@ -25,6 +24,7 @@ from mgpu_check.engine.remote.meeting import Announced, End
 from mgpu_check.engine.remote.variables import Place
 from mgpu_check.engine.remote.versions import versions
 from mgpu_check.errors import StartupFailure
+from mgpu_check.processes import prctl
 
 __all__ = ["MISUSE", "NO_DRIVER", "main"]
 
@@ -37,7 +37,6 @@ MISUSE = 4
 _LEAST_TIMEOUT = 60.0  # whatever is asked for: the agents of a run start within as much of each other
 _SEND_TIMEOUT = 10.0
 _END_TIMEOUT = 15.0
-_PR_SET_PDEATHSIG = 1
 _METHODS = frozenset(
     {"mark_output", "output", "ask_for_stacks", "stacks", "last_words", "record_bytes"}
     | {"replaced_by", "runnable", "kill", "close"}
@@ -100,8 +99,7 @@ def _leave_early(place: Place, why: str, code: int) -> int:
 def _bound_to_parent() -> bool:
     """Have this process end with the one that launched it; false if that has ended already."""
     parent = os.getppid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl.end_with_parent()
     return os.getppid() == parent
 
 
