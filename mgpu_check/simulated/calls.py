@@ -191,6 +191,15 @@ def gather(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     return [_on_gloo(call, "gather", pg, [outs] if outs else [], [mine], options)], None
 
 
+def gather_single(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
+    mine = _bytes(staging.read(call.ins[0])).view(-1)
+    outs: list[torch.Tensor] = []
+    if pg.rank() == call.root:  # elsewhere the output is a placeholder without elements
+        outs = list(_bytes(staging.write(call.outs[0])).view(pg.size(), mine.numel()).unbind())
+    options = call.options(_c10d.GatherOptions, rootRank=call.root)
+    return [_on_gloo(call, "gather", pg, [outs] if outs else [], [mine], options)], None
+
+
 def scatter(call: Call, pg: dist.ProcessGroup, staging: Staging) -> Started:
     given = [_bytes(staging.read(t)) for t in call.ins]
     out = _bytes(staging.write(call.outs[0]))

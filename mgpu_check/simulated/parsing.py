@@ -120,6 +120,11 @@ def _parse_gather(
     return [Call("gather", calls.gather, _late(opts), outs, ins, root=target, lists=(True, False), timeout=limit)]
 
 
+def _parse_gather_single(output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> list[Call]:
+    target, limit = _root(opts, 0), _limit(opts, None)
+    return [Call("gather", calls.gather_single, _late(opts), [output], [input], root=target, timeout=limit)]
+
+
 def _parse_scatter(
     output_tensors: Any = None, input_tensors: Any = None, opts: Any = None, timeout: Any = None, *,
     output_tensor: Any = None, root: int = 0,
@@ -196,6 +201,8 @@ PARSERS: dict[str, Callable[..., list[Call]]] = {
     "allgather_into_tensor_coalesced": _parse_all_gather_single_coalesced,
     "all_gather_single_coalesced": _parse_all_gather_single_coalesced,
     "gather": _parse_gather,
+    "gather_single": _parse_gather_single,
+    "gather_into_tensor": _parse_gather_single,
     "scatter": _parse_scatter,
     "reduce_scatter": _parse_reduce_scatter,
     "_reduce_scatter_base": _parse_reduce_scatter_single,

@@ -29,7 +29,7 @@ from mgpu_check.torch_hooks.arguments import compared, group_of, option, shown
 from mgpu_check.torch_hooks.flows import FLOWS, Flows
 from mgpu_check.torch_hooks.group_methods import METHODS, MethodForm
 
-__all__ = ["Agreement", "Recorder", "install", "recorder"]
+__all__ = ["RECORDED", "Agreement", "Recorder", "install", "recorder"]
 
 # The parameter that says what a rank contributes, or receives, by which ranks can be compared.
 _COLLECTIVES = {
@@ -43,6 +43,8 @@ _COLLECTIVES = {
     "all_gather_single": "input_tensor",
     "all_gather_object": "",
     "gather": "tensor",
+    "gather_single": "tensor",
+    "gather_into_tensor": "tensor",
     "gather_object": "",
     "scatter": "tensor",
     "scatter_object_list": "",
@@ -70,9 +72,11 @@ _FUNCTIONAL = {
     "all_gather_single": "self",
     "all_gather_tensor": "self",
     "all_gather_into_tensor_coalesced": "self",
+    "all_gather_single_coalesced": "self",
     "reduce_scatter_single": "self",
     "reduce_scatter_tensor": "self",
     "reduce_scatter_tensor_coalesced": "self",
+    "reduce_scatter_single_coalesced": "self",
     "all_to_all_single": "self",
 }
 # Those of which every rank has tensors of as many elements, and of the same dtype. In the others what a rank has must be
@@ -80,7 +84,8 @@ _FUNCTIONAL = {
 _SYMMETRIC = frozenset(
     {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_coalesced", "all_gather_tensor"}
     | {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_single", "reduce_scatter_tensor"}
-    | {"reduce_scatter_single", "reduce_scatter_tensor_coalesced"}
+    | {"reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"}
+    | {"all_gather_single_coalesced", "gather_single", "gather_into_tensor"}
 )
 # What DistributedDataParallel does as it is made.
 _OF_MODULES = {
@@ -94,6 +99,8 @@ Agreement = tuple[tuple[Group, int, int], ...]
 
 
 _TABLES = ((c10d, _COLLECTIVES), (c10d, _PEERS), (functional, _FUNCTIONAL), (utils, _OF_MODULES))
+RECORDED = frozenset(name for _, table in _TABLES for name in table)
+"""Names of the functions of torch that are recorded."""
 
 
 class _Inside(threading.local):

@@ -27,6 +27,8 @@ METHODS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "reduce_scatter_tensor_coalesced": ("reduce_scatter_tensor_coalesced", ("tensors", "inputs", "op")),
     "reduce_scatter_single_coalesced": ("reduce_scatter_tensor_coalesced", ("tensors", "inputs", "op")),
     "gather": ("gather", ("gather_list", "tensor", "group_dst")),
+    "gather_single": ("gather_single", ("output", "tensor", "group_dst")),
+    "gather_into_tensor": ("gather_single", ("output", "tensor", "group_dst")),
     "scatter": ("scatter", ("tensor", "scatter_list", "group_src")),
     "alltoall": ("all_to_all", ("output_tensor_list", "input_tensor_list")),
     "alltoall_base": ("all_to_all_single", ("output", "input", "output_split_sizes", "input_split_sizes")),

@@ -62,6 +62,10 @@ def collectives(rank, size):
     rows = [torch.zeros(2, device="cuda") for _ in range(size)] if rank == 0 else None
     dist.gather(filled(rank), rows)
     seen["gather"] = None if rows is None else [r.tolist() for r in rows]
+    if hasattr(dist, "gather_single"):
+        whole = torch.zeros(size, 2, device="cuda") if rank == 1 else None
+        dist.gather_single(filled(rank), whole, dst=1)
+        seen["gather_single"] = None if whole is None else whole.tolist()
     one = torch.zeros(1, device="cuda")
     dist.scatter(one, [filled(rank, 1) * i for i in range(size)] if rank == 0 else None, src=0)
     seen["scatter"] = one.item()
@@ -108,6 +112,7 @@ def test_every_collective(on_ranks):
             "objects": [0, 1],
             "gloo group": ("gloo", 2),
             **({"recv": [7, 7]} if rank == 1 else {}),
+            **({"gather_single": [[1, 1], [2, 2]] if rank == 1 else None} if hasattr(dist, "gather_single") else {}),
         }
 
 

@@ -3,18 +3,57 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 
 from mgpu_check.errors import RankFailure, RankHang
 
 
 def message(info: pytest.ExceptionInfo[BaseException]) -> list[str]:
     return str(info.value).splitlines()
+
+
+def test_every_collective_of_torch_is_recorded_and_simulated():
+    """A collective that a new version of torch has must be in the tables: CONTRIBUTING says in which."""
+    from mgpu_check.simulated.parsing import PARSERS
+    from mgpu_check.torch_hooks.collectives import RECORDED
+    from mgpu_check.torch_hooks.group_methods import METHODS
+
+    operands = {"tensor", "tensors", "input", "output", "input_tensor", "output_tensor_list", "object_list", "obj"}
+    functions = {name: function for name, function in vars(c10d).items() if type(function) is types.FunctionType}
+    parameters = {
+        name: set(inspect.signature(functions[name]).parameters) for name in c10d.__all__ if name in functions
+    }
+    there = {name for name, of in parameters.items() if "group" in of and (of & operands or "barrier" in name)}
+    assert {"all_reduce", "gather_object", "barrier"} <= there
+    assert there - RECORDED == set()
+
+    traced = {"isend_inplace", "irecv_inplace"}  # in compiled code only, which is left alone
+    begun = {
+        name
+        for name, function in inspect.getmembers(functional, inspect.isfunction)
+        if "group" in inspect.signature(function).parameters
+        and not name.startswith("_")
+        and "torch.ops._c10d_functional." in inspect.getsource(function)
+    }
+    assert "all_reduce" in begun
+    assert begun - RECORDED - traced == set()
+
+    methods = {
+        name for name in dir(dist.ProcessGroup) if re.match(r"_?(all|broadcast|gather|re(duce|cv)|sc|send)", name)
+    }
+    methods -= {"reconfigure"}
+    assert methods - set(METHODS) == set()
+    assert methods - set(PARSERS) == set()
 
 
 def test_different_collectives_are_named_with_number_and_place(pool):
