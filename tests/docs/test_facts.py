@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import mgpu_check
-from mgpu_check.settings import OPTIONS
+from mgpu_check.settings import OPTIONS, Settings
 from tests.docs.pages import DOCS, ROOT
 
 PACKAGE = Path(mgpu_check.__file__).parent
@@ -27,6 +28,10 @@ def test_every_option_has_a_row_with_its_three_spellings_and_its_default() -> No
     for (*_, text), option in zip(rows, OPTIONS.values(), strict=True):
         if option.default.isdecimal():
             assert f"Default: {option.default}" in text
+
+
+def test_every_option_is_a_field_of_the_settings() -> None:
+    assert set(OPTIONS) <= {field.name for field in dataclasses.fields(Settings)}
 
 
 def test_every_public_name_is_in_the_api_reference() -> None:
