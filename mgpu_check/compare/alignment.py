@@ -18,7 +18,7 @@ Kind = Literal["before", "gradient", "parameter"]
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a tensor is from the expected one.
+    """The deviation of a tensor from the expected one.
 
     Attributes:
         size: of the number that is furthest off, in proportion to the tensor (see `Summary.entries`).
@@ -38,7 +38,7 @@ class Deviation:
 
 
 def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int]) -> Deviation:
-    """How far `got` is from `expected`; infinitely where one of them is none, or not finite where the other is."""
+    """Return how far `got` is from `expected`; infinitely where one of them is none, or not finite where the other is."""
     if got is None or expected is None:
         return Deviation(0.0 if got is expected else math.inf)
     if got == expected:
@@ -59,7 +59,7 @@ def deviation(got: Summary | None, expected: Summary | None, shape: Sequence[int
 
 
 def _names(shape: Sequence[int]) -> list[tuple[str, bool]]:
-    """What each entry of a summary is called, and whether it is an element."""
+    """Name each entry of a summary, and tell whether it is an element."""
     count = math.prod(shape)
     names, start = [("norm", False)], 0
     for size in chunk_sizes(count):
@@ -77,7 +77,7 @@ def _index(position: int, shape: Sequence[int]) -> list[int]:
 
 
 def of_kind(step: Step, kind: Kind) -> dict[str, Summary | None]:
-    """That of a step's tensors, by parameter."""
+    """Return the tensors of one kind in a step, by parameter."""
     if kind == "gradient":
         return step.gradients
     return dict(step.before if kind == "before" else step.parameters)
@@ -85,7 +85,7 @@ def of_kind(step: Step, kind: Kind) -> dict[str, Summary | None]:
 
 @dataclass(frozen=True)
 class Samples:
-    """What the ranks have seen at a step, and what one device has, as multisets of digests."""
+    """The samples that the ranks have seen at a step, and those of one device, as multisets of digests."""
 
     one: Counter[int]
     ranks: tuple[Counter[int], ...]
@@ -99,7 +99,7 @@ class Samples:
 
     @property
     def known(self) -> bool:
-        """Whether a model was seen to be called, on one device and on the ranks."""
+        """True if a model was seen to be called, on one device and on the ranks."""
         return bool(self.one) and any(self.ranks)
 
     @property
@@ -108,12 +108,12 @@ class Samples:
 
     @property
     def common(self) -> int:
-        """How many samples of one device the ranks have seen, too."""
+        """Number of samples of one device that the ranks have seen, too."""
         return (self.together & self.one).total()
 
     @property
     def repeated_on_each_rank(self) -> bool:
-        """Whether all ranks have seen the same samples."""
+        """True if all ranks have seen the same samples."""
         return len(self.ranks) > 1 and bool(self.ranks[0]) and all(part == self.ranks[0] for part in self.ranks)
 
     @property
@@ -151,7 +151,7 @@ class Aligned:
 
     @property
     def where(self) -> str:
-        """What is compared with one device."""
+        """Name of the runs that are compared with one device: "4 ranks"."""
         return f"{self.world} ranks" if len(self.ranks) == self.world else f"{self.world} GPUs of one process"
 
     @property
@@ -168,7 +168,7 @@ class Aligned:
         return self.one.parameters[name]
 
     def found(self, step: int, kind: Kind, name: str) -> tuple[Summary | None, dict[int, Summary | None]]:
-        """A tensor of a step: on one device, and on the ranks that have it and whose shape is the same."""
+        """Return a tensor of a step: on one device, and on the ranks that have it and whose shape is the same."""
         expected = of_kind(self.one.steps[step], kind).get(name)
         shape = self.parameter(name).shape
         here = {}
@@ -191,7 +191,7 @@ class Aligned:
         ]
 
     def samples(self, step: int) -> Samples:
-        """The rows of the model's inputs; their columns where it is those that the ranks have shared out."""
+        """Return the rows of the model's inputs; their columns where it is those that the ranks have shared out."""
         rows = Samples(Counter(self.one.steps[step].seen), tuple(Counter(t.steps[step].seen) for t in self.ranks))
         if rows.same:
             return rows
@@ -201,7 +201,9 @@ class Aligned:
         return columns if columns.known and columns.same else rows
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
-        """On one device; over the ranks, the mean by samples where their numbers are known; of each rank."""
+        """Return the losses on one device; over the ranks, the mean by samples where their numbers are known; of each
+        rank.
+        """
         here = [trace.steps[step].loss for trace in self.ranks]
         known = [loss for loss in here if loss is not None]
         if len(known) < len(here):

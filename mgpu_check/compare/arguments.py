@@ -23,7 +23,7 @@ _OPERATORS = {
 
 
 def fitted(words: Sequence[str], world: int) -> list[str]:
-    """The words, with each ``{…W…}`` replaced by its value, where W is `world`.
+    """Return the words, with each ``{…W…}`` replaced by its value, where W is `world`.
 
     An integer stays one, and must come out as one: ``{64/W}`` is 16 for 4. With a decimal point it is a float: ``{0.1*W}``.
 

@@ -1,4 +1,4 @@
-"""How many collectives each process of a run has entered, to tell who keeps the others waiting.
+"""Count the collectives that each process of a run has entered, to tell who keeps the others waiting.
 
 On real devices a collective returns at once, and whoever waits does so somewhere else: in ``loss.item()``. What is written
 here is read while the process hangs.
@@ -16,7 +16,7 @@ _NUMBER = struct.Struct("=Q")
 
 
 def install(fd: int) -> Callable[[], None]:
-    """In the script's process: write down each collective that it enters. To the file `fd`.
+    """Write down, in the script's process, each collective that it enters, to the file `fd`.
 
     Returns:
         What also counts those that the reducer of DistributedDataParallel has entered by now, in C++.
@@ -35,7 +35,9 @@ def install(fd: int) -> Callable[[], None]:
 
 
 def entered(fd: int) -> tuple[int, int]:
-    """By the file of a process: operations of its default group when it was last counted, and calls of collectives."""
+    """Return, by the file of a process, the operations of its default group when it was last counted, and calls of
+    collectives.
+    """
     from mgpu_check.processes import record
 
     data = os.pread(fd, record.SIZE + _NUMBER.size, 0)

@@ -1,4 +1,4 @@
-"""Where two runs part ways: the first step, and what is wrong at it."""
+"""Find where two runs part ways: the first step, and what is wrong at it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Scene:
 
     @property
     def main(self) -> Wrong | None:
-        """Of the first kind that is wrong: the tensor that is furthest off, the first of the model among equals."""
+        """The tensor of the first wrong kind that is furthest off, the first of the model among equals."""
         kind = self.kind
         if kind is None or not self.wrong[kind]:
             return None
@@ -61,7 +61,7 @@ class Scene:
         return self.aligned.samples(self.step)
 
     def observables(self) -> list[Observable]:
-        """Each tensor of the step, with whether it is that of one device, and whether ranks agree about it."""
+        """Return each tensor of the step, with whether it is that of one device, and whether ranks agree about it."""
         found = []
         for kind in KINDS:
             wrong = {entry.name: entry for entry in self.wrong[kind]}
@@ -83,7 +83,7 @@ class Scene:
 
 @dataclass
 class Diagnosis:
-    """What is said of a scene.
+    """The diagnosis of a first difference.
 
     Attributes:
         comparable: the difference is one of the training step, and not of what the step was given.
@@ -98,14 +98,15 @@ class Diagnosis:
 
 
 def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
-    """How many times as large a tensor is as it should be, by its norm."""
+    """Return how many times as large a tensor is as it should be, by its norm."""
     if got is None or expected is None or not expected.norm or not math.isfinite(got.norm / expected.norm):
         return None
     return got.norm / expected.norm
 
 
 def first_scene(aligned: Aligned, rounding: Rounding) -> Scene | None:
-    """The first step at which a tensor is further off than rounding leads, or at which all ranks do the whole work.
+    """Return the first step at which a tensor is further off than rounding leads, or at which all ranks do the whole
+    work.
 
     The last that is looked at is that at which one device first has a tensor that is not finite: its others say something.
     """
@@ -142,7 +143,7 @@ def _scene(aligned: Aligned, rounding: Rounding, step: int) -> Scene:
 
 
 def _whole_batch_on_each_rank(scene: Scene) -> bool:
-    """Whether each rank saw, at the first step, the very samples of one device, and trains the whole model.
+    """Return whether each rank saw, at the first step, the very samples of one device, and trains the whole model.
 
     Ranks that hold a part of the model each do see all samples, and rightly so.
     """
@@ -158,7 +159,7 @@ def _whole_batch_on_each_rank(scene: Scene) -> bool:
 
 
 def updates(scene: Scene, name: str) -> list[tuple[float, float]]:
-    """By how much this step has changed a parameter's kept elements: (on the first rank, on one device)."""
+    """Return by how much this step has changed a parameter's kept elements: (on the first rank, on one device)."""
     found = []
     for got, wanted in zip(_update(scene, name, 0), _update(scene, name, None), strict=False):
         found.append((got, wanted))

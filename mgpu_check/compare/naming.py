@@ -1,4 +1,4 @@
-"""In the script's process: the names of parameters, from the modules that own them."""
+"""Name parameters in the script's process, from the modules that own them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INNER = {
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's own module, without what torch has put around it."""
+    """Return the user's own module, without what torch has put around it."""
     while True:
         # By their attributes, and not by their truth: that of a module which has a length is a call of it.
         names = _INNER.get(type(module).__name__, ())
@@ -51,7 +51,9 @@ class Names:
             self._models.append(weakref.ref(module))
 
     def name(self, parameter: torch.Tensor, otherwise: str) -> tuple[str, int]:
-        """Its name, and its place in the model; `otherwise` and a last place where no module that was called has it."""
+        """Return its name, and its place in the model; `otherwise` and a last place where no module that was called has
+        it.
+        """
         if id(parameter) not in self._names:
             self._learn()
         if id(parameter) not in self._names:

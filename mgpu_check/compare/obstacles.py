@@ -1,4 +1,6 @@
-"""What stands in the way of a comparison, as far as the runs that were made show it: said at once, not one after the other."""
+"""Collect what stands in the way of a comparison, as far as the runs show it: reported at once, not one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,14 @@ class Obstacle:
 
 
 def random_parts(trace: Trace, until: int | None = None) -> list[str]:
-    """What of the model draws random numbers in training, by name; until a step."""
+    """Name the parts of the model that draw random numbers in training; until a step."""
     events = [event for event in trace.events if until is None or event["after"] <= until]
     modules = sorted({name for event in events if event["event"] == "module" for name in event["dropouts"]})
     return modules or [event["what"] for event in events if event["event"] == "random"][:1]
 
 
 def narrow(trace: Trace) -> str:
-    """In which dtype narrower than float32 the script computes, as a clause; empty where it does not."""
+    """Name the dtype narrower than float32 in which the script computes, as a clause; empty where it does not."""
     for event in trace.of("narrow"):
         return f"{event['module']} gives {event['dtype']}"
     dtypes = {p.dtype: p.name for p in trace.parameters.values() if p.dtype in ("bfloat16", "float16")}
@@ -86,7 +88,7 @@ def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstac
 
 
 def divided(batch: int) -> str:
-    """What to do where each rank takes a batch of one device."""
+    """Advise what to do where each rank takes a batch of one device."""
     return (
         "divide the global batch: batch_size=global_batch // world_size; or, where it is an argument of the script, "
         f"let compare divide it: --batch-size={{{batch}/W}}, where W is the number of processes"
@@ -94,5 +96,5 @@ def divided(batch: int) -> str:
 
 
 def _snapshot(one: Trace) -> str | None:
-    """A file that the script has looked for in vain, and saved later."""
+    """Return a file that the script has looked for in vain, and saved later."""
     return next((event["file"] for event in one.of("save") if event["missed"]), None)

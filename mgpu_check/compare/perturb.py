@@ -1,4 +1,4 @@
-"""In the script's process: move results by a few unit roundoffs, to see how fast rounding errors grow in this script.
+"""Move results in the script's process by a few unit roundoffs, to see how fast rounding errors grow in this script.
 
 Monte Carlo arithmetic, as in :mod:`mgpu_check.numerics.steps`, at the grain of modules: what each innermost module gives,
 and each gradient, is multiplied by 1 ± size, each element with a random sign of its own. Several ranks add up the same
@@ -23,7 +23,9 @@ class Perturbation:
         self._generator = torch.Generator("cpu").manual_seed(seed)
 
     def output(self, value: Any) -> Any:
-        """`value`, the result of a module, with its floating-point tensors moved; in lists, tuples and dicts, too."""
+        """Return `value`, the result of a module, with its floating-point tensors moved; in lists, tuples and dicts,
+        too.
+        """
         if isinstance(value, torch.Tensor):
             if not _is_moved(value):
                 return value

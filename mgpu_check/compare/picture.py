@@ -30,7 +30,7 @@ class Curve:
 
 
 def draw(title: str, unit: str, curves: Sequence[Curve], *, logarithmic: bool = False, mark: int | None = None) -> str:
-    """The picture of `curves` as an ``<svg>`` element, whose classes the page's style colours.
+    """Return the picture of `curves` as an ``<svg>`` element, whose classes the page's style colours.
 
     Args:
         title: for those who cannot see it, and above it.
@@ -130,7 +130,7 @@ def _legend(curves: Sequence[Curve]) -> list[str]:
 
 
 def _steps(count: int) -> list[int]:
-    """Which steps are numbered: about ten, the first among them."""
+    """Choose the steps that are numbered: about ten, the first among them."""
     if count <= 1:
         return [1][:count]
     apart = _round_number(count / 10) if count > 12 else 1.0
@@ -139,13 +139,13 @@ def _steps(count: int) -> list[int]:
 
 
 def _round_number(about: float) -> float:
-    """1, 2 or 5 times a power of ten, not below `about`."""
+    """Return 1, 2 or 5 times a power of ten, not below `about`."""
     power: float = 10.0 ** math.floor(math.log10(about))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= about * 0.999)
 
 
 def _scale(values: Sequence[float], logarithmic: bool) -> tuple[float, float, list[tuple[float, str]]]:
-    """Lower and upper end of the axis (of logarithms, there), and its ticks: (value, text)."""
+    """Return the lower and upper end of the axis (of logarithms, there), and its ticks: (value, text)."""
     if not values:
         return 0.0, 1.0, []
     if logarithmic:

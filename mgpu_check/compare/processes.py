@@ -73,11 +73,11 @@ class Ended:
 
     @property
     def crashed_at_exit(self) -> bool:
-        """Whether a signal has ended it after the end of the script."""
+        """True if a signal has ended it after the end of the script."""
         return self.how == "finished" and bool(self.exit_code)
 
     def has(self, event: str) -> bool:
-        """Whether that is in its trace."""
+        """Return whether that is in its trace."""
         return self.trace is not None and bool(self.trace.of(event))
 
     def __str__(self) -> str:
@@ -105,12 +105,12 @@ class Run:
     directory: Path | None = None
 
     def shown(self, file: str) -> str:
-        """The name of a file for reports: within a directory of its own, from there."""
+        """Return the name of a file for reports: within a directory of its own, from there."""
         own = self.directory and self.directory.resolve()  # traces have real paths
         return str(Path(file).relative_to(own)) if own and Path(file).is_relative_to(own) else file
 
     def has(self, event: str) -> bool:
-        """Whether that is in the trace of a rank."""
+        """Return whether that is in the trace of a rank."""
         return any(ended.has(event) for ended in self.ranks)
 
     @property
@@ -157,12 +157,12 @@ class _Process:
         return os.fstat(self.trace.fileno()).st_size
 
     def said(self, *events: str) -> bool:
-        """Whether one of them is among the last events of its trace."""
+        """Return whether one of them is among the last events of its trace."""
         last = os.pread(self.trace.fileno(), 200, max(0, self.size() - 200))
         return any(f'\n{{"event":"{event}"'.encode() in last for event in events)
 
     def failed(self) -> bool:
-        """Whether it has ended, as far as is known, otherwise than a script does that comes to its end."""
+        """Return whether it has ended, as far as is known, otherwise than a script does that comes to its end."""
         code = self.process.returncode
         # Interpreters that end with a process group may abort: torch's threads and destructors race.
         return code is not None and code != 0 and not (code < 0 and self.said("ended"))
@@ -172,7 +172,7 @@ class _Process:
             os.kill(self.process.pid, STACKS_SIGNAL)
 
     def where(self) -> Place | None:
-        """What it has said of its stacks, without our own frames."""
+        """Return its place in the code, by its stacks without our own frames."""
         lines = _content(self.stacks, 0).decode(errors="replace").splitlines()
         return place_of("\n".join(line for line in lines if f'File "{_HERE}{os.sep}' not in line))
 
@@ -212,7 +212,7 @@ def _last_lines(written: bytes) -> str:
 
 
 def _content(file: IO[bytes], last: int) -> bytes:
-    """What was written to the file; of its end `last` bytes, or all where that is 0."""
+    """Read what was written to the file; of its end `last` bytes, or all where that is 0."""
     size = os.fstat(file.fileno()).st_size
     return os.pread(file.fileno(), size, max(0, size - last) if last else 0)
 
@@ -269,7 +269,9 @@ def run(
 
 @contextlib.contextmanager
 def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
-    """Where the ranks meet: torchrun's agent has a store, too, so that no rank has to bind a port that may be taken."""
+    """Make the store where the ranks meet: torchrun's agent has one, too, so that no rank has to bind a port that may
+    be taken.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
@@ -280,7 +282,7 @@ def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
 
 
 def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
-    """The environment of a rank: as torchrun sets it on one machine."""
+    """Return the environment of a rank: as torchrun sets it on one machine."""
     made = {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
     made["PYTHONPATH"] = with_startup(made)
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
@@ -307,7 +309,7 @@ def _variables(environment: Mapping[str, str], rank: int, world: int, port: int)
 
 
 def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bool]:
-    """Until all have ended or stopped, or cannot any more; who failed first, and whether that is a hang."""
+    """Wait until all have ended or stopped, or cannot any more; return who failed first, and whether that is a hang."""
     sizes = [0] * len(processes)
     moved_at = time.monotonic()
     failed: tuple[int, float] | None = None

@@ -1,4 +1,4 @@
-"""In the script's process: hooks on optimizers, modules and backward that write its trace. Nothing of the script changes.
+"""Write the trace in the script's process, by hooks on optimizers, modules and backward. Nothing of the script changes.
 
 What is recorded is what the script's own calls show: see `docs/reference/compare.md`.
 """
@@ -63,7 +63,7 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
 
 
 class Recorder:
-    """What is known of the script between two steps."""
+    """The record of a script between two steps."""
 
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
@@ -211,7 +211,7 @@ class Recorder:
         return (args[0], watched, *args[2:]), kwargs
 
     def _watched_closure(self, optimizer: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """`closure`, which computes the gradients within the step: those of its first call are the step's."""
+        """Wrap `closure`, which computes the gradients within the step: those of its first call are the step's."""
 
         @functools.wraps(closure)
         def watched() -> Any:
@@ -263,7 +263,7 @@ class Recorder:
             self.wait("stopped")
 
     def watched_step(self, hooked: Callable[..., Any]) -> Callable[..., Any]:
-        """`hooked`, which has hooks called before and after a step; where the step raises, there is none after it."""
+        """Wrap `hooked`, which has hooks called before and after a step; where the step raises, there is none after it."""
 
         @functools.wraps(hooked)
         def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -305,7 +305,7 @@ class Recorder:
         self._losses, self._samples, self._columns, self._waiting = [], [], [], True
 
     def _parameters(self, optimizer: Any) -> list[tuple[int, torch.Tensor]]:
-        """The parameters of an optimizer, each with its number in the trace."""
+        """Return the parameters of an optimizer, each with its number in the trace."""
         found = []
         number = self._optimizers.get(id(optimizer), len(self._optimizers))
         for g, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""What the processes of a run leave behind when they end, also outside of their process groups."""
+"""End what the processes of a run leave behind, also outside of their process groups."""
 
 from __future__ import annotations
 

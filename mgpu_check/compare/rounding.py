@@ -1,4 +1,4 @@
-"""How far apart two runs may be by rounding alone, measured on the script itself.
+"""Measure on the script itself how far apart two runs may be by rounding alone.
 
 The script runs on one device once more with every module's result and every gradient moved by a few unit roundoffs: how
 far that leads, step after step, is how far sums in another order may lead. What may differ is λ times that; λ is such
@@ -25,7 +25,9 @@ _USELESS = 0.5  # where not even a factor of two would show
 
 @functools.cache
 def roundoff(dtype: str) -> float:
-    """The unit roundoff of a dtype by its name, of a complex one that of its parts; of float32 for what does not round."""
+    """Return the unit roundoff of a dtype by its name, of a complex one that of its parts; of float32 for what does not
+    round.
+    """
     import torch  # late: while the first processes import it, too
 
     from mgpu_check.numerics.bounds import unit_roundoff
@@ -71,7 +73,9 @@ class Rounding:
         return max(deviation(of_kind(t.steps[step], kind).get(name), expected, shape).size for t in self._others)
 
     def tolerance(self, step: int, kind: Kind, name: str) -> float:
-        """For the deviation of a tensor: infinite where the moved run has parted ways by more than its size."""
+        """Return the tolerance for the deviation of a tensor: infinite where the moved run has parted ways by more than
+        its size.
+        """
         least = roundoff(self._one.parameters[name].dtype)
         if kind == "before":
             return self.margin * least
@@ -81,20 +85,22 @@ class Rounding:
         return self.margin * max(grown[step], self._medians[kind][step], least)
 
     def of_loss(self, step: int) -> float:
-        """For the loss, in proportion to it."""
+        """Return the tolerance for the loss, in proportion to it."""
         return self.margin * max(self._losses[step], 2.0**-24) if step < len(self._losses) else math.inf
 
     def drowned(self, steps: int, kind: Kind, name: str) -> int | None:
-        """The first of so many steps at which rounding alone hides a factor of two in a tensor; None where none does."""
+        """Return the first of so many steps at which rounding alone hides a factor of two in a tensor; None where none
+        does.
+        """
         return next((step for step in range(steps) if self.tolerance(step, kind, name) > _USELESS), None)
 
     def leaves_numbers(self, step: int, kind: Kind, name: str) -> bool:
-        """Whether rounding alone makes a finite tensor of one that is not finite on one device."""
+        """Return whether rounding alone makes a finite tensor of one that is not finite on one device."""
         found = [of_kind(trace.steps[step], kind).get(name) for trace in self._others if step < len(trace.steps)]
         return any(summary is not None and summary.finite for summary in found)
 
     def useful_until(self, steps: int) -> int:
-        """The number of steps up to which rounding alone leaves a factor of two to be seen in most gradients."""
+        """Return the number of steps up to which rounding alone leaves a factor of two to be seen in most gradients."""
         for step in range(steps):
             medians = self._medians.get("gradient", [])
             if step >= len(medians) or self.margin * medians[step] > _USELESS:
@@ -106,7 +112,7 @@ _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 
 
 def _envelope(apart: list[float]) -> list[float]:
-    """What was reached up to each step, and in any of the first few."""
+    """Return what was reached up to each step, and in any of the first few."""
     grown: list[float] = []
     reached = max((x for x in apart[:_WINDOW] if math.isfinite(x)), default=0.0)
     for value in apart:
@@ -131,7 +137,7 @@ class Repeat:
 
 
 def repeatability(one: Trace, again: Trace) -> Repeat | None:
-    """Where two runs on one device part ways by more than rounding; None where they do not.
+    """Find where two runs on one device part ways by more than rounding; None where they do not.
 
     Samples and first parameters must be the same bits. Later tensors may differ where kernels add up in no fixed order;
     what differs in the upper half of its digits, where it first differs, does so for another reason.

@@ -58,7 +58,7 @@ class _Watched:
 
 
 def _arrived(process: Any, trace: Any) -> Any:
-    """In the new process, which has imported what the script imports: watch it, and give it what it is to run."""
+    """Watch a new process, which has imported what the script imports, and give it what it is to run."""
     fd = trace.detach()
     os.set_inheritable(fd, False)
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")

@@ -1,4 +1,4 @@
-"""In the script's process: tensors as the few numbers that a trace keeps of them."""
+"""Summarize tensors in the script's process as the few numbers that a trace keeps of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _factors: list[torch.Tensor] = []
 
 
 def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None]:
-    """The numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for what is none, or empty.
+    """Return the numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for what is none, or empty.
 
     All are moved to the CPU at once, so that a device waits once for each step. A DTensor is gathered first: all ranks
     that hold it must be here.
@@ -42,18 +42,18 @@ def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a DTensor, of which a rank holds a part; any other tensor itself."""
+    """Return all of a DTensor, of which a rank holds a part; any other tensor itself."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
 
 
 def shape_of(tensor: torch.Tensor) -> list[int]:
-    """The shape of what is summed up: complex numbers are two real ones each, in a last dimension."""
+    """Return the shape of what is summed up: complex numbers are two real ones each, in a last dimension."""
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The sum of its bits, int64; and norm, sums and samples, float64."""
+    """Return the sum of its bits, int64; and norm, sums and samples, float64."""
     if not tensor.numel():
         return None
     value = tensor.detach()
@@ -75,17 +75,17 @@ def _is_double(tensor: torch.Tensor | None) -> bool:
 
 
 def _short(number: float) -> float:
-    """Twelve digits: far beyond float32, and shorter in the file."""
+    """Round to twelve digits: far beyond float32, and shorter in the file."""
     return float(f"{number:.12g}") if math.isfinite(number) else number
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of which samples can be told apart, on the CPU."""
+    """Copy those tensors to the CPU of which samples can be told apart."""
     return [t.detach().cpu() for t in tensors if not hasattr(t, "full_tensor") and t.layout is torch.strided]
 
 
 def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
-    """One number for each sample of a batch: the same for the same values, whatever else is in the batch.
+    """Return one number for each sample of a batch: the same for the same values, whatever else is in the batch.
 
     Args:
         tensors: the inputs of a model, on the CPU. The samples are the slices of the first of them, and those of all
@@ -110,7 +110,7 @@ def digests(tensors: Sequence[torch.Tensor], dimension: int = 0) -> list[int]:
 
 
 def _multipliers(count: int) -> torch.Tensor:
-    """Odd numbers that are the same in each process; of a generator of their own, for the script's is not ours."""
+    """Draw odd numbers that are the same in each process, by a generator of their own, for the script's is not ours."""
     if not _factors or len(_factors[0]) < count:
         generator = torch.Generator("cpu").manual_seed(20260101)
         size = 1 << max(count - 1, 1).bit_length()
@@ -119,7 +119,7 @@ def _multipliers(count: int) -> torch.Tensor:
 
 
 def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of a model, also in lists, tuples and dicts, in order."""
+    """Return the tensors among the arguments of a model, also in lists, tuples and dicts, in order."""
     found: list[torch.Tensor] = []
     for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What a run of a script leaves behind: a file of JSON lines for each rank, one line for each event.
+"""Read and write the trace of a script's run: a file of JSON lines for each rank, one line for each event.
 
 The first line is ``{"event": "start", "format": "mgpu-check trace", "version": 1, …}``. A line of another event carries the
 number of optimizer steps that were complete when it happened as ``"after"``. A tensor is kept as a *summary*, a list of
@@ -30,20 +30,20 @@ class TraceError(ValueError):
 
 
 def positions(count: int) -> list[int]:
-    """The elements of a flattened tensor of `count` that are kept: the first, the last, and some between."""
+    """Return the elements of a flattened tensor of `count` that are kept: the first, the last, and some between."""
     kept = min(SAMPLES, count)
     return [i * (count - 1) // max(kept - 1, 1) for i in range(kept)]
 
 
 def chunk_sizes(count: int) -> list[int]:
-    """How many elements each part has, as `torch.tensor_split` cuts them."""
+    """Return how many elements each part has, as `torch.tensor_split` cuts them."""
     parts = min(CHUNKS, count)
     return [count // parts + (i < count % parts) for i in range(parts)]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is kept of a tensor.
+    """The numbers that are kept of a tensor.
 
     Attributes:
         bits: the sum of its elements' bits as integers, modulo 2^64: equal tensors have equal ones.
@@ -61,17 +61,17 @@ class Summary:
 
     @property
     def finite(self) -> bool:
-        """Whether all of its elements are, and their norm: that of float64 overflows beyond 1e154."""
+        """True if all of its elements are finite, and their norm: that of float64 overflows beyond 1e154."""
         return math.isfinite(self.norm)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Summary:
-        """From its form in the file: bits, norm, sums, samples, one after the other."""
+        """Read it from its form in the file: bits, norm, sums, samples, one after the other."""
         parts = _parts(len(numbers) - 2)
         return cls(int(numbers[0]), numbers[1], tuple(numbers[2 : 2 + parts]), tuple(numbers[2 + parts :]))
 
     def entries(self, count: int) -> list[tuple[float, float]]:
-        """Each number that is compared, with the size that it has in a tensor of `count` elements of this norm.
+        """Return each number that is compared, with the size that it has in a tensor of `count` elements of this norm.
 
         Rounding errors are in proportion to that, and not to the number itself, which may have cancelled.
         """
@@ -83,7 +83,7 @@ class Summary:
 
 
 def _parts(numbers: int) -> int:
-    """How many of so many numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
+    """Return how many of so many numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
     for count in range(1, SAMPLES + 1):
         if min(count, CHUNKS) + min(count, SAMPLES) == numbers:
             return min(count, CHUNKS)
@@ -142,7 +142,7 @@ class Step:
 
     @property
     def finite(self) -> bool:
-        """Whether all of its tensors are."""
+        """True if all of its tensors are finite."""
         found = (*self.before.values(), *self.gradients.values(), *self.parameters.values())
         return all(summary is None or summary.finite for summary in found)
 
@@ -158,7 +158,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """What one rank did."""
+    """The trace of one rank."""
 
     rank: int
     world: int
@@ -170,11 +170,11 @@ class Trace:
 
     @property
     def finite_steps(self) -> int:
-        """How many steps it made before the first that has to do with a tensor that is not finite."""
+        """Number of steps that it made before the first that has to do with a tensor that is not finite."""
         return next((number for number, step in enumerate(self.steps) if not step.finite), len(self.steps))
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The events of that kind, in order."""
+        """Return the events of that kind, in order."""
         return [event for event in self.events if event["event"] == kind]
 
 
@@ -185,13 +185,13 @@ class Writer:
         self.fd, self.pid = fd, os.getpid()
 
     def write(self, event: str, **what: object) -> None:
-        """Append a line; in a process that was forked from the recorded one, nothing."""
+        """Append a line; do nothing in a process that was forked from the recorded one."""
         if os.getpid() == self.pid:
             os.write(self.fd, json.dumps({"event": event, **what}, separators=(",", ":")).encode() + b"\n")
 
 
 def read(data: bytes) -> Trace:
-    """The trace in `data`; a last line that was not finished is left out.
+    """Return the trace in `data`; a last line that was not finished is left out.
 
     Raises:
         TraceError: it is no trace, or of another version.

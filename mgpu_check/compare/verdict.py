@@ -1,4 +1,4 @@
-"""What is said at the end: equal, differs, or not comparable; where first; and what it looks like."""
+"""State the verdict: equal, differs, or not comparable; where first; and what it looks like."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Verdict:
 
 
 def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> Verdict:
-    """Not comparable, for a reason that is no step's."""
+    """Return "not comparable", for a reason that is no step's."""
     return Verdict("not comparable", Report(f"not comparable: {why}", remarks=_todo(todo)), compared=compared)
 
 
 def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
-    """A run that did not come to its end."""
+    """Return a run that did not come to its end."""
     where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     verb = "hung" if failed.how == "hung" else "failed"
     remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
@@ -71,7 +71,7 @@ def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
 
 
 def last_words(ended: Ended) -> list[str]:
-    """What a rank wrote last: why it has left may stand there, in a message of its own."""
+    """Return what a rank wrote last: why it has left may stand there, in a message of its own."""
     found: list[str] = []
     for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):
         if text and (not found or ended.how == "finished"):
@@ -81,7 +81,7 @@ def last_words(ended: Ended) -> list[str]:
 
 
 def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
-    """A run in which `silent` have come to their ends without a step of an optimizer."""
+    """Return a run in which `silent` have come to their ends without a step of an optimizer."""
     where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
         "where it has left with a message of its own, do what that says: it has to train on one device, too",
@@ -99,7 +99,7 @@ def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
 
 
 def starts_its_own(one_device: bool) -> Verdict:
-    """Of a script that starts its ranks itself, where each process is one already."""
+    """Return the verdict on a script that starts its ranks itself, where each process is one already."""
     return refused(
         "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), where "
         f"compare starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
@@ -111,7 +111,7 @@ def starts_its_own(one_device: bool) -> Verdict:
 
 
 def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) -> Verdict:
-    """Of runs that all came to their ends.
+    """Judge runs that all came to their ends.
 
     Args:
         rounding: None where the script is not repeatable before it could be measured.
@@ -142,7 +142,7 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
 
 
 def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
-    """Of runs that part ways nowhere: whether that says something, and of what."""
+    """Judge runs that part ways nowhere: whether that says something, and of what."""
     steps = aligned.judged
     if not aligned.held:
         one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
@@ -183,7 +183,7 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
 
 
 def _says_nothing(aligned: Aligned) -> Verdict | None:
-    """Whether runs agree for no merit: nothing was learned, or what they were given is not the same."""
+    """Return whether runs agree for no merit: nothing was learned, or what they were given is not the same."""
     steps = range(aligned.judged)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
     if not any(gradient is not None and gradient.norm for gradient in gradients):
@@ -210,7 +210,7 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
 
 
 def _not_finite(aligned: Aligned) -> str:
-    """What first is no finite number on one device."""
+    """Return what first is no finite number on one device."""
     step = aligned.one.steps[aligned.judged]
     return next(
         f"{_TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
@@ -221,7 +221,7 @@ def _not_finite(aligned: Aligned) -> str:
 
 
 def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
-    """Tensors that count as equal because anything would, within so many steps."""
+    """Return the tensors that count as equal because anything would, within so many steps."""
     remarks = []
     kinds: tuple[tuple[TensorKind, str], ...] = (
         ("gradient", "the gradients of"),

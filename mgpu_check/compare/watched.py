@@ -1,4 +1,4 @@
-"""In the script's process: calls that explain a difference, each noted as it happens, and otherwise left alone.
+"""Note calls in the script's process that explain a difference, each as it happens; they are otherwise left alone.
 
 Gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that the script starts, and
 the directory that those leave behind. The functions are replaced as soon as torch is imported, before the script can take them by name.
@@ -27,14 +27,14 @@ class Note(Protocol):
 
 
 class Witness(Protocol):
-    """Who is told."""
+    """The receiver of the calls that are watched."""
 
     @property
     def note(self) -> Note:
         """Note an event."""
 
     def forked(self) -> bool:
-        """Whether this process was forked from the recorded one."""
+        """Return whether this process was forked from the recorded one."""
 
     def wait(self, event: str) -> None:
         """Note it, and wait until this process is ended."""
@@ -44,17 +44,17 @@ class Witness(Protocol):
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size, as the variables of the launcher say."""
+    """Return rank and world size, by the variables of the launcher."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def in_a_group() -> bool:
-    """Whether this process belongs to a default process group."""
+    """Return whether this process belongs to a default process group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def generators() -> tuple[list[int], ...]:
-    """The states of the random number generators: of the CPU's, and of the current device's."""
+    """Return the states of the random number generators: of the CPU's, and of the current device's."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -82,7 +82,7 @@ def install(witness: Witness, world: int) -> None:
 
 
 def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
-    """`original`, and after it `told(result, *args, **kwargs)`."""
+    """Wrap `original` so that `told(result, *args, **kwargs)` follows it."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def _clipping(note: Note) -> None:
 
 
 def _path(file: Any) -> str | None:
-    """Of a file that was given by name, or open; None of what is no file."""
+    """Return the path of a file that was given by name, or open; None of what is no file."""
     try:
         return os.path.realpath(os.fspath(file) if isinstance(file, (str, os.PathLike)) else file.name)
     except (AttributeError, TypeError):
@@ -199,7 +199,7 @@ def _groups(witness: Witness) -> None:
 
 
 def _starts(witness: Witness) -> None:
-    """`torch.multiprocessing.spawn`: the script starts its ranks itself."""
+    """Watch `torch.multiprocessing.spawn`, by which a script starts its ranks itself."""
     import torch.multiprocessing as mp
 
     def starting(*args: Any, **kwargs: Any) -> None:

@@ -43,7 +43,7 @@ def make_batches(
     factor: float,
     seed: int,
 ) -> list[Any]:
-    """The global batch of each step. Equal arguments give equal batches, as far as the user's function does."""
+    """Return the global batch of each step. Equal arguments give equal batches, as far as the user's function does."""
     batches = []
     for step in range(steps):
         seed_everything(1000 * seed + step)
@@ -53,7 +53,7 @@ def make_batches(
 
 
 def samples_in(batch: Any) -> int:
-    """Length of the first dimension that the tensors of a batch have in common, mostly.
+    """Return the length of the first dimension that the tensors of a batch have in common, mostly.
 
     That of the most of them; of the first tensor where none is more frequent. 0 for a batch without tensors.
     """
@@ -62,7 +62,7 @@ def samples_in(batch: Any) -> int:
 
 
 def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -> Any:
-    """`batch` with its samples in another order, repeated, of another size, or padded; see `CHANGES`.
+    """Return `batch` with its samples in another order, repeated, of another size, or padded; see `CHANGES`.
 
     Only tensors whose first dimension is that of the samples change. A batch that has nothing to be changed in that
     way (no floating-point data to scale, no padding) comes back as it is.
@@ -105,7 +105,9 @@ def _order(
 
 
 def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: torch.Generator) -> list[Any]:
-    """The same valid length for each sample in all that tells which positions count, by what is valid there already."""
+    """Return the same valid length for each sample in all that tells which positions count, by what is valid there
+    already.
+    """
     padded = [own and _is_padded(leaf) for leaf, own in zip(leaves, mine, strict=True)]
     longest = max((leaf.shape[1] for leaf, has in zip(leaves, padded, strict=True) if has), default=0)
     if not longest:
@@ -125,7 +127,7 @@ def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: 
 
 
 def has_padding(batch: Any) -> bool:
-    """Whether some tensor tells which positions of each sample count."""
+    """Return whether some tensor tells which positions of each sample count."""
     return any(_is_padded(leaf) for leaf in tensors_of(batch))
 
 
@@ -143,13 +145,13 @@ def _is_mask(leaf: torch.Tensor) -> bool:
 
 
 def wider(value: Any) -> Any:
-    """`value` with float32 tensors in float64, and complex64 in complex128, in any structure."""
+    """Return `value` with float32 tensors in float64, and complex64 in complex128, in any structure."""
     wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     return with_tensors(value, [leaf.to(wide.get(leaf.dtype, leaf.dtype)) for leaf in tensors_of(value)])
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a structure of mappings, sequences and dataclasses, in order."""
+    """Return the tensors in a structure of mappings, sequences and dataclasses, in order."""
     found: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +163,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The same structure with other tensors, in the order of `tensors_of`."""
+    """Return the same structure with other tensors, in the order of `tensors_of`."""
     rest = iter(tensors)
     return _mapped(lambda tensor: next(rest), value)
 

@@ -64,7 +64,7 @@ class DrawsOfFloat32(TorchDispatchMode):
 
     @staticmethod
     def _narrowed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Any other: on what it is given in float32, its results widened."""
+        """Run any other operator on what it is given in float32, and widen its results."""
         given = tree_leaves((args, kwargs))
         if not any(isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float64 for leaf in given):
             return func(*args, **kwargs)
@@ -118,7 +118,7 @@ class Notes(TorchDispatchMode):
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an operator depends on random numbers: dropout with a probability of 0 does not."""
+    """Return whether this call of an operator depends on random numbers: dropout with a probability of 0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):

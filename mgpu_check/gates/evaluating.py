@@ -109,12 +109,12 @@ def _run(ranks: World, program: Any, size: int, *, measure: bool) -> list[Compar
 
 
 def _of(compared: Sequence[Compared], *kinds: str) -> list[Compared]:
-    """What differs, of these kinds."""
+    """Return what differs, of these kinds."""
     return [row for row in compared if row.kind in kinds and row.wrong]
 
 
 def _wrong(compared: Sequence[Compared]) -> list[Compared]:
-    """Answers that differ by more than rounding errors may."""
+    """Find answers that differ by more than rounding errors may."""
     return [row for row in _of(compared, "answer", "repeated") if not row.rounding]
 
 

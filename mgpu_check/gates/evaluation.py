@@ -1,4 +1,4 @@
-"""What a trained model answers on a rank, and how the answers of ranks compare. In the ranks: it imports torch."""
+"""Collect what a trained model answers on a rank, and compare the answers of ranks. In the ranks: it imports torch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
-    """How far rounding errors may move each element of the answers: by Monte Carlo arithmetic, see `Perturbed`."""
+    """Return how far rounding errors may move each element of the answers: by Monte Carlo arithmetic, see `Perturbed`."""
     seed_everything(_SEED + 1000 + rank.index)
     usual = {n: v.double() for n, v in _answer(program, model, batch).items() if _is_real(v)}
     spread = deviations(sum(value.numel() for value in usual.values()))
@@ -182,7 +182,7 @@ def _compared(
 def _detail(
     values: list[Any], owners: list[str], wrong: tuple[int, ...], granted: torch.Tensor | None
 ) -> tuple[str, bool]:
-    """All values where they are furthest apart; and whether that is within what is granted."""
+    """Return all values where they are furthest apart; and whether that is within what is granted."""
     if len({_kind(value) for value in values}) > 1 or not isinstance(values[0], torch.Tensor):
         texts = [_kind(value) if isinstance(value, torch.Tensor) else repr(value)[:40] for value in values]
         return _said(texts, owners), False

@@ -1,4 +1,4 @@
-"""What makes up a state or an answer, as tensors, numbers and texts by dotted name. Imports torch.
+"""Flatten a state or an answer to tensors, numbers and texts by dotted name. Imports torch.
 
 Two values that differ must not come out the same: what cannot be taken apart is refused.
 """
@@ -32,7 +32,7 @@ class Opaque(ValueError):
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a tensor that is spread over ranks (a DTensor) this rank's part."""
+    """Return a copy on the CPU; of a tensor that is spread over ranks (a DTensor) this rank's part."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     return plain(local if local.layout == torch.strided else local.to_dense()).clone()
@@ -41,7 +41,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
 def flattened(
     value: Any, name: str = "", *, take: Callable[[torch.Tensor], torch.Tensor] = own_part, strict: bool = True
 ) -> dict[str, Any]:
-    """`value` as tensors on the CPU (floats as float64), numbers and texts, by dotted name.
+    """Return `value` as tensors on the CPU (floats as float64), numbers and texts, by dotted name.
 
     Args:
         value: tensors, arrays, numbers, texts; mappings, sequences and sets of these; objects with ``state_dict()``,
@@ -98,7 +98,7 @@ def _opaque(value: Any, name: str, strict: bool, why: str) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """What a value is made of; None where it is one thing. An empty key adds nothing to the name."""
+    """Return the parts of a value; None where it is one thing. An empty key adds nothing to the name."""
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, (*_WITHOUT_STATE, enum.Enum, os.PathLike, range, bytearray, set, frozenset)):
         return None
@@ -131,7 +131,7 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _text(value: Any) -> str | None:
-    """One that differs where values do; None where there is none."""
+    """Return a text that differs where values do; None where there is none."""
     if isinstance(value, _WITHOUT_STATE):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
     if isinstance(value, set | frozenset):  # in no order

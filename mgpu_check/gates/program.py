@@ -1,4 +1,4 @@
-"""What the user hands to the gate, and how it is called."""
+"""Call what the user hands to the gate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = [
 
 
 class Unusable(ValueError):
-    """What the user gave does not fit what the gate needs of it."""
+    """The user's function or batch does not fit what the gate needs of it."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What the user gives.
+    """The functions and options that the user gives.
 
     Attributes:
         step: ``step(model, batch, rank)``; or a class that is called with (model, rank) first.
@@ -50,29 +50,29 @@ class Program:
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
-    """What is to be called for each batch; a class, or a partial of one, is called with (model, rank) first."""
+    """Return what is to be called for each batch; call a class, or a partial of one, with (model, rank) first."""
     made = step(model, rank) if isinstance(_innermost(step), type) else step
     return lambda batch: made(model, batch, rank)
 
 
 def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) -> Callable[[Any], Any]:
-    """The same of a reference, with the world size if it asks for that."""
+    """Return the same of a reference, with the world size if it asks for that."""
     given = {"world_size": world_size} if wants_world_size(reference) else {}
     return lambda batch: reference(model, batch, **given)
 
 
 def wants_world_size(reference: Callable[..., Any] | None) -> bool:
-    """Whether a reference has a parameter of that name."""
+    """Return whether a reference has a parameter of that name."""
     return reference is not None and "world_size" in inspect.signature(reference).parameters
 
 
 def is_class(step: Callable[..., Any]) -> bool:
-    """Whether `step` makes the object that is called for each batch."""
+    """Return whether `step` makes the object that is called for each batch."""
     return isinstance(_innermost(step), type)
 
 
 def name_of(step: Callable[..., Any]) -> str:
-    """What a report calls a step."""
+    """Return the name of a step in reports."""
     inner = _innermost(step)
     return str(getattr(inner, "__name__", type(inner).__name__))
 
@@ -84,7 +84,7 @@ def _innermost(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    """Prefix of names -> module; of several where `build` returns several.
+    """Return the modules by prefix of names; several where `build` returns several.
 
     Raises:
         Unusable: there is none, or one whose parameters have no values.

@@ -36,11 +36,13 @@ class Result:
 
     @property
     def owner(self) -> str | None:
-        """Of a parameter, or of what one call has returned under a name: that name."""
+        """Name of the parameter, or of what one call has returned under a name."""
         return self.of if self.kind in ("params", "returned") and self.step is None else None
 
     def __str__(self) -> str:
-        """ "gradient of head.weight", "head.weight", "buffer bn.running_mean", "learning rate of group 0", "returned loss"."""
+        """Name it: "gradient of head.weight", "head.weight", "buffer bn.running_mean", "learning rate of group 0",
+        "returned loss".
+        """
         if self.kind == "returned" and not self.of:
             return f"returned{self.label}"
         return _TEXTS.get(self.kind, "{}").format(self.label)

@@ -1,4 +1,4 @@
-"""Which samples a rank's loader gives in each epoch. In the ranks: it imports torch."""
+"""Collect the samples that a rank's loader gives in each epoch. In the ranks: it imports torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _Misuse(Exception):
 
 
 def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, rank: Rank) -> Visits:
-    """Iterate this rank's loader once per epoch, and say what it gave.
+    """Iterate this rank's loader once per epoch, and return what it gave.
 
     Args:
         inline: where a loader has worker processes that read an IterableDataset, read it in this process instead.
@@ -74,7 +74,7 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
 
 
 def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
-    """What a loader gives in one epoch. Adds to `labels` how its samples are shown."""
+    """Return what a loader gives in one epoch. Add to `labels` how its samples are shown."""
     batches = []
     for batch in loader:
         samples = list(_samples(batch, key))
@@ -111,7 +111,7 @@ def _iterable(loader: Any, where: str, *, yielded: bool) -> Any:
 
 
 def _shuffles(loader: Any) -> bool:
-    """Whether a sampler is seen that is to visit the samples in another order in each epoch."""
+    """Return whether a sampler is seen that is to visit the samples in another order in each epoch."""
     found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
     found += [getattr(part, "sampler", None) for part in found]
     return any(
@@ -121,7 +121,7 @@ def _shuffles(loader: Any) -> bool:
 
 
 def _workers(loader: Any) -> int:
-    """Number of worker processes that each read an IterableDataset of their own."""
+    """Count the worker processes that each read an IterableDataset of their own."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return loader.num_workers
     return 0
@@ -161,7 +161,7 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
 
 
 def _is_column(node: Any) -> bool:
-    """Texts and numbers of a batch, one for each sample, are one leaf."""
+    """Return whether texts and numbers of a batch, one for each sample, are one leaf."""
     return (
         isinstance(node, list | tuple)
         and bool(node)
@@ -213,7 +213,9 @@ def _values(values: list[Any], *, scalar: bool, more: bool) -> str:
 
 
 def _plain_id(given: Any) -> Hashable:
-    """An id that equals itself in another process: tensors and NumPy's scalars hash by identity, or are no plain values."""
+    """Return an id that equals itself in another process: tensors and NumPy's scalars hash by identity, or are no plain
+    values.
+    """
     if hasattr(given, "tolist"):
         given = given.tolist()
         given = _tuples(given)

@@ -35,7 +35,7 @@ class Scenario:
 
     @property
     def described(self) -> dict[str, object]:
-        """In words, for a report."""
+        """Its description in words, for a report."""
         case: dict[str, object] = {"world size": self.world_size}
         if self.samples:
             case["samples"] = self.samples

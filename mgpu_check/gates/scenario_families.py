@@ -40,7 +40,7 @@ def families(
     drawn: st.SearchStrategy[Any] | None,
     max_examples: int,
 ) -> list[Family]:
-    """The kinds of scenarios, from those that are most likely to be right to those that provoke.
+    """Return the kinds of scenarios, from those that are most likely to be right to those that provoke.
 
     Args:
         sizes: batch sizes; None for sizes below, at and above the world size, divisible by it and not.
@@ -87,7 +87,7 @@ def families(
 
 
 def _sizes(sizes: Sizes) -> Callable[[int, str], st.SearchStrategy[int]]:
-    """From world size and kind to sizes of that kind, which may be none."""
+    """Return a function from world size and kind to sizes of that kind, which may be none."""
     if sizes is None or sizes == _DIVISIBLE:
 
         def default(world: int, kind: str) -> st.SearchStrategy[int]:

@@ -1,4 +1,4 @@
-"""What makes up the state of a training run: taken on each rank, kept in files, compared there. Imports torch."""
+"""Take the state of a training run on each rank, keep it in files, and compare it there. Imports torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """How one entry of the state compares, on one rank.
+    """The comparison of one entry of the state, on one rank.
 
     Attributes:
         same: whether it is what it should be; None where two uninterrupted runs do not say what that is.
@@ -114,19 +114,19 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
 
 
 def kept(directory: Path, rank: Rank) -> Path:
-    """Where the state of a rank is kept."""
+    """Return the file in which the state of a rank is kept."""
     directory.mkdir(exist_ok=True)
     return directory / f"{rank.index}.pt"
 
 
 def load(directory: Path, rank: Rank) -> dict[Entry, Any]:
-    """What was kept there."""
+    """Load what was kept there."""
     state: dict[str, dict[str, Any]] = torch.load(kept(directory, rank), weights_only=False)
     return {Entry(name, kind == _GENERATORS): value for kind, values in state.items() for name, value in values.items()}
 
 
 def _generators(rank: Rank) -> dict[str, str]:
-    """A digest of each generator that code draws from without being told to."""
+    """Return a digest of each generator that code draws from without being told to."""
     states = {"torch (CPU)": digest_of(torch.get_rng_state()), "Python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available():
         states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
@@ -176,7 +176,7 @@ def compare(
 
 
 def digest_of_value(value: Any) -> str:
-    """Equal for equal values; "" for what is not there."""
+    """Return a digest that is equal for equal values; "" for what is not there."""
     if value is None:
         return ""
     if isinstance(value, torch.Tensor):
@@ -185,7 +185,7 @@ def digest_of_value(value: Any) -> str:
 
 
 def _noise(one: Any, other: Any) -> float | None:
-    """The largest difference between two runs that should be the same; None where they cannot be compared."""
+    """Return the largest difference between two runs that should be the same; None where they cannot be compared."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return 0.0 if type(one) is type(other) and one == other else None
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -201,7 +201,9 @@ def _noise(one: Any, other: Any) -> float | None:
 
 
 def _explained(value: Any, tolerance: float) -> float:
-    """How far two runs may be apart in this entry before it is more than rounding, or than what the user tolerates."""
+    """Return how far two runs may be apart in this entry before it is more than rounding, or than what the user
+    tolerates.
+    """
     if (
         not isinstance(value, torch.Tensor)
         or not value.numel()
@@ -214,7 +216,9 @@ def _explained(value: Any, tolerance: float) -> float:
 
 
 def _envelope(usual: Any, moved: list[Any]) -> torch.Tensor | float:
-    """How far rounding errors lead each element, from runs that have some; 0 for what is no floating-point number."""
+    """Return how far rounding errors lead each element, from runs that have some; 0 for what is no floating-point
+    number.
+    """
     if not isinstance(usual, torch.Tensor) or not usual.dtype.is_floating_point or not usual.numel():
         return 0.0
     envelope = torch.zeros(usual.shape, dtype=torch.float64)
@@ -226,7 +230,7 @@ def _envelope(usual: Any, moved: list[Any]) -> torch.Tensor | float:
 
 
 def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
-    """How they differ by more than is granted, in words; nothing where they do not."""
+    """Describe how they differ by more than is granted; nothing where they do not."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         same = type(got) is type(expected) and got == expected
         return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"

@@ -12,7 +12,7 @@ __all__ = ["World", "check_count", "check_tolerance", "noting", "sizes_of", "wor
 
 
 class World(Protocol):
-    """As much of the fixture `ranks` as a gate needs."""
+    """The part of the fixture `ranks` that a gate needs."""
 
     @property
     def size(self) -> int:
@@ -28,12 +28,12 @@ class World(Protocol):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """``fn(*args, **kwargs)`` on each of `size` ranks; what they return, in rank order."""
+        """Run ``fn(*args, **kwargs)`` on each of `size` ranks; return what they return, in rank order."""
         ...
 
 
 def world_sizes_of(ranks: World, world_sizes: Iterable[int] | None) -> list[int]:
-    """The world sizes to compare with one rank, in ascending order, each once.
+    """Return the world sizes to compare with one rank, in ascending order, each once.
 
     Args:
         world_sizes: those that the user names, each 1 to `ranks.size`; None for the powers of two from 2 on, and
@@ -65,7 +65,7 @@ def world_sizes_of(ranks: World, world_sizes: Iterable[int] | None) -> list[int]
 
 
 def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int] | None:
-    """Numbers of samples, in ascending order, each once; None for those that the gate chooses.
+    """Return numbers of samples, in ascending order, each once; None for those that the gate chooses.
 
     Raises:
         ValueError: `sizes` is no int of at least 1, and not several of them.

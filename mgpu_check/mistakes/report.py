@@ -1,4 +1,6 @@
-"""What the gate says: every observable with the relations that hold for it, the smallest case, the likely cause."""
+"""Write the report of the gate: every observable with the relations that hold for it, the smallest case, the likely
+cause.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ class Report:
 
 
 def _table(observables: Sequence[Observable]) -> list[str]:
-    """One line for each observable, wrong ones first; a column for each relation."""
+    """Write one line for each observable, wrong ones first; a column for each relation."""
     ordered = sorted(observables, key=lambda observable: observable.right)
     shown, rest = ordered[:_SHOWN], ordered[_SHOWN:]
     columns = list(dict.fromkeys(name for observable in observables for name in observable.relations))
