@@ -31,7 +31,7 @@ def _matrix_rank(original: Function) -> Function:
 
 
 def _istft(original: Function) -> Function:
-    """Pass a window of ones where none is given, as C++ does."""
+    """Wrap ``istft`` to pass a window of ones where none is given, as C++ does."""
 
     @functools.wraps(original)
     def istft(

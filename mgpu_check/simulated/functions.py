@@ -59,7 +59,7 @@ def _backward(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _hook(original: Callable[..., object]) -> Callable[..., object]:
-    """Run a hook of a tensor on the streams on which the tensor was computed; most are registered there."""
+    """Register hooks so that they run on the streams on which their tensor was computed; most are registered there."""
 
     @functools.wraps(original)
     def register_hook(self: torch.Tensor, hook: Callable[..., object]) -> object:

@@ -183,7 +183,7 @@ def _is_pinned(original: Method) -> Method:
 
 
 def _data(original: object) -> property:
-    """Set ``t.data = u``, which moves ``t`` to the device of ``u``, object and all."""
+    """Make ``t.data = u`` a property that moves ``t`` to the device of ``u``, object and all."""
 
     def get(self: torch.Tensor) -> torch.Tensor:
         data: torch.Tensor = original.__get__(self)  # type: ignore[attr-defined]
@@ -220,7 +220,7 @@ def become(t: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _grad(original: object) -> property:
-    """Return ``.grad`` on the device of its tensor, also where C++ put a plain tensor there (DDP's bucket views)."""
+    """Make ``.grad`` a property on the device of its tensor, also where C++ put a plain tensor there (DDP's bucket views)."""
 
     def get(self: torch.Tensor) -> torch.Tensor | None:
         grad: torch.Tensor | None = original.__get__(self)  # type: ignore[attr-defined]
@@ -265,7 +265,7 @@ def _grad(original: object) -> property:
 
 
 def _gradients(original: Method) -> Method:
-    """Run ``torch.autograd.grad``, and put zeros that C++ fills in for a tensor on a device on that device."""
+    """Wrap ``torch.autograd.grad`` so that zeros that C++ fills in for a tensor on a device are on that device."""
 
     @functools.wraps(original)
     def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> object:

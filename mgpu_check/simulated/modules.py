@@ -59,7 +59,7 @@ def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Run ``Module._apply`` by swapping, which keeps parameters simulated and the same objects.
+    """Make ``Module._apply`` swap, which keeps parameters simulated and the same objects.
 
     Where a live graph holds a parameter torch cannot swap it: a new one takes its place, where on a device the old one
     would keep its identity. ``load_state_dict`` is not to swap, so the flags of torch are set for the call alone. What

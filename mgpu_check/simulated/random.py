@@ -125,8 +125,9 @@ def _generators() -> tuple[torch.Generator, ...]:
 
 
 def _seeded() -> tuple[torch.Generator, ...]:
-    """Seed one generator for each device that there may be: to seed is no use of a device, and counts for what is used
-    later.
+    """Return the generators to seed, one for each device that there may be.
+
+    To seed is no use of a device, and counts for what is used later.
     """
     node = active_node()
     return () if node is None else node.seeded

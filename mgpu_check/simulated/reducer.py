@@ -23,7 +23,7 @@ _c10d = torch._C._distributed_c10d
 
 
 def _meet(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-    """Check these tensors as NCCL does, by the device of the first one, as C++ sends them together."""
+    """Connect `group` by the device of the first of these tensors, which C++ sends together; refuse the CPU as NCCL does."""
     found = nccl_of(group)
     if found is None or not tensors:
         return
@@ -74,7 +74,7 @@ def _made(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _forward_work(original: Callable[..., None]) -> Callable[..., None]:
-    """Count the ranks that are still there, while they join: C++ waits for gloo's work and reads its tensor."""
+    """Hand on gloo's own work, by which C++ counts the ranks that are still there while they join."""
 
     @functools.wraps(original)
     def handle(self: object, work: object, use_static_world_size: bool) -> None:
