@@ -19,10 +19,10 @@ from programs import PROGRAMS, Program
 from mgpu_check.gates import observing
 from mgpu_check.gates.measuring import measure
 from mgpu_check.gates.relations import judge
-from mgpu_check.gates.results import KINDS
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import CHANGES, Scenario
 from mgpu_check.gates.trial import Trials
+from mgpu_check.mistakes.results import KINDS
 
 HERE = Path(__file__).parent
 WORLD_SIZES = (2, 3, 4)

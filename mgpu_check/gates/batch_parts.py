@@ -4,70 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mgpu_check.gates.batches import has_padding, samples_in, seed_everything, tensors_of, with_tensors
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.results import Result
 from mgpu_check.gates.rounding import one_thread
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.observed import Alternative, Division, Hypotheses, Other
+from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["Alternative", "Division", "Hypotheses", "run_hypotheses"]
+__all__ = ["run_hypotheses"]
 
 Alter = Callable[[Any], Any]
 Values = dict[Result, torch.Tensor]
-
-
-Other = Literal["truncated", "padded", "first shard only", "first block only", "first part of a tensor"]
-"""What mistakes make of a batch: without the last samples, with the first ones again, the first part alone, or one of its
-tensors with its first part in place of every part."""
-
-
-@dataclass(frozen=True)
-class Division:
-    """One way to divide the batch over ranks, and what one device gives for each part alone.
-
-    Attributes:
-        name: "every 2nd sample", …
-        along: the dimension that is divided.
-        windows: into how many micro-batches each part is divided again; 1 for none.
-        parts: for each rank, for each of its windows, the results; not a number where a part cannot be computed.
-        counts: samples (or positions) in the part of each rank.
-    """
-
-    name: str
-    along: int
-    windows: int
-    parts: list[list[Values]]
-    counts: list[int]
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """Another batch that ranks may have taken together, and what one device gives for it.
-
-    Attributes:
-        place: of "first part of a tensor": which tensor of the batch that is.
-    """
-
-    kind: Other
-    values: Values
-    place: int = 0
-
-
-@dataclass(frozen=True)
-class Hypotheses:
-    """What ranks may have done with the batch; and whether it has padding, so that parts of one size may count unlike."""
-
-    divisions: list[Division]
-    alternatives: list[Alternative]
-    padded: bool = False
 
 
 def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: int) -> Hypotheses:

@@ -12,7 +12,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,47 +27,14 @@ from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
 from mgpu_check.gates.program import modules_of
-from mgpu_check.gates.results import Result
+from mgpu_check.mistakes.observed import Event, Trace
+from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.tensors import as_real
 
-__all__ = ["Event", "Trace", "traced"]
-
-
-@dataclass
-class Event:
-    """One call.
-
-    Attributes:
-        kind: "collective", "group", "clip", "backward", "step", "seed", "sampler", "epoch", "iterate", "split", "loader",
-            "schedule", "wrap", "forward", "no_sync", "load".
-        name: of the function or class.
-        site: "train.py:40", where the code under test called it.
-        details: what it was given, in plain values.
-    """
-
-    kind: str
-    name: str
-    site: str
-    details: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> list[dict[str, Any]]:
-        """What is known of each tensor that a collective was given, one by one and in lists."""
-        return [*self.details.get("tensors", []), *self.details.get("list", [])]
-
-
-@dataclass
-class Trace:
-    """All events of one rank, in order, and the shapes in which it has drawn random numbers."""
-
-    events: list[Event] = field(default_factory=list)
-    drawn: tuple[tuple[int, ...], ...] = ()
-
-    def of(self, *kinds: str) -> list[Event]:
-        return [event for event in self.events if event.kind in kinds]
+__all__ = ["traced"]
 
 
 @contextlib.contextmanager

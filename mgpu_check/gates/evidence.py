@@ -1,257 +1,132 @@
-"""All that is known of a failure, and how far a hypothesis explains it."""
+"""What a gate has seen, as the rules of mistakes judge it: what is known of calls and tensors, in words and by rank."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
+from mgpu_check.mistakes.tensors import Tensors
+from mgpu_check.processes.rank_lists import few
 
-import torch
+__all__ = ["evidence_of"]
 
-from mgpu_check.gates.batch_parts import Alternative, Division, Hypotheses
-from mgpu_check.gates.events import Event, Trace
-from mgpu_check.gates.measuring import Expected
-from mgpu_check.gates.observing import Observation
-from mgpu_check.gates.relations import Verdict
-from mgpu_check.gates.results import Kind, Result
-from mgpu_check.gates.scenario import Scenario
-
-__all__ = ["Evidence"]
-
-_LOOSE = 1e-4
-"""Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
+_NEAR = 2e-3
+"""Of a factor: all elements were within this of it."""
 
 
-@dataclass
-class Evidence:
-    """What was seen of a failure.
+def evidence_of(tensors: Tensors) -> Evidence:
+    """What was left and called, and what that says of calls that mistakes show in."""
+    start = _start(tensors)
+    return Evidence(
+        tensors.size,
+        tensors=tensors,
+        start=start,
+        loads=_loads(tensors),
+        parted="ranks part ways later" if tensors.verdict.split and _held(tensors) else "",
+        decisions=[_steps(tensors), _rates(tensors)],
+        grounds=[_metrics(tensors)],
+        factor=_factor(tensors),
+        micro_batches=_micro_batches(tensors),
+        normalizes=_normalizes(tensors),
+        draws=_draws(tensors),
+        repeated_epoch=_repeated_epoch(tensors),
+        samplers=[
+            Sampler(event.details["samples"], event.details["replicas"], event.details["drop_last"])
+            for _, event in tensors.events("sampler")
+        ],
+    )
 
-    Attributes:
-        seen: of each rank, with all values.
-        traces: of each rank, what it has called.
-        hypotheses: what one device gives for parts of the batch.
-        wrong_alone: the step differs from the reference at world size 1 already.
-        shardwise: the reference knows the world size, and goes through the batch as ranks do.
-        elsewhere: another world size, and what rank 0 has left there.
-        further: the same case with other random numbers.
-        right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
-    """
 
-    scenario: Scenario
-    expected: Expected
-    verdict: Verdict
-    seen: Sequence[Observation]
-    traces: Sequence[Trace]
-    hypotheses: Hypotheses
-    wrong_alone: bool = False
-    right_when_small: bool | None = None
-    further: Sequence[Evidence] = ()
-    elsewhere: tuple[int, Observation] | None = None
-    shardwise: bool = False
+def _held(tensors: Tensors) -> list[dict[str, float]]:
+    """Of each rank, the parameters that it holds at the first backward; empty where some have none."""
+    firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
+    held = [event.details["parameters"] for event in firsts if event is not None]
+    return held if len(held) == len(firsts) > 1 else []
 
-    @property
-    def size(self) -> int:
-        return self.scenario.world_size
 
-    def wrong(self, *kinds: Kind) -> list[Result]:
-        """What differs from one device, in the order of the model: all of it, or the values of some kinds, without texts."""
-        values = self.expected.single.values.keys() | self.seen[0].values.keys()
-        return [name for name in self.verdict.wrong if not kinds or (name.kind in kinds and name in values)]
+def _start(tensors: Tensors) -> Start | None:
+    held = _held(tensors)
+    different = [name for name, value in held[0].items() if any(o.get(name) != value for o in held)] if held else []
+    if not different:
+        return None
+    seeds = {rank: event.details["seed"] for rank, event in reversed(list(tensors.events("seed")))}
+    told = ""
+    if len(set(seeds.values())) > 1:
+        told = "; manual_seed was given " + ", ".join(f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items()))
+    briefly = f"{different[0]} differs between ranks at the first backward"
+    return Start(f"{briefly} already{told}", briefly)
 
-    @property
-    def names(self) -> list[Result]:
-        """Floating-point values that differ, and that a hypothesis would have to explain."""
-        wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
-        return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
 
-    @property
-    def gradient_like(self) -> bool:
-        """Whether what differs is gradients, or parameters, rather than metrics."""
-        return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
+def _loads(tensors: Tensors) -> ByRank:
+    if not _held(tensors):
+        return ByRank()
+    loads = [trace.of("load") for trace in tensors.traces]
+    counts = [len(events) for events in loads]
+    rank = counts.index(max(counts))
+    if not loads[rank]:
+        return ByRank(counts)
+    event = loads[rank][0]
+    return ByRank(counts, f"{event.name} ({event.site}) ran on rank {rank} and not on all")
 
-    @property
-    def broken(self) -> list[Result]:
-        """What is wrong by not being finite where it is on one device."""
-        return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
 
-    @property
-    def account(self) -> bool:
-        """Whether what the step returns stands for gradients or parameters."""
-        return any(name.kind in ("grads", "params") for name in self.verdict.skipped)
+def _steps(tensors: Tensors) -> ByRank:
+    steps = [one.optimizer_steps for one in tensors.seen]
+    told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
+    return ByRank(steps, f"the optimizer has stepped another number of times on each rank ({told})")
 
-    def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
-        for rank, trace in enumerate(self.traces):
-            for event in trace.of(*kinds):
-                yield rank, event
 
-    def first(self, *kinds: str) -> Event | None:
-        return next((event for _, event in self.events(*kinds)), None)
+def _rates(tensors: Tensors) -> ByRank:
+    rates = [[event.details["rates"] for event in trace.of("step")] for trace in tensors.traces]
+    metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
+    schedule, by = tensors.first("schedule"), ""
+    if schedule is not None and len(set(metrics.values())) > 1:
+        by = f": {schedule.name} ({schedule.site}) is given each rank's own value"
+    return ByRank(rates, f"ranks have stepped with different learning rates{by}")
 
-    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
-        """Whether what differs is the results of all parts combined in that way; see `combined`."""
-        if not self.explains(self.combined(division, how, factor), names):
-            return False
-        for other in self.further:
-            same = next(
-                (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
-                None,
-            )
-            if same is None or not other.explains(
-                other.combined(same, how, factor, self.names), names or self.names, False
-            ):
-                return False
-        return True
 
-    def is_alternative(self, alternative: Alternative) -> bool:
-        """Whether what differs is what one device gives for another batch."""
-        if not self.explains([dict(alternative.values)] * self.size):
-            return False
-        for other in self.further:
-            same = next(
-                (
-                    a
-                    for a in other.hypotheses.alternatives
-                    if (a.kind, a.place) == (alternative.kind, alternative.place)
-                ),
-                None,
-            )
-            if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
-                return False
-        return True
+def _metrics(tensors: Tensors) -> ByRank:
+    metrics = [[event.details.get("metric") for event in trace.of("schedule")] for trace in tensors.traces]
+    event = tensors.first("schedule")
+    return ByRank(metrics, "" if event is None else f"{event.name} ({event.site}) is given another value on each rank")
 
-    def explains(
-        self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
-    ) -> bool:
-        """Whether each rank has left `values`, of that rank, where it differs from one device.
 
-        Args:
-            telling: no where they are what one device gives, too: they explain nothing then.
-        """
-        tells = not telling
-        for name in names or self.names:
-            exact = self.expected.exact[name]
-            for rank, one in enumerate(self.seen):
-                got, value = one.values.get(name), values[rank].get(name)
-                if got is None or value is None or got.shape != value.shape:
-                    return False
-                if not self._near(name, got.double(), value.double()):
-                    return False
-                tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
-        return tells
+def _factor(tensors: Tensors) -> Factor | None:
+    ratio, of = tensors.factor(), ""
+    if ratio is None:
+        ratio, of = tensors.factor_of_updates(), "the update of "
+    if ratio is None:
+        return None
+    elsewhere = tensors.factor_elsewhere()
+    # What is the same factor at another world size does not come from the world size.
+    fixed = not of and elsewhere is not None and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
+    verb = "is" if len(tensors.names) == 1 or of else "are"
+    return Factor(ratio, _NEAR, f"{of}{few(tensors.names)} {verb}", () if fixed else (1, -1, 2, -2))
 
-    def _near(self, name: Result, one: torch.Tensor, other: torch.Tensor) -> bool:
-        tolerance = self.expected.tolerance.get(name)
-        slack = _LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
-        if tolerance is not None and tolerance.shape == one.shape:
-            allowed = 4 * tolerance + min(slack, 1e-2)
-        else:
-            allowed = torch.full_like(one, slack)
-        same = (one == other) | (one.isnan() & other.isnan())
-        return bool((same | ((one - other).abs() <= allowed)).all())
 
-    def factor(self, names: Collection[Result] = ()) -> float | None:
-        """The one number by which everything that differs is off, on all ranks; None if there is none."""
-        found = self._factor(names or self.names, {})
-        if found is None:
-            return None
-        # One number has some ratio to any other: it is one only if it comes again.
-        again = [other._factor(names or self.names, {}) for other in self.further]
-        return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
+def _micro_batches(tensors: Tensors) -> float:
+    passes = max((len(trace.of("backward")) for trace in tensors.traces), default=0)
+    return passes / max(1, tensors.steps)
 
-    def factor_of_updates(self) -> float | None:
-        """The same of what the step adds to the parameters, as a learning rate changes it."""
-        return self._factor(self.names, self.expected.single.initial)
 
-    def factor_elsewhere(self) -> tuple[int, float] | None:
-        """Another world size, and the factor there."""
-        if self.elsewhere is None:
-            return None
-        size, seen = self.elsewhere
-        there = Evidence(self.scenario, self.expected, self.verdict, [seen], (), self.hypotheses)
-        ratio = there._factor(self.names, {})
-        return None if ratio is None else (size, ratio)
+def _normalizes(tensors: Tensors) -> str:
+    modules = tensors.seen[0].normalized
+    if not modules or tensors.shardwise:
+        return ""
+    return f"{modules[0]} is a BatchNorm in training mode: it normalizes each rank's samples by their own mean and variance"
 
-    def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
-        ratios: list[torch.Tensor] = []
-        for name in names:
-            start = before.get(name.owner or "", torch.zeros(())).double()
-            exact = self.expected.exact[name] - start
-            for one in self.seen:
-                got = one.values.get(name)
-                if got is None or got.shape != exact.shape:
-                    return None
-                usable = exact.isfinite() & (exact.abs() > 1e-2 * exact.abs().max()) & (exact != 0)
-                ratios.append(((got.double() - start)[usable] / exact[usable]).flatten())
-        both = torch.cat(ratios) if ratios else torch.empty(0)
-        if not len(both) or not bool(both.isfinite().all()):
-            return None
-        middle = float(both.median())
-        if middle == 0 or abs(middle - 1) < 1e-3:
-            return None
-        return middle if bool(((both - middle).abs() <= 2e-3 * abs(middle)).all()) else None
 
-    def weights_of_windows(self, division: Division) -> list[float] | None:
-        """How much each micro-batch counts, 1 where it counts as it should; None where no weights explain what is wrong.
+def _draws(tensors: Tensors) -> str:
+    if all(trace.drawn == tensors.expected.drawn for trace in tensors.traces):
+        return ""
+    return (
+        "each rank draws random numbers for its own part of the batch, as dropout and noise do: nothing else can be told "
+        "from that"
+    )
 
-        By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
-        """
-        if not self.names:
-            return None
-        columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
-        got: list[torch.Tensor] = []
-        for name in self.names:
-            value = self.seen[0].values.get(name)
-            for window, column in enumerate(columns):
-                parts = [part[window].get(name) for part in division.parts]
-                if value is None or any(part is None or part.shape != value.shape for part in parts):
-                    return None
-                stacked = torch.stack([part.double() for part in parts if part is not None])
-                column.append(stacked.mean(0).flatten() / division.windows)
-            assert value is not None
-            got.append(value.double().flatten())
-        matrix = torch.stack([torch.cat(column) for column in columns], dim=1)
-        right = torch.cat(got)
-        if not bool(matrix.isfinite().all() & right.isfinite().all()) or len(right) <= 2 * division.windows:
-            return None
-        found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
-        if bool(((matrix @ found - right).abs() > _LOOSE * right.abs().max()).any()):
-            return None
-        return [float(weight) for weight in found]
 
-    def combined(
-        self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
-    ) -> list[dict[Result, torch.Tensor]]:
-        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
-        results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
-        for name in names or self.names:
-            parts = [self._of_rank(name, windows) for windows in division.parts]
-            if any(part is None for part in parts):
-                continue
-            known = [part for part in parts if part is not None]
-            if len({part.shape for part in known}) > 1:
-                continue
-            stacked = torch.stack(known)
-            for rank in range(self.size):
-                if how == "own":
-                    value = known[rank]
-                elif how == "first":
-                    value = known[0]
-                elif how == "last":
-                    value = known[-1]
-                elif how == "mean":
-                    value = stacked.mean(0)
-                elif how == "sum":
-                    value = stacked.sum(0)
-                elif how == "root of sum of squares":
-                    value = stacked.square().sum(0).sqrt()
-                else:
-                    value = stacked.amax(0) if how == "max" else stacked.amin(0)
-                results[rank][name] = factor * value
-        return results
-
-    def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
-        """The mean over a rank's micro-batches; zero where a part without samples has no result."""
-        exact = self.expected.exact[name]
-        values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
-        if len({value.shape for value in values}) > 1:
-            return None
-        return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
+def _repeated_epoch(tensors: Tensors) -> str:
+    iterated = [event for rank, event in tensors.events("iterate") if rank == 0 and event.details["shuffle"]]
+    if len(iterated) < 2 or len({event.details["epoch"] for event in iterated}) > 1:
+        return ""
+    return (
+        f"a DistributedSampler that shuffles was gone through {len(iterated)} times ({iterated[0].site}), each time as epoch "
+        f"{iterated[0].details['epoch']}"
+    )

@@ -8,18 +8,17 @@ from dataclasses import replace
 
 from mgpu_check.engine.failures import Account, account_of, different_collectives
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
-from mgpu_check.gates.batch_parts import Hypotheses, run_hypotheses
-from mgpu_check.gates.causes import collectives, control, data, gradients, steps
-from mgpu_check.gates.events import Trace
-from mgpu_check.gates.evidence import Evidence
-from mgpu_check.gates.measuring import Expected
-from mgpu_check.gates.observing import Observation
+from mgpu_check.gates.batch_parts import run_hypotheses
+from mgpu_check.gates.evidence import evidence_of
 from mgpu_check.gates.program import wants_world_size
-from mgpu_check.gates.relations import PARITY, RANDOM, Verdict, allowed_for, close, judge, repeats
+from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, judge, repeats
 from mgpu_check.gates.running import run_traced
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
+from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Trace, Verdict
 from mgpu_check.mistakes.report import Finding, Observable, Report
+from mgpu_check.mistakes.rules.order import judged
+from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
 
@@ -30,7 +29,6 @@ _FURTHER = 2
 _LARGE = 1_000_000
 _LIKELY = 2
 """Causes that a report names."""
-_THEMES = (collectives.causes, data.causes, gradients.causes, steps.causes, control.causes)
 
 
 def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
@@ -38,14 +36,8 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
     if failed.verdict is None:
         assert failed.error is not None
         return _report_of_error(trials, failed.scenario, failed.error)
-    evidence = _gather(trials, failed, sizes)
-    findings: dict[str, tuple[float, Finding]] = {}
-    for theme in _THEMES:
-        for certainty, finding in theme(evidence):
-            if finding.mistake not in findings or certainty > findings[finding.mistake][0]:
-                findings[finding.mistake] = certainty, finding
-    ranked = sorted(findings.values(), key=lambda entry: -entry[0])
-    return _report(trials, evidence, [finding for _, finding in ranked[:_LIKELY]])
+    tensors = _gather(trials, failed, sizes)
+    return _report(trials, failed.scenario, tensors, judged(evidence_of(tensors), _LIKELY))
 
 
 def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Report, list[str]]:
@@ -143,7 +135,7 @@ def _short(text: str) -> str:
     return " ".join(text.split())[:240]
 
 
-def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
+def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
     scenario, program = failed.scenario, trials.program
     expected = trials.expected(scenario, deep=True)
     size = 1 if program.single_process else scenario.world_size
@@ -174,12 +166,26 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Evidence:
         and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
     )
     small = _when_small(trials, scenario)
-    return Evidence(scenario, expected, verdict, seen, traces, hypotheses, alone, small, further, elsewhere, shardwise)
+    return Tensors(
+        scenario.world_size,
+        scenario.samples,
+        scenario.steps,
+        expected,
+        verdict,
+        seen,
+        traces,
+        hypotheses,
+        wrong_alone=alone,
+        right_when_small=small,
+        further=further,
+        elsewhere=elsewhere,
+        shardwise=shardwise,
+    )
 
 
-def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Evidence]:
+def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Tensors]:
     """The same case with other random numbers: what explains the failure must explain what is seen there, too."""
-    found: list[Evidence] = []
+    found: list[Tensors] = []
     if scenario.batches:
         return found
     for seed in range(scenario.seed + 1, scenario.seed + 1 + _FURTHER):
@@ -194,7 +200,7 @@ def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[
         except (CheckFailure, RankHang):
             continue
         verdict = judge(expected, seen, trials.kinds, trials.tolerance)
-        found.append(Evidence(other, expected, verdict, seen, (), hypotheses))
+        found.append(Tensors(other.world_size, other.samples, other.steps, expected, verdict, seen, (), hypotheses))
     return found
 
 
@@ -264,13 +270,13 @@ def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observati
             relations["any order"] = close(there[0].values.get(name), seen[0].values.get(name), 2 * allowed)
 
 
-def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> Report:
-    verdict, scenario = evidence.verdict, evidence.scenario
+def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequence[Finding]) -> Report:
+    verdict = tensors.verdict
     wrong = [name for name in verdict.relations if name in verdict.wrong or name in verdict.split] or [
         name for name, relations in verdict.relations.items() if False in relations.values()
     ]
     parted = sum(verdict.relations[name].get(PARITY) is False for name in wrong)
-    first = _first_parting(evidence)
+    first = _first_parting(tensors)
     where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""
     ranks = "1 rank" if scenario.world_size == 1 else f"{scenario.world_size} ranks"
     devices = f"{scenario.world_size} devices" if trials.program.single_process else ranks
@@ -287,20 +293,20 @@ def _report(trials: Trials, evidence: Evidence, findings: Sequence[Finding]) -> 
         scenario.described,
         observables,
         findings,
-        list(_remarks(evidence, not findings)),
+        list(_remarks(tensors, not findings)),
     )
 
 
-def _first_parting(evidence: Evidence) -> str:
+def _first_parting(tensors: Tensors) -> str:
     """The first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
     # Gradients first: where ranks update parameters of their own, the others follow after the optimizer's step.
     for of_gradients in (True, False):
-        for step, exact in enumerate(evidence.expected.snapshots):
-            allowed = evidence.expected.allowances[step]
+        for step, exact in enumerate(tensors.expected.snapshots):
+            allowed = tensors.expected.allowances[step]
             for name, value in exact.items():
-                if name not in evidence.verdict.wrong or (name.kind == "grads") is not of_gradients:
+                if name not in tensors.verdict.wrong or (name.kind == "grads") is not of_gradients:
                     continue
-                for rank, one in enumerate(evidence.seen):
+                for rank, one in enumerate(tensors.seen):
                     if step >= len(one.snapshots):
                         return f"optimizer step {step + 1}, which rank {rank} does not do"
                     if not close(one.snapshots[step].get(name), value, allowed[name]):
@@ -308,21 +314,21 @@ def _first_parting(evidence: Evidence) -> str:
     return ""
 
 
-def _patterns(evidence: Evidence) -> Iterator[str]:
+def _patterns(tensors: Tensors) -> Iterator[str]:
     """What the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
-    for name in evidence.names[:1]:
-        for rank in evidence.verdict.wrong[name][:1]:
-            got, exact = evidence.seen[rank].values.get(name), evidence.expected.exact[name]
+    for name in tensors.names[:1]:
+        for rank in tensors.verdict.wrong[name][:1]:
+            got, exact = tensors.seen[rank].values.get(name), tensors.expected.exact[name]
             if got is not None and got.shape == exact.shape:
-                for line in diagnose(got, exact, evidence.expected.tolerance[name], rank=rank):
+                for line in diagnose(got, exact, tensors.expected.tolerance[name], rank=rank):
                     yield f"{name} on rank {rank} {line}"
 
 
-def _remarks(evidence: Evidence, unexplained: bool) -> Iterator[str]:
+def _remarks(tensors: Tensors, unexplained: bool) -> Iterator[str]:
     yield "terminates: yes"
     if unexplained:
-        yield from _patterns(evidence)
-    if evidence.wrong_alone:
+        yield from _patterns(tensors)
+    if tensors.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
-    yield from evidence.verdict.remarks
-    yield from evidence.expected.remarks
+    yield from tensors.verdict.remarks
+    yield from tensors.expected.remarks

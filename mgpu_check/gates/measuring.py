@@ -2,57 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
 from mgpu_check.gates.draws import Notes, entered
-from mgpu_check.gates.observing import Observation, observe
+from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.results import Result
 from mgpu_check.gates.rounding import Measured, measured, one_thread
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.observed import Expected
+from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import Measurement, full_precision
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["Expected", "largest_factor", "measure"]
+__all__ = ["largest_factor", "measure"]
 
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
-
-
-@dataclass
-class Expected:
-    """What one device gives.
-
-    Attributes:
-        single: the run in the precision of the step: of the reference, or of the step itself.
-        own: that of the step, where `single` is that of a reference; None if the step cannot run alone.
-        by_reference: whether `single` is that of a reference.
-        exact: floating-point results, in float64.
-        tolerance: for each element of `exact`.
-        undetermined: names of results that rounding changes in a way that is not to be measured.
-        narrow: the narrow dtypes in which the step computes.
-        drawn: the shapes in which the step draws random numbers.
-        snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
-        remarks: what could not be measured.
-    """
-
-    single: Observation
-    own: Observation | None
-    by_reference: bool = False
-    exact: dict[Result, torch.Tensor] = field(default_factory=dict)
-    tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)
-    undetermined: set[Result] = field(default_factory=set)
-    narrow: tuple[str, ...] = ()
-    drawn: tuple[tuple[int, ...], ...] = ()
-    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
-    allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
-
-    @property
-    def finite(self) -> bool:
-        """Whether all results are finite."""
-        return all(bool(value.isfinite().all()) for value in self.single.values.values())
 
 
 def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False, alone: bool = True) -> Expected:

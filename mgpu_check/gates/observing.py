@@ -8,7 +8,6 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,48 +19,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgpu_check.gates.batches import make_batches, seed_everything, tensors_of, wider
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
-from mgpu_check.gates.results import Result
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.observed import Observation
+from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.memory import digest_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import as_real
 
-__all__ = ["Nudge", "Observation", "observe", "plain_copy"]
+__all__ = ["Nudge", "observe", "plain_copy"]
 
 Nudge = Callable[[int, Result, torch.Tensor], None]
-
-
-@dataclass
-class Observation:
-    """What one run leaves on one rank. Tensors are on the CPU.
-
-    Attributes:
-        digests: checksums of the values.
-        initial: parameters and buffers as they were built, by their names in the model.
-        others: what was returned and is no number or tensor, in text.
-        batch: checksum of the batches.
-        rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
-        optimizer_steps: how often an optimizer has stepped.
-        optimizers: how many have.
-        touched: kinds of which something was changed.
-        broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
-        normalized: modules that normalize by statistics of the batch.
-        snapshots: after each optimizer step, gradients and parameters, where asked for.
-    """
-
-    values: dict[Result, torch.Tensor] = field(default_factory=dict)
-    digests: dict[Result, str] = field(default_factory=dict)
-    initial: dict[str, torch.Tensor] = field(default_factory=dict)
-    others: dict[Result, str] = field(default_factory=dict)
-    batch: str = ""
-    rng: str = ""
-    draws: bool = False
-    optimizer_steps: int = 0
-    optimizers: int = 0
-    touched: set[str] = field(default_factory=set)
-    broadcast: set[Result] = field(default_factory=set)
-    normalized: list[str] = field(default_factory=list)
-    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
 
 
 def observe(

@@ -3,48 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from mgpu_check.gates.measuring import Expected
-from mgpu_check.gates.observing import Observation
-from mgpu_check.gates.results import Kind, Result
+from mgpu_check.mistakes.observed import Expected, Observation, Verdict
+from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 
-__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "Verdict", "allowed_for", "close", "judge", "repeats"]
+__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "allowed_for", "close", "judge", "repeats"]
 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 RANDOM = Result("rng", "state of the random numbers")
 
 
 _SHARDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
-
-
-@dataclass
-class Verdict:
-    """What holds for each observable.
-
-    Attributes:
-        relations: result -> relation -> whether it holds; None where it does not apply or cannot be told.
-        details: result -> element, values and ratio, of what is wrong.
-        wrong: result -> the ranks whose value is not that of one device.
-        split: what ranks do not agree on.
-        skipped: result -> why it is not judged.
-        remarks: what else there is to know.
-    """
-
-    relations: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
-    details: dict[Result, str] = field(default_factory=dict)
-    wrong: dict[Result, list[int]] = field(default_factory=dict)
-    split: list[Result] = field(default_factory=list)
-    skipped: dict[Result, str] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-
-    @property
-    def holds(self) -> bool:
-        return all(value is not False for relations in self.relations.values() for value in relations.values())
 
 
 def judge(

@@ -14,10 +14,11 @@ import torch
 
 from mgpu_check.gates.batches import tensors_of, with_tensors
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
-from mgpu_check.gates.observing import Nudge, Observation, observe
+from mgpu_check.gates.observing import Nudge, observe
 from mgpu_check.gates.program import Program, modules_of
-from mgpu_check.gates.results import Result
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.observed import Observation
+from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations

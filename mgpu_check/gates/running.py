@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from mgpu_check.gates.events import Trace, traced
-from mgpu_check.gates.observing import Observation, observe
+from mgpu_check.gates.events import traced
+from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.observed import Observation, Trace
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 

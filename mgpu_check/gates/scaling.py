@@ -15,11 +15,11 @@ from torch import nn
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.investigation import investigate, report_of_hang
 from mgpu_check.gates.program import Program, name_of
-from mgpu_check.gates.results import KINDS
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import World, check_tolerance, world_sizes_of
+from mgpu_check.mistakes.results import KINDS
 
 __all__ = ["assert_metric_scales", "assert_step_scales"]
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.gates.batches import tensors_of
-from mgpu_check.gates.measuring import Expected, largest_factor, measure
-from mgpu_check.gates.observing import Observation
+from mgpu_check.gates.measuring import largest_factor, measure
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
-from mgpu_check.gates.relations import Verdict, judge, repeats
-from mgpu_check.gates.results import Result
+from mgpu_check.gates.relations import judge, repeats
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import World
+from mgpu_check.mistakes.observed import Expected, Observation, Verdict
+from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.memory import digest_of
 
 __all__ = ["Trial", "Trials"]

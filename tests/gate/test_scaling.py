@@ -503,9 +503,8 @@ def test_more_than_rounding_is_not(ranks):
 
 
 def test_what_rounding_decides_need_not_repeat():
-    from mgpu_check.gates.measuring import Expected
-    from mgpu_check.gates.observing import Observation
-    from mgpu_check.gates.relations import REPEATS, Verdict, repeats
+    from mgpu_check.gates.relations import REPEATS, repeats
+    from mgpu_check.mistakes.observed import Expected, Observation, Verdict
 
     one, other = (Observation(values={"n": n, "m": n}, digests={"n": str(n), "m": str(n)}) for n in torch.arange(2))
     verdict = Verdict(relations={"n": {}, "m": {}})

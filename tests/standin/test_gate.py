@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mgpu_check.mistakes.observed import Trace
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
-from mgpu_check.gates.events import Trace, traced
+from mgpu_check.gates.events import traced
 from mgpu_check.numerics.perturbation import Perturbed
 
 import pytest

@@ -1,1 +1,0 @@
-"""What may be wrong, by the evidence: each module knows the mistakes of one theme."""

@@ -1,0 +1,128 @@
+"""What is known of a difference between ranks and one device, whoever has found it.
+
+A gate keeps whole tensors, and knows what was called; a comparison of scripts has summaries that were recorded. Both say
+what they have seen by `Evidence`, and the same rules judge it. What neither has looked at is empty here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = ["ByRank", "Evidence", "Factor", "Sampler", "Start"]
+
+
+@dataclass(frozen=True)
+class ByRank:
+    """Something of each rank, which all should have alike.
+
+    Attributes:
+        told: what was seen, as a clause, where they have not.
+    """
+
+    values: Sequence[object] = ()
+    told: str = ""
+
+    @property
+    def apart(self) -> bool:
+        return any(value != self.values[0] for value in self.values)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Ranks start from other parameters than each other.
+
+    Attributes:
+        told: what was seen, as a clause.
+        briefly: the same beside another clause.
+    """
+
+    told: str
+    briefly: str
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampler that deals out samples to ranks."""
+
+    samples: int
+    replicas: int
+    drop_last: bool
+
+    @property
+    def pads(self) -> bool:
+        """Whether it repeats samples, so that each rank gets as many."""
+        return bool(self.samples % self.replicas) and not self.drop_last
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The one number by which all that differs is off.
+
+    Attributes:
+        near: how exactly it is known, relative: two numbers as close as this are the same.
+        told: what was seen, as a clause that ends in what the number is of: "gradient of 0.weight is".
+        powers: which powers of the world size it may be.
+        rough: `told` names the number already, for what it is in words would be said of summaries only.
+    """
+
+    value: float
+    near: float
+    told: str
+    powers: tuple[int, ...] = (1, -1)
+    rough: bool = False
+
+    def is_power(self, base: float, power: int) -> bool:
+        """Whether it is that power of a number, as far as it is known."""
+        return base > 1 and abs(self.value - base**power) <= self.near * base**power
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was seen. Texts are clauses that a report shows, and empty where there is nothing to tell.
+
+    Attributes:
+        size: number of ranks, or of devices of one process.
+        tensors: all that was left and called, where a gate has kept it.
+        start: how ranks start apart.
+        loads: how often each rank has loaded a state.
+        parted: that ranks have parted ways after they had started alike.
+        decisions: what ranks have decided.
+        grounds: by what they may decide yet.
+        updates: that ranks change parameters by other amounts, though the gradients are those of one device.
+        gradients_apart: that the optimizer finds another gradient on each rank.
+        norms: what clipping has found on each rank, of gradients that are the same in the end.
+        factor: by which all that differs is off.
+        micro_batches: backward passes in a step.
+        normalizes: which modules normalize by statistics of the batch.
+        draws: what draws random numbers for each rank's own part of the batch.
+        same_samples: that all ranks saw the same samples.
+        repeated_epoch: that an epoch had the order of an earlier one.
+        samplers: those that deal out samples.
+        surplus: which samples came again.
+        uneven: that parts of unequal size count alike.
+    """
+
+    size: int
+    tensors: Tensors | None = None
+    start: Start | None = None
+    loads: ByRank = ByRank()
+    parted: str = ""
+    decisions: Sequence[ByRank] = ()
+    grounds: Sequence[ByRank] = ()
+    updates: str = ""
+    gradients_apart: str = ""
+    norms: ByRank = ByRank()
+    factor: Factor | None = None
+    micro_batches: float = 1
+    normalizes: str = ""
+    draws: str = ""
+    same_samples: str = ""
+    repeated_epoch: str = ""
+    samplers: Sequence[Sampler] = ()
+    surplus: str = ""
+    uneven: str = ""

@@ -1,0 +1,203 @@
+"""What a gate has seen: what runs have left and called, and what one device gives. Plain data, without torch of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from mgpu_check.mistakes.results import Result
+
+if TYPE_CHECKING:
+    import torch
+
+    Values = dict[Result, torch.Tensor]
+
+__all__ = [
+    "Alternative",
+    "Division",
+    "Event",
+    "Expected",
+    "Hypotheses",
+    "Observation",
+    "Other",
+    "Trace",
+    "Verdict",
+]
+
+
+@dataclass
+class Observation:
+    """What one run leaves on one rank. Tensors are on the CPU.
+
+    Attributes:
+        digests: checksums of the values.
+        initial: parameters and buffers as they were built, by their names in the model.
+        others: what was returned and is no number or tensor, in text.
+        batch: checksum of the batches.
+        rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
+        optimizer_steps: how often an optimizer has stepped.
+        optimizers: how many have.
+        touched: kinds of which something was changed.
+        broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
+        normalized: modules that normalize by statistics of the batch.
+        snapshots: after each optimizer step, gradients and parameters, where asked for.
+    """
+
+    values: dict[Result, torch.Tensor] = field(default_factory=dict)
+    digests: dict[Result, str] = field(default_factory=dict)
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    others: dict[Result, str] = field(default_factory=dict)
+    batch: str = ""
+    rng: str = ""
+    draws: bool = False
+    optimizer_steps: int = 0
+    optimizers: int = 0
+    touched: set[str] = field(default_factory=set)
+    broadcast: set[Result] = field(default_factory=set)
+    normalized: list[str] = field(default_factory=list)
+    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+
+
+@dataclass
+class Expected:
+    """What one device gives.
+
+    Attributes:
+        single: the run in the precision of the step: of the reference, or of the step itself.
+        own: that of the step, where `single` is that of a reference; None if the step cannot run alone.
+        by_reference: whether `single` is that of a reference.
+        exact: floating-point results, in float64.
+        tolerance: for each element of `exact`.
+        undetermined: names of results that rounding changes in a way that is not to be measured.
+        narrow: the narrow dtypes in which the step computes.
+        drawn: the shapes in which the step draws random numbers.
+        snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
+        remarks: what could not be measured.
+    """
+
+    single: Observation
+    own: Observation | None
+    by_reference: bool = False
+    exact: dict[Result, torch.Tensor] = field(default_factory=dict)
+    tolerance: dict[Result, torch.Tensor] = field(default_factory=dict)
+    undetermined: set[Result] = field(default_factory=set)
+    narrow: tuple[str, ...] = ()
+    drawn: tuple[tuple[int, ...], ...] = ()
+    snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def finite(self) -> bool:
+        """Whether all results are finite."""
+        return all(bool(value.isfinite().all()) for value in self.single.values.values())
+
+
+@dataclass
+class Verdict:
+    """What holds for each observable.
+
+    Attributes:
+        relations: result -> relation -> whether it holds; None where it does not apply or cannot be told.
+        details: result -> element, values and ratio, of what is wrong.
+        wrong: result -> the ranks whose value is not that of one device.
+        split: what ranks do not agree on.
+        skipped: result -> why it is not judged.
+        remarks: what else there is to know.
+    """
+
+    relations: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
+    details: dict[Result, str] = field(default_factory=dict)
+    wrong: dict[Result, list[int]] = field(default_factory=dict)
+    split: list[Result] = field(default_factory=list)
+    skipped: dict[Result, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        return all(value is not False for relations in self.relations.values() for value in relations.values())
+
+
+@dataclass
+class Event:
+    """One call.
+
+    Attributes:
+        kind: "collective", "group", "clip", "backward", "step", "seed", "sampler", "epoch", "iterate", "split", "loader",
+            "schedule", "wrap", "forward", "no_sync", "load".
+        name: of the function or class.
+        site: "train.py:40", where the code under test called it.
+        details: what it was given, in plain values.
+    """
+
+    kind: str
+    name: str
+    site: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> list[dict[str, Any]]:
+        """What is known of each tensor that a collective was given, one by one and in lists."""
+        return [*self.details.get("tensors", []), *self.details.get("list", [])]
+
+
+@dataclass
+class Trace:
+    """All events of one rank, in order, and the shapes in which it has drawn random numbers."""
+
+    events: list[Event] = field(default_factory=list)
+    drawn: tuple[tuple[int, ...], ...] = ()
+
+    def of(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event.kind in kinds]
+
+
+Other = Literal["truncated", "padded", "first shard only", "first block only", "first part of a tensor"]
+"""What mistakes make of a batch: without the last samples, with the first ones again, the first part alone, or one of its
+tensors with its first part in place of every part."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """One way to divide the batch over ranks, and what one device gives for each part alone.
+
+    Attributes:
+        name: "every 2nd sample", …
+        along: the dimension that is divided.
+        windows: into how many micro-batches each part is divided again; 1 for none.
+        parts: for each rank, for each of its windows, the results; not a number where a part cannot be computed.
+        counts: samples (or positions) in the part of each rank.
+    """
+
+    name: str
+    along: int
+    windows: int
+    parts: list[list[Values]]
+    counts: list[int]
+
+    @property
+    def even(self) -> bool:
+        """Whether all ranks have as many."""
+        return len(set(self.counts)) == 1
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another batch that ranks may have taken together, and what one device gives for it.
+
+    Attributes:
+        place: of "first part of a tensor": which tensor of the batch that is.
+    """
+
+    kind: Other
+    values: Values
+    place: int = 0
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """What ranks may have done with the batch; and whether it has padding, so that parts of one size may count unlike."""
+
+    divisions: list[Division]
+    alternatives: list[Alternative]
+    padded: bool = False

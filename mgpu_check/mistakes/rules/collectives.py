@@ -1,0 +1,276 @@
+"""Mistakes in calls of collectives, which the calls themselves show."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.observed import Event, Trace
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.results import Result
+from mgpu_check.processes.rank_lists import grouped, named
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "aliased_list",
+    "computes_in_narrow_dtype",
+    "delivers_to_one_rank",
+    "gradient_cut",
+    "narrow_operand",
+    "not_waited",
+    "off_by_number_of_groups",
+    "other_reduction",
+    "overflows",
+    "parted_by_group",
+    "read_too_early",
+    "reduces_by_other_operation",
+    "result_discarded",
+    "strided_view",
+    "uneven_tensors",
+]
+
+_FILLING = ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter")
+_NARROW = ("float16", "bfloat16")
+_NEAR = 2e-3
+"""Of a ratio: a hypothesis about it is computed in another order than the ratio."""
+
+
+def _where(event: Event) -> str:
+    return f"{event.name} ({event.site})"
+
+
+def not_waited(tensors: Tensors) -> Finding | None:
+    """Name a collective with async_op=True that nothing waits for, or whose tensor is written to before the wait."""
+    for _, event in tensors.events("collective"):
+        if event.details.get("asynchronous") and not event.details.get("waited"):
+            return Finding(
+                "not-waited", f"{_where(event)} was called with async_op=True, and nothing has waited for it"
+            )
+        if event.details.get("touched"):
+            told = f"the tensor given to {_where(event)} with async_op=True was written to before wait()"
+            return Finding("not-waited", told)
+    return None
+
+
+def aliased_list(tensors: Tensors) -> Finding | None:
+    """Name a collective that fills a list which holds one tensor several times."""
+    for _, event in tensors.events("collective"):
+        if event.details.get("aliased"):
+            count = len(event.details["list"])
+            told = f"the {count} tensors of the list given to {_where(event)} share memory"
+            return Finding("aliased-gather-list", told)
+    return None
+
+
+def strided_view(tensors: Tensors) -> Finding | None:
+    """Name a collective on a view with gaps in memory."""
+    for _, event in tensors.events("collective"):
+        for tensor in event.tensors:
+            if tensor["gaps"]:
+                of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
+                return Finding("strided-view", f"{_where(event)} was given a view with gaps in memory, of {of}")
+    return None
+
+
+def uneven_tensors(tensors: Tensors) -> Finding | None:
+    """Name a collective that is given tensors of other shapes on other ranks, in the same call."""
+    calls = [trace.of("collective") for trace in tensors.traces]
+    for same in zip(*calls, strict=False):
+        # The lists that a collective fills or deals out are those of one rank only.
+        shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
+        name = same[0].name
+        if any(shape != shapes[0] for shape in shapes) and name.startswith(_FILLING) and "object" not in name:
+            told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
+            return Finding("uneven-gather", f"{_where(same[0])} was given tensors of shapes {told}, rank by rank")
+    return None
+
+
+def overflows(tensors: Tensors) -> Finding | None:
+    """Name a sum over ranks in a narrow dtype after which something is not finite; or integers that are off as if so."""
+    broken = tensors.broken
+    for _, event in tensors.events("collective") if broken else ():
+        narrow = [tensor["dtype"] for tensor in event.tensors if tensor["dtype"] in _NARROW]
+        if narrow and event.details.get("op", "sum") == "sum":
+            return Finding(
+                "low-precision-overflow",
+                f"{_where(event)} adds up {narrow[0]} tensors, and {broken[0]} is not finite on {tensors.size} ranks, where it "
+                "is on one device",
+            )
+    for name in tensors.wrong("returned"):
+        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if right is None or got is None or right.shape != got.shape or right.dtype.is_floating_point:
+            continue
+        off = got.long() - right.long()
+        for bits in (8, 16, 32):
+            if bool((off != 0).any()) and bool((off % 2**bits == 0).all()):
+                told = f"{name} is off by a multiple of 2^{bits}, as an int{bits} that overflows"
+                return Finding("low-precision-overflow", told)
+    return None
+
+
+def computes_in_narrow_dtype(tensors: Tensors) -> Finding | None:
+    """Name an overflow where something is not finite, and the step computes in a narrow dtype."""
+    if not tensors.broken or not tensors.expected.narrow:
+        return None
+    told = f"the step computes in {', '.join(tensors.expected.narrow)}, and {tensors.broken[0]} is not finite"
+    return Finding("low-precision-overflow", told)
+
+
+def narrow_operand(tensors: Tensors) -> Finding | None:
+    """Name a collective that communicates a narrow dtype."""
+    for _, event in tensors.events("collective"):
+        narrow = [tensor["dtype"] for tensor in event.details.get("tensors", []) if tensor["dtype"] in _NARROW]
+        if narrow:
+            return Finding("low-precision-arithmetic", f"{_where(event)} communicates {narrow[0]} tensors")
+    return None
+
+
+def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
+    """Name a reduce or gather whose destination alone has what is right."""
+    for _, event in tensors.events("collective") if tensors.verdict.split else ():
+        if event.name not in ("reduce", "gather", "gather_object") or "dst" not in event.details:
+            continue
+        right = event.details["dst"]
+        for name in tensors.verdict.split:
+            if right not in tensors.verdict.wrong.get(name, []):
+                told = f"{_where(event)} delivers to rank {right} only: {name} is right there, and not elsewhere"
+                return Finding("value-of-one-rank", told)
+    return None
+
+
+def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
+    """Name groups where a result is off by how many of them there are, or by the root of that."""
+    sizes = {len(event.details["group"]) for _, event in tensors.events("collective") if "group" in event.details}
+    made = tensors.first("group")
+    if made is None or not sizes:
+        return None
+    factor = tensors.factor()
+    if factor is None:
+        factors = {name: tensors.factor([name]) for name in tensors.names}
+    else:
+        factors = dict.fromkeys(tensors.names, factor)
+    possible = {size for size in range(1, tensors.size) if tensors.size % size == 0}
+    for name, ratio in factors.items():
+        for size in possible if ratio else ():
+            groups = tensors.size / size
+            for power, root in ((1.0, ""), (0.5, "the root of ")):
+                for exponent in (power, -power):
+                    if ratio and abs(ratio - groups**exponent) < _NEAR * groups**exponent:
+                        inverse = "1 / " if exponent < 0 else ""
+                        ran = " and ".join(map(str, sorted(sizes)))
+                        return Finding(
+                            "wrong-process-group",
+                            f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} times "
+                            f"what it should be: {inverse}{root}{groups:g}, the number of groups of {size}",
+                        )
+    return None
+
+
+def parted_by_group(tensors: Tensors) -> Finding | None:
+    """Name a group where ranks agree with each other in groups of one size, and not with those of another group."""
+    split = tensors.verdict.split
+    if not split or tensors.size < 4:
+        return None
+    parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(tensors.seen)) for name in split]
+    groups = [ranks for _, ranks in parts[0]]
+    sizes = {len(ranks) for ranks in groups}
+    same = all([ranks for _, ranks in part] == groups for part in parts)
+    # A metric of few values is the same on some ranks by chance; not on the same ones in other cases.
+    always = all(
+        len({other.seen[rank].digests.get(name) for rank in ranks}) == 1
+        for other in tensors.further
+        for name in split
+        for ranks in groups
+    )
+    if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
+        return None
+    together = " and ".join(named(ranks) for ranks in groups)
+    return Finding(
+        "wrong-process-group", f"{split[0]} is the same within each of {together}, and another in the others"
+    )
+
+
+def result_discarded(tensors: Tensors) -> Finding | None:
+    """Name a collective on just as many numbers as a rank has kept of its own."""
+    own = [
+        name
+        for name in tensors.names
+        if name in tensors.verdict.split and name.kind != "buffers" and _is_own(tensors, name)
+    ]
+    if not own or not tensors.traces:
+        return None
+    sizes = {tuple(tensors.expected.exact[name].shape) for name in own}
+    total = sum(tensors.expected.exact[name].numel() for name in own)
+    kept = {name.of for name in own}
+    for event in tensors.traces[0].of("collective"):
+        for tensor in event.tensors if event.name == "all_reduce" else ():
+            operand: Result | None = tensor["result"]
+            if (operand is not None and operand.of in kept) or not tensor["shape"]:
+                continue
+            if tensor["shape"] in sizes or math.prod(tensor["shape"]) == total:
+                return Finding(
+                    "result-discarded",
+                    f"{_where(event)} ran on {tensor['dtype']}{list(tensor['shape'])}, in other memory than {own[0]}, which is "
+                    "still each rank's own",
+                )
+    return None
+
+
+def _is_own(tensors: Tensors, name: Result) -> bool:
+    return any(
+        tensors.is_combined(division, "own", factor, [name])
+        for division in tensors.hypotheses.divisions
+        for factor in (1.0, 1.0 / tensors.size)
+    )
+
+
+def gradient_cut(tensors: Tensors) -> Finding | None:
+    """Name a collective that autograd does not see, on what gradients were to flow through."""
+    if not tensors.wrong("grads") and not tensors.gradient_like:
+        return None
+    for event in (event for trace in tensors.traces for event in _before_backward(trace)):
+        if event.name == "sync_params_and_buffers":
+            continue
+        if any(tensor.get("differentiable") and not tensor["result"] for tensor in event.tensors):
+            told = f"{_where(event)} was given a tensor that requires gradients, and what it gives has none"
+            return Finding("gradient-cut-by-collective", told)
+    return None
+
+
+def _before_backward(trace: Trace) -> list[Event]:
+    """The collectives of the first forward pass: all, where nothing tells when it ends."""
+    forward = itertools.takewhile(lambda event: event.kind != "backward", trace.events)
+    return [event for event in forward if event.kind == "collective"]
+
+
+def read_too_early(tensors: Tensors) -> Finding | None:
+    """Name an asynchronous collective where something is not finite, as the simulated node makes what is read early."""
+    broken = tensors.broken
+    waited = [event for _, event in tensors.events("collective") if event.details.get("asynchronous")]
+    unsteady = [name for name, relations in tensors.verdict.relations.items() if relations.get("repeats") is False]
+    if not waited or not (broken or unsteady):
+        return None
+    seen = "not finite, as what is read before wait()" if broken else "another in a second run"
+    told = f"{_where(waited[0])} was called with async_op=True, and {(broken or unsteady)[0]} is {seen}"
+    return Finding("not-waited", told)
+
+
+def other_reduction(tensors: Tensors) -> Finding | None:
+    """Name the reduction where the result is an extreme, or a norm, of what the parts have."""
+    for division in tensors.hypotheses.divisions:
+        for how in ("max", "min", "root of sum of squares"):
+            if tensors.is_combined(division, how):
+                told = f"{tensors.names[0]} is the {how} of what ranks have for {division.name}"
+                return Finding("wrong-reduction", told)
+    return None
+
+
+def reduces_by_other_operation(tensors: Tensors) -> Finding | None:
+    """Name a collective that does not add."""
+    for _, event in tensors.events("collective"):
+        if event.details.get("op") in ("max", "min", "product"):
+            return Finding("wrong-reduction", f"{_where(event)} combines by {event.details['op']}")
+    return None

@@ -1,0 +1,259 @@
+"""Mistakes in which samples a rank takes, and what it makes of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.observed import Event, Other
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.results import Result
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "all_see_the_same",
+    "counted_by_every_rank",
+    "drops_last",
+    "epochs_alike",
+    "first_shard_for_all",
+    "missing_rows",
+    "of_rank_0_alone",
+    "other_order",
+    "pads",
+    "pads_a_metric",
+    "pads_the_batch",
+    "repeated_rows",
+    "samples_several_times",
+    "seeds_of_samplers",
+    "split_by_own_seeds",
+    "surplus_samples",
+    "truncates",
+    "whole_dataset",
+]
+
+_EQUAL = 1e-5
+"""Relative: counts and rows that went through other sums are as good as equal."""
+
+
+def all_see_the_same(evidence: Evidence) -> Finding | None:
+    """Name a data set that is not split, where all ranks saw the very same samples."""
+    return Finding("dataset-not-split", evidence.same_samples) if evidence.same_samples else None
+
+
+def epochs_alike(evidence: Evidence) -> Finding | None:
+    """Name epochs in which a sampler that shuffles gives one order again."""
+    return Finding("epochs-not-reshuffled", evidence.repeated_epoch) if evidence.repeated_epoch else None
+
+
+def surplus_samples(evidence: Evidence) -> Finding | None:
+    """Name padding, where samples came again that one device has once, and a sampler pads."""
+    if not evidence.surplus or not any(sampler.pads for sampler in evidence.samplers):
+        return None
+    return Finding("padding-counted", evidence.surplus)
+
+
+def split_by_own_seeds(tensors: Tensors) -> Finding | None:
+    """Name random_split under seeds that differ between ranks."""
+    shared = [event for _, event in tensors.events("split") if not event.details["own_generator"]]
+    seeds = {rank: event.details["seed"] for rank, event in tensors.events("seed")}
+    if not shared or len(set(seeds.values())) < 2:
+        return None
+    return Finding(
+        "split-differs-between-ranks",
+        f"random_split ({shared[0].site}) draws from the global generator, which ranks have seeded differently "
+        f"({_by_rank(seeds)})",
+    )
+
+
+def seeds_of_samplers(tensors: Tensors) -> Finding | None:
+    """Name samplers that order the samples by a seed of each rank's own."""
+    seeds = {rank: event.details["seed"] for rank, event in tensors.events("sampler")}
+    event = tensors.first("sampler")
+    if event is None or len(set(seeds.values())) < 2:
+        return None
+    told = f"DistributedSampler ({event.site}) has another seed on each rank ({_by_rank(seeds)})"
+    return Finding("split-differs-between-ranks", told)
+
+
+def _by_rank(seeds: dict[int, object]) -> str:
+    return ", ".join(f"rank {rank}: {seed}" for rank, seed in sorted(seeds.items()))
+
+
+def samples_several_times(tensors: Tensors) -> Finding | None:
+    """Name a split that differs, where some of what one device counts alike is counted more often, and some less."""
+    for name in tensors.wrong("returned"):
+        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if right is None or got is None or right.shape != got.shape or right.dim() != 1 or len(right) < 2:
+            continue
+        if bool((right == right[0]).all()) and bool((got > right).any()) and bool((got < right).any()):
+            told = f"{name}: some samples are on several ranks, and others on none"
+            return Finding("split-differs-between-ranks", told)
+    return None
+
+
+def whole_dataset(tensors: Tensors) -> Finding | None:
+    """Name a loader that knows nothing of ranks, where something counts as many times too much as there are ranks."""
+    loader, counts = tensors.first("loader"), _multiplied(tensors)
+    if loader is None or not counts or tensors.first("sampler") is not None:
+        return None
+    what = "an IterableDataset" if loader.details["streams"] else f"a {loader.details['sampler']}"
+    return Finding(
+        "dataset-not-split",
+        f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {what}, which does "
+        "not know of ranks",
+    )
+
+
+def counted_by_every_rank(tensors: Tensors) -> Finding | None:
+    """Name a data set that is not split by integers alone, which count as many times too much as there are ranks."""
+    counts = _multiplied(tensors)
+    if not counts or any(tensors.seen[0].values[name].is_floating_point() for name in counts):
+        return None
+    return Finding("dataset-not-split", f"{counts[0]} counts {tensors.size} times as many as one device does")
+
+
+def _multiplied(tensors: Tensors) -> list[Result]:
+    return [name for name in tensors.wrong("returned") if _is_multiple(tensors, name)]
+
+
+def _is_multiple(tensors: Tensors, name: Result) -> bool:
+    right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+    if right is None or got is None or right.shape != got.shape or not bool((right != 0).any()):
+        return False
+    return got.double().allclose(tensors.size * right.double(), rtol=_EQUAL)
+
+
+def pads_a_metric(tensors: Tensors) -> Finding | None:
+    """Name padding by a sampler, where what is returned is wrong, and gradients are not: it counts samples."""
+    return pads(tensors) if tensors.wrong("returned") and not tensors.wrong("grads") else None
+
+
+def pads(tensors: Tensors) -> Finding | None:
+    """Name padding by a sampler."""
+    event = _uneven_sampler(tensors)
+    if event is None or event.details["drop_last"]:
+        return None
+    samples, replicas = event.details["samples"], event.details["replicas"]
+    extra = -samples % replicas
+    return Finding(
+        "padding-counted",
+        f"DistributedSampler ({event.site}) makes {samples + extra} of {samples} samples, so that all of {replicas} ranks get "
+        f"as many: {extra} {'is' if extra == 1 else 'are'} counted twice",
+    )
+
+
+def drops_last(tensors: Tensors) -> Finding | None:
+    """Name samples that a sampler with drop_last drops."""
+    event = _uneven_sampler(tensors)
+    if event is None or not event.details["drop_last"]:
+        return None
+    samples, replicas = event.details["samples"], event.details["replicas"]
+    told = f"DistributedSampler ({event.site}) with drop_last drops {samples % replicas} of {samples} samples"
+    return Finding("samples-missed", told)
+
+
+def _uneven_sampler(tensors: Tensors) -> Event | None:
+    samplers = (event for _, event in tensors.events("sampler"))
+    return next((event for event in samplers if event.details["samples"] % event.details["replicas"]), None)
+
+
+def repeated_rows(tensors: Tensors) -> Finding | None:
+    """Name padding by a result that has more rows than there are samples."""
+    for name, rows, right in _rows(tensors):
+        if rows > right:
+            return Finding("padding-counted", f"{name} has {rows} rows for {tensors.samples} samples")
+    return None
+
+
+def missing_rows(tensors: Tensors) -> Finding | None:
+    """Name missed samples by a result that has fewer rows than there are samples."""
+    for name, rows, right in _rows(tensors):
+        if rows < right:
+            return Finding("samples-missed", f"{name} has {rows} rows for {tensors.samples} samples")
+    return None
+
+
+def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
+    """Results with a row for each sample on one device, with how many rows they have on ranks; unless a sampler tells why."""
+    found: list[tuple[Result, int, int]] = []
+    if _uneven_sampler(tensors) is not None:
+        return found
+    for name in tensors.wrong("returned"):
+        right, got = tensors.expected.single.values.get(name), tensors.seen[0].values.get(name)
+        if right is None or got is None or not right.dim() or not got.dim() or right.shape[1:] != got.shape[1:]:
+            continue
+        if len(right) == tensors.samples:
+            found.append((name, len(got), len(right)))
+    return found
+
+
+def truncates(tensors: Tensors) -> Finding | None:
+    """Name missed samples, where one device gives the result without the last ones."""
+    if not _explains(tensors, "truncated"):
+        return None
+    size, samples = tensors.size, tensors.samples
+    told = f"{tensors.names[0]} is what one device gives without the last {samples % size} of {samples} samples"
+    return Finding("samples-missed", told)
+
+
+def pads_the_batch(tensors: Tensors) -> Finding | None:
+    """Name padding, where one device gives the result when it takes the first samples twice."""
+    if not _explains(tensors, "padded"):
+        return None
+    size, samples, name = tensors.size, tensors.samples, tensors.names[0]
+    told = f"{name} is what one device gives when the first {-samples % size} of {samples} samples are taken twice"
+    return Finding("padding-counted", told)
+
+
+def first_shard_for_all(tensors: Tensors) -> Finding | None:
+    """Name a part of the batch that DataParallel does not scatter; where there are ranks, it is none of its own."""
+    if any(True for _ in tensors.events("collective", "wrap")):
+        return None
+    for other in tensors.hypotheses.alternatives:
+        if other.kind == "first part of a tensor" and tensors.is_alternative(other):
+            return Finding(
+                "not-scattered",
+                f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
+                f"{other.place} of the batch",
+            )
+    return None
+
+
+def of_rank_0_alone(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where one device gives the result for the first rank's samples."""
+    if not _explains(tensors, "first shard only", "first block only"):
+        return None
+    told = f"{tensors.names[0]} is what one device gives for rank 0's samples alone, on all ranks"
+    return Finding("value-of-one-rank", told)
+
+
+def _explains(tensors: Tensors, *kinds: Other) -> bool:
+    others = (other for other in tensors.hypotheses.alternatives if other.kind in kinds)
+    return any(tensors.is_alternative(other) for other in others)
+
+
+def other_order(tensors: Tensors) -> Finding | None:
+    """Name values that are in the order of ranks, where rows are those of one device in another order."""
+    for name in tensors.wrong("returned"):
+        right = tensors.expected.exact.get(name)
+        if right is None and name in tensors.expected.single.values:
+            right = tensors.expected.single.values[name].double()
+        got = tensors.seen[tensors.verdict.wrong[name][0]].values.get(name)
+        if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
+            continue
+        if _same_rows(got.double(), right):
+            told = f"{name} has the rows that one device has, in another order"
+            return Finding("gathered-in-other-order", told)
+    return None
+
+
+def _same_rows(got: torch.Tensor, right: torch.Tensor) -> bool:
+    rows, others = got.reshape(len(got), -1), right.reshape(len(right), -1)
+    distance = (rows[:, None] - others[None]).abs().amax(-1)
+    slack = _EQUAL * float(others.abs().max())
+    places = distance.argmin(1).tolist()
+    return bool((distance.amin(1) <= slack).all()) and sorted(places) == list(range(len(rows))) != places

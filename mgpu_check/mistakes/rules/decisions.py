@@ -1,0 +1,183 @@
+"""Mistakes that lie in what ranks start from, decide and draw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.results import Result
+from mgpu_check.processes.rank_lists import named
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "broadcasts_what_is_wrong",
+    "buffers_alone_drift",
+    "buffers_drift",
+    "decides_by_own_values",
+    "decides_by_rank",
+    "decides_for_its_parameters",
+    "draws_by_rank",
+    "may_draw_by_rank",
+    "restores_later_on_some",
+    "restores_on_some",
+    "right_on_one_rank",
+    "starts_apart",
+    "steps_unlike_one_device",
+    "updates_apart",
+    "updates_on_some",
+]
+
+
+def restores_on_some(evidence: Evidence) -> Finding | None:
+    """Name a checkpoint that only some ranks load, where ranks start from other parameters than each other."""
+    if evidence.start is None or not evidence.loads.apart:
+        return None
+    return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.start.briefly}")
+
+
+def restores_later_on_some(evidence: Evidence) -> Finding | None:
+    """Name a checkpoint that only some ranks load, where ranks start alike, and part ways."""
+    if evidence.start is not None or not evidence.loads.apart or not evidence.parted:
+        return None
+    return Finding("restored-on-one-rank", f"{evidence.loads.told}, and {evidence.parted}")
+
+
+def starts_apart(evidence: Evidence) -> Finding | None:
+    """Name another initialization, where ranks start from other parameters, and all load a checkpoint, or none."""
+    if evidence.start is None or evidence.loads.apart:
+        return None
+    return Finding("different-initialization", evidence.start.told)
+
+
+def decides_by_rank(evidence: Evidence) -> Finding | None:
+    """Name a decision that ranks have taken each for itself: a step, a rate, a step that is skipped."""
+    return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
+
+
+def decides_by_own_values(evidence: Evidence) -> Finding | None:
+    """Name a decision per rank where what decides is another value on each rank, whatever has come of it."""
+    return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
+
+
+def updates_apart(evidence: Evidence) -> Finding | None:
+    """Name a decision per rank where the gradients agree, and ranks change parameters by other amounts."""
+    return Finding("decision-per-rank", evidence.updates) if evidence.updates else None
+
+
+def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
+    """Name a decision where ranks agree on a number of steps that is not that of one device."""
+    here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
+    if not there or here == there:
+        return None
+    return Finding(
+        "decision-per-rank",
+        f"the optimizer has stepped {here} times on {tensors.size} ranks, {there} times on one device",
+    )
+
+
+def updates_on_some(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where only some have updated a parameter."""
+    odd = next(iter(_updated_unlike(tensors)), None)
+    if odd is None or odd not in tensors.verdict.split:
+        return None
+    before = tensors.expected.single.initial[odd.of]
+    updated = [
+        rank
+        for rank, one in enumerate(tensors.seen)
+        if odd in one.values and not one.values[odd].to(before.dtype).equal(before)
+    ]
+    if not 0 < len(updated) < tensors.size:
+        return None
+    told = f"{odd} was updated on {named(updated)} only, and nothing gives it to the others"
+    return Finding("value-of-one-rank", told)
+
+
+def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
+    """Name a decision per rank where some parameters were updated, and one device updates all of them, or none."""
+    moved, should = _updates(tensors)
+    odd = next(iter(_updated_unlike(tensors)), None)
+    if odd is None or len(set(should.values())) != 1 or len(set(moved.values())) != 2 or updates_on_some(tensors):
+        return None
+    all_stay = not should[odd]
+    return Finding(
+        "decision-per-rank",
+        f"{odd} was {'updated' if all_stay else 'left as it was'} and other parameters were not, where one device "
+        f"{'skips the step' if all_stay else 'updates all'}: its owner has decided for itself",
+    )
+
+
+def _updated_unlike(tensors: Tensors) -> list[Result]:
+    """Parameters that one device has updated and rank 0 has not, or the other way round."""
+    moved, should = _updates(tensors)
+    return [name for name in moved if moved[name] != should[name]]
+
+
+def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
+    """Whether rank 0, and one device, have updated each parameter, by what is returned of it, or else by itself."""
+    moved: dict[Result, bool] = {}
+    should: dict[Result, bool] = {}
+    held, expected = tensors.seen[0].values, tensors.expected.single
+    for name, before in expected.initial.items():
+        returned = Result("returned", name)
+        for label in (Result("params", name), returned):
+            got, right = held.get(label), expected.values.get(label)
+            if got is not None and right is not None and got.shape == before.shape == right.shape:
+                if label != returned and returned in held:
+                    continue
+                moved[label] = not got.to(before.dtype).equal(before)
+                should[label] = not right.to(before.dtype).equal(before)
+    return moved, should
+
+
+def right_on_one_rank(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where one alone is right."""
+    for name in tensors.verdict.split:
+        wrong = tensors.verdict.wrong.get(name, [])
+        right = [rank for rank in range(tensors.size) if rank not in wrong]
+        if wrong and len(right) == 1:
+            return Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
+    return None
+
+
+def broadcasts_what_is_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
+    """Name the value of one rank, where ranks agree on something wrong, and there is a broadcast that they may have it from.
+
+    Args:
+        from_rank_0: look at broadcasts of rank 0, as many right programs have them; else at those of others.
+    """
+    sent = next((event for _, event in tensors.events("collective") if event.name == "broadcast"), None)
+    wrong = [name for name in tensors.wrong() if name not in tensors.verdict.split]
+    if sent is None or not wrong or from_rank_0 is bool(source := sent.details.get("src", 0)):
+        return None
+    return Finding(
+        "value-of-one-rank",
+        f"broadcast ({sent.site}) sends what rank {source} has, and {wrong[0]} is the same on all ranks, but not that of one "
+        "device",
+    )
+
+
+def buffers_alone_drift(tensors: Tensors) -> Finding | None:
+    """Name buffers that differ between ranks, where nothing else is wrong."""
+    return None if any(name.kind != "buffers" for name in tensors.wrong()) else buffers_drift(tensors)
+
+
+def buffers_drift(tensors: Tensors) -> Finding | None:
+    """Name buffers that differ between ranks."""
+    drifted = [name for name in tensors.verdict.split if name.kind == "buffers"]
+    return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
+
+
+def draws_by_rank(evidence: Evidence) -> Finding | None:
+    """Name random numbers that each rank draws for its own part of the batch."""
+    return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
+
+
+def may_draw_by_rank(tensors: Tensors) -> Finding | None:
+    """Name random numbers where the step draws some."""
+    if not tensors.expected.single.draws and not tensors.seen[0].draws:
+        return None
+    told = "the step draws random numbers, and each rank draws those of its own part of the batch"
+    return Finding("random-numbers-per-rank", told)

@@ -1,0 +1,126 @@
+"""Mistakes by which a result, or an update, is off by one factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.report import Finding
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "first_step_off_by_micro_batches",
+    "first_step_off_by_world_size",
+    "grows_with_world_size",
+    "off_by_micro_batches",
+    "off_by_world_size",
+]
+
+_EXACT = 1e-3
+"""Of the exponent: a power of the world size, where the factor is that of all elements to 1e-5."""
+
+
+def off_by_world_size(evidence: Evidence) -> Finding | None:
+    """Name the world size, where the factor is one of its powers."""
+    factor, size = evidence.factor, evidence.size
+    if factor is None:
+        return None
+    powers = factor.powers
+    if _by_micro_batches(evidence):
+        # Four micro-batches on two ranks are likelier than the same mistake made twice.
+        powers = tuple(power for power in powers if abs(power) == 1)
+    for power in powers:
+        if factor.is_power(size, power):
+            return Finding("world-size-factor", _told(evidence, power))
+    return None
+
+
+def _told(evidence: Evidence, power: int) -> str:
+    factor, size = evidence.factor, evidence.size
+    assert factor is not None
+    if factor.rough:
+        return f"{factor.told}: the world size{' inverted' if power < 0 else ''}"
+    root = {1: f"{size} times", -1: f"1/{size} of", 2: f"{size}² times", -2: f"1/{size}² of"}[power]
+    twice = " (averaged twice?)" if power < 0 else " (summed, not averaged?)"
+    return f"{factor.told} {root} what one device gives, on {size} ranks{twice}"
+
+
+def off_by_micro_batches(evidence: Evidence) -> Finding | None:
+    """Name the number of micro-batches, where the factor is that, or one by it."""
+    factor = evidence.factor
+    if factor is None or not _by_micro_batches(evidence):
+        return None
+    told = f"{factor.told} {factor.value:.4g} times what one device gives, with {evidence.micro_batches:g} backward passes in each step"
+    if factor.rough:
+        told = f"{factor.told}: the number of micro-batches{' inverted' if factor.value < 1 else ''}"
+    return Finding("accumulation-factor", told)
+
+
+def _by_micro_batches(evidence: Evidence) -> bool:
+    factor = evidence.factor
+    return factor is not None and any(factor.is_power(evidence.micro_batches, power) for power in (1, -1))
+
+
+def grows_with_world_size(evidence: Evidence) -> Finding | None:
+    """Name the world size, where the factor is one power of it, here and at another one; or is one of updates."""
+    factor, tensors = evidence.factor, evidence.tensors
+    if factor is None or tensors is None or off_by_world_size(evidence) or _by_micro_batches(evidence):
+        return None
+    if tensors.factor() is not None and not _grows(tensors, factor.value):
+        return None
+    told = f"{factor.told} {factor.value:.6g} times what one device gives, on {evidence.size} ranks"
+    return Finding("world-size-factor", told)
+
+
+def _grows(tensors: Tensors, ratio: float) -> bool:
+    elsewhere = tensors.factor_elsewhere()
+    if tensors.size < 2 or elsewhere is None or ratio <= 0 or elsewhere[1] <= 0:
+        return False
+    there, other = elsewhere
+    return abs(math.log(ratio, tensors.size) - math.log(other, there)) <= 1e-2
+
+
+def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
+    """Name the world size by the first optimizer step that is wrong: by its gradients, or by what it adds."""
+    for step, factor, of_update in _first(tensors):
+        if not _is_world_size(tensors, factor):
+            return None
+        if of_update:
+            return Finding(
+                "world-size-factor",
+                f"the gradients of optimizer step {step + 1} are right, and it changes the parameters {factor:.4g} times as much "
+                f"as on one device, on {tensors.size} ranks: the learning rate",
+            )
+        if step == 0 and tensors.factor() is None:
+            return Finding("world-size-factor", _of_gradients(step, factor))
+    return None
+
+
+def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
+    """Name the number of micro-batches by a later step, the first that is wrong, whose gradients are off by an integer."""
+    for step, factor, of_update in _first(tensors):
+        inverse = max(factor, 1 / factor)
+        if of_update or not step or inverse <= 1.5 or abs(inverse - round(inverse)) >= 2e-3:
+            return None
+        told = f"{_of_gradients(step, factor)}, and those of the steps before are right"
+        return Finding("accumulation-factor", told)
+    return None
+
+
+def _first(tensors: Tensors) -> Iterator[tuple[int, float, bool]]:
+    """The first optimizer step that is wrong, the factor there, if one explains it, and whether it is one of the update."""
+    found = tensors.first_factor
+    if found is not None and found[1] > 0 and tensors.size > 1:
+        yield found
+
+
+def _of_gradients(step: int, factor: float) -> str:
+    return f"the gradients of optimizer step {step + 1} are {factor:.4g} times those of one device"
+
+
+def _is_world_size(tensors: Tensors, factor: float) -> bool:
+    return abs(abs(math.log(factor, tensors.size)) - 1) < _EXACT

@@ -1,0 +1,239 @@
+"""Mistakes in how gradients, and metrics, of parts are put together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.observed import Event
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.results import Result
+from mgpu_check.processes.rank_lists import few
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "added_on_every_rank",
+    "clips_by_other_norms",
+    "clips_first",
+    "clips_parts",
+    "differs_from_rank_to_rank",
+    "each_rank_its_own",
+    "gradients_apart",
+    "limits_another_norm",
+    "mean_of_metrics",
+    "mean_of_parts",
+    "normalizes_parts",
+    "statistics_of_parts",
+    "uneven_parts",
+    "wrong_where_uneven",
+]
+
+
+def clips_first(tensors: Tensors) -> Finding | None:
+    """Name clipping before a collective on the gradients, with no new backward between them."""
+    if not tensors.traces or not tensors.names or not tensors.gradient_like:
+        return None
+    clip: Event | None = None
+    for event in tensors.traces[0].events:
+        if event.kind == "clip":
+            clip = event
+        elif event.kind in ("backward", "step"):
+            clip = None
+        elif event.kind == "collective" and clip is not None:
+            large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
+            on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
+            if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
+                told = f"{clip.name} ({clip.site}) runs before {event.name} of the gradients ({event.site})"
+                return Finding("clipped-before-synchronization", told)
+    return None
+
+
+def _is_gradient(operand: Result | None) -> bool:
+    return operand is not None and operand.kind == "grads"
+
+
+def clips_by_other_norms(evidence: Evidence) -> Finding | None:
+    """Name clipping that has found another norm on each rank, of gradients that are the same in the end."""
+    return Finding("clipped-before-synchronization", evidence.norms.told) if evidence.norms.apart else None
+
+
+def clips_parts(tensors: Tensors) -> Finding | None:
+    """Name clipping before the mean, where the result is the mean of parts, and right where no limit is reached."""
+    found = tensors.mean_of_parts
+    if (
+        found is None
+        or not found[0].even
+        or not tensors.gradient_like
+        or found[0].along
+        or not tensors.right_when_small
+    ):
+        return None
+    return Finding(
+        "clipped-before-synchronization",
+        f"{tensors.names[0]} is the mean over ranks of what each has for its own part, and right for a batch that is scaled "
+        "down: a limit on the norm is applied before the mean",
+    )
+
+
+def limits_another_norm(tensors: Tensors) -> Finding | None:
+    """Name clipping where ranks agree on what is right for small batches only."""
+    if not tensors.right_when_small or not tensors.gradient_like or tensors.verdict.split or tensors.wrong_alone:
+        return None
+    return Finding(
+        "clipped-before-synchronization",
+        f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that of the "
+        "whole gradient",
+    )
+
+
+def statistics_of_parts(evidence: Evidence) -> Finding | None:
+    """Name statistics of each rank's shard, where the gradients are the mean of those of the shards."""
+    tensors, found = evidence.tensors, normalizes_parts(evidence)
+    if found is None or tensors is None:
+        return None
+    if not any(tensors.is_combined(division, "mean") for division in tensors.hypotheses.divisions):
+        return None
+    return Finding(found.mistake, f"{found.evidence}, and the gradients are the mean of those of the shards")
+
+
+def normalizes_parts(evidence: Evidence) -> Finding | None:
+    """Name statistics of each rank's shard, where a module normalizes by those of the batch."""
+    return Finding("batch-statistics-per-rank", evidence.normalizes) if evidence.normalizes else None
+
+
+def mean_of_metrics(tensors: Tensors) -> Finding | None:
+    """Name the mean over ranks of what is no mean of equal parts, though all parts have as many samples."""
+    found = tensors.mean_of_parts
+    if found is None or not found[0].even or tensors.gradient_like or found[0].along:
+        return None
+    return Finding(
+        "mean-of-means" if tensors.hypotheses.padded else "wrong-reduction",
+        f"{tensors.names[0]} is the mean over ranks of each rank's own{found[1]}, which it is not for all samples together",
+    )
+
+
+def mean_of_parts(tensors: Tensors) -> Finding | None:
+    """Name the mean over ranks of each one's own mean."""
+    found = tensors.mean_of_parts
+    if found is None or clips_parts(tensors) or mean_of_metrics(tensors):
+        return None
+    division, also = found
+    windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""
+    counts = ", ".join(map(str, division.counts))
+    return Finding(
+        "mean-of-means",
+        f"{tensors.names[0]} is the plain mean over ranks of what each has for its own part ({division.name}: {counts}{windows}"
+        f"){also}, however much of the parts counts",
+    )
+
+
+def uneven_parts(evidence: Evidence) -> Finding | None:
+    """Name a mean of means where ranks saw unequal numbers of samples, or their losses tell of counts of their own."""
+    return Finding("mean-of-means", evidence.uneven) if evidence.uneven else None
+
+
+def wrong_where_uneven(tensors: Tensors) -> Finding | None:
+    """Name a mean of means where ranks agree on something that is wrong only with different numbers of samples."""
+    samples, size = tensors.samples, tensors.size
+    if not samples or samples % size == 0 or tensors.verdict.split or not tensors.names:
+        return None
+    return Finding(
+        "mean-of-means",
+        f"{samples} samples do not divide by {size} ranks, which agree with each other on {few(tensors.names)}, but not with "
+        "one device: as when each part counts as much as any other",
+    )
+
+
+def gradients_apart(evidence: Evidence) -> Finding | None:
+    """Name gradients that are each rank's own when the optimizer steps."""
+    return Finding("gradients-not-synchronized", evidence.gradients_apart) if evidence.gradients_apart else None
+
+
+def each_rank_its_own(tensors: Tensors) -> Finding | None:
+    """Name what is not synchronized, where each rank holds what it has computed from its own part."""
+    for division in tensors.hypotheses.divisions:
+        for factor in (1.0, 1.0 / tensors.size):
+            local = [
+                name
+                for name in tensors.names
+                if name in tensors.verdict.split and tensors.is_combined(division, "own", factor, [name])
+            ]
+            if local:
+                verb = "is" if len(local) == 1 else "are"
+                return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
+    return None
+
+
+def differs_from_rank_to_rank(tensors: Tensors) -> Finding | None:
+    """Name what is not synchronized, where gradients, or what stands for them, differ from rank to rank."""
+    local = [
+        name for name in tensors.verdict.split if name.kind == "grads" or (tensors.account and name.kind == "returned")
+    ]
+    if not local or each_rank_its_own(tensors):
+        return None
+    return _local(tensors, local, f"{few(local)} differ from rank to rank")
+
+
+def _local(tensors: Tensors, local: list[Result], told: str) -> Finding:
+    if all(_is_buffer(tensors, name) for name in local):
+        return Finding("buffers-drift", told + ": nothing synchronizes them")
+    if not tensors.gradient_like:
+        return Finding("value-of-one-rank", f"{told}: nothing has combined them")
+    return Finding("gradients-not-synchronized", told + _why_local(tensors, local))
+
+
+def _is_buffer(tensors: Tensors, name: Result) -> bool:
+    """Whether it is a buffer, or a returned copy of one on each rank."""
+    if name.kind == "buffers":
+        return True
+    of_buffers = [other for other in tensors.seen[0].values if other.kind == "buffers"]
+    return any(
+        all(
+            other in one.values and name in one.values and one.values[other].equal(one.values[name])
+            for one in tensors.seen
+        )
+        for other in of_buffers
+    )
+
+
+def _why_local(tensors: Tensors, local: list[Result]) -> str:
+    wrap = tensors.first("wrap")
+    if wrap is None:
+        return "" if any(True for _ in tensors.events("collective")) else "; no collective was called"
+    covered = {name for _, event in tensors.events("wrap") for name in event.details["parameters"]}
+    outside = [name.of for name in local if name.of not in covered]
+    if outside:
+        were = "was" if len(outside) == 1 else "were"
+        return f"; {few(outside)} {were} in no DistributedDataParallel when it was made ({wrap.site})"
+    if tensors.first("no_sync") is not None:
+        return "; backward ran under no_sync"
+    if tensors.first("forward") is None:
+        return "; DistributedDataParallel was made, but never called: the module inside was"
+    unused = not wrap.details["find_unused"]
+    return "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
+
+
+def added_on_every_rank(tensors: Tensors) -> Finding | None:
+    """Name what is added on every rank, where the result is too large by some parameter, once for each rank but one."""
+    if tensors.size < 2:
+        return None
+    parameters = {
+        name: value.double()
+        for name, value in tensors.seen[0].initial.items()
+        if value.is_floating_point() and value.dim() == 1
+    }
+    for name in tensors.wrong("returned"):
+        exact, got = tensors.expected.exact.get(name), tensors.seen[0].values.get(name)
+        if exact is None or got is None or exact.shape != got.shape or not exact.dim():
+            continue
+        excess = (got.double() - exact) / (tensors.size - 1)
+        for owner, value in parameters.items():
+            if exact.shape[-1] == len(value) and tensors.same(excess, value.expand_as(excess), got):
+                return Finding(
+                    "partial-result-added-on-every-rank",
+                    f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it before the "
+                    "sum",
+                )
+    return None

@@ -1,0 +1,51 @@
+"""Mistakes that one step, or one micro-batch, makes with what another has left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.report import Finding
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = ["adds_what_was_left", "counts_windows_unlike"]
+
+_LEFT_OUT, _UNLIKE, _ONCE = 1e-3, 1e-2, 1e-3
+"""Weights of micro-batches: below which one is left out, by how much they differ, and how near to 1 is once."""
+
+
+def adds_what_was_left(tensors: Tensors) -> Finding | None:
+    """Name stale gradients, where a step is right but for what the one before has left."""
+    stages, exact = tensors.seen[0].snapshots, tensors.expected.snapshots
+    for step in range(1, min(len(stages), len(exact))):
+        for name, value in exact[step].items():
+            if name.kind != "grads" or name not in stages[step] or int((value != 0).sum()) < 2:
+                continue  # one number is some multiple of any other
+            before, got = exact[step - 1][name].double(), stages[step][name].double()
+            excess = got - value.double()
+            share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
+            if abs(share) > _LEFT_OUT and tensors.same(excess, share * before, got):
+                added = "that" if abs(share - 1) < _ONCE else f"{share:.4g} times that"
+                told = f"{name} in optimizer step {step + 1} is that of one device, and {added} of step {step} added"
+                return Finding("stale-gradients", told)
+    return None
+
+
+def counts_windows_unlike(tensors: Tensors) -> Finding | None:
+    """Name micro-batches that count unlike: an earlier one is reduced again with the later, or one is left out."""
+    divisions = tensors.hypotheses.divisions
+    if not tensors.gradient_like or any(tensors.is_combined(each, "mean") for each in divisions):
+        return None  # all count alike
+    for division in divisions:
+        if division.windows < 2 or division.along:
+            continue
+        weights = tensors.weights_of_windows(division)
+        if weights is None or max(weights) - min(weights) < _UNLIKE:
+            continue
+        told = ", ".join(f"{weight:.3g}" for weight in weights)
+        seen = f"{tensors.names[0]} has the micro-batches of each rank with weights {told}"
+        if min(weights) < _LEFT_OUT:
+            return Finding("samples-missed", f"{seen}: one of them is left out")
+        return Finding("stale-gradients", f"{seen}: what was reduced is reduced again")
+    return None

@@ -1,0 +1,329 @@
+"""All that a gate knows of a failure, and how far a hypothesis explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from mgpu_check.mistakes.observed import (
+    Alternative,
+    Division,
+    Event,
+    Expected,
+    Hypotheses,
+    Observation,
+    Trace,
+    Verdict,
+)
+from mgpu_check.mistakes.results import Kind, Result
+from mgpu_check.numerics.factors import common_factor, evenly
+
+__all__ = ["Tensors"]
+
+_LOOSE = 1e-4
+"""Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
+_CLOSE = 1e-5
+"""Of the magnitude of a tensor: what is computed in the order of what it explains."""
+_NEAR = 2e-3
+"""Of each element: a factor is looked for in elements that went through sums of their own."""
+_TELLING = 1e-2
+"""Of the largest element: smaller ones are differences of larger numbers, and their ratios say little."""
+_LEAST = 1e-3
+"""By how much a factor must differ from 1."""
+
+
+@dataclass
+class Tensors:
+    """What was seen of a failure.
+
+    Attributes:
+        size: the world size.
+        samples: in each batch.
+        steps: how often the step was called.
+        seen: of each rank, with all values.
+        traces: of each rank, what it has called.
+        hypotheses: what one device gives for parts of the batch.
+        wrong_alone: the step differs from the reference at world size 1 already.
+        shardwise: the reference knows the world size, and goes through the batch as ranks do.
+        elsewhere: another world size, and what rank 0 has left there.
+        further: the same case with other random numbers.
+        right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
+    """
+
+    size: int
+    samples: int
+    steps: int
+    expected: Expected
+    verdict: Verdict
+    seen: Sequence[Observation]
+    traces: Sequence[Trace]
+    hypotheses: Hypotheses
+    wrong_alone: bool = False
+    right_when_small: bool | None = None
+    further: Sequence[Tensors] = ()
+    elsewhere: tuple[int, Observation] | None = None
+    shardwise: bool = False
+
+    def wrong(self, *kinds: Kind) -> list[Result]:
+        """What differs from one device, in the order of the model: all of it, or the values of some kinds, without texts."""
+        values = self.expected.single.values.keys() | self.seen[0].values.keys()
+        return [name for name in self.verdict.wrong if not kinds or (name.kind in kinds and name in values)]
+
+    @property
+    def names(self) -> list[Result]:
+        """Floating-point values that differ, and that a hypothesis would have to explain."""
+        wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
+        return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
+
+    @property
+    def gradient_like(self) -> bool:
+        """Whether what differs is gradients, or parameters, rather than metrics."""
+        return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
+
+    @property
+    def broken(self) -> list[Result]:
+        """What is wrong by not being finite where it is on one device."""
+        return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
+
+    @property
+    def account(self) -> bool:
+        """Whether what the step returns stands for gradients or parameters."""
+        return any(name.kind in ("grads", "params") for name in self.verdict.skipped)
+
+    def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
+        for rank, trace in enumerate(self.traces):
+            for event in trace.of(*kinds):
+                yield rank, event
+
+    def first(self, *kinds: str) -> Event | None:
+        return next((event for _, event in self.events(*kinds)), None)
+
+    def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
+        """Whether what differs is the results of all parts combined in that way; see `combined`."""
+        if not self.explains(self.combined(division, how, factor), names):
+            return False
+        for other in self.further:
+            same = next(
+                (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
+                None,
+            )
+            if same is None or not other.explains(
+                other.combined(same, how, factor, self.names), names or self.names, False
+            ):
+                return False
+        return True
+
+    def is_alternative(self, alternative: Alternative) -> bool:
+        """Whether what differs is what one device gives for another batch."""
+        if not self.explains([dict(alternative.values)] * self.size):
+            return False
+        for other in self.further:
+            same = next(
+                (
+                    a
+                    for a in other.hypotheses.alternatives
+                    if (a.kind, a.place) == (alternative.kind, alternative.place)
+                ),
+                None,
+            )
+            if same is None or not other.explains([dict(same.values)] * self.size, self.names, False):
+                return False
+        return True
+
+    def explains(
+        self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
+    ) -> bool:
+        """Whether each rank has left `values`, of that rank, where it differs from one device.
+
+        Args:
+            telling: no where they are what one device gives, too: they explain nothing then.
+        """
+        tells = not telling
+        for name in names or self.names:
+            exact = self.expected.exact[name]
+            for rank, one in enumerate(self.seen):
+                got, value = one.values.get(name), values[rank].get(name)
+                if got is None or value is None or got.shape != value.shape:
+                    return False
+                if not self._near(name, got.double(), value.double()):
+                    return False
+                tells |= value.shape != exact.shape or not self._near(name, value.double(), exact)
+        return tells
+
+    def _near(self, name: Result, one: torch.Tensor, other: torch.Tensor) -> bool:
+        tolerance = self.expected.tolerance.get(name)
+        slack = _LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
+        if tolerance is not None and tolerance.shape == one.shape:
+            allowed = 4 * tolerance + min(slack, 1e-2)
+        else:
+            allowed = torch.full_like(one, slack)
+        same = (one == other) | (one.isnan() & other.isnan())
+        return bool((same | ((one - other).abs() <= allowed)).all())
+
+    def factor(self, names: Collection[Result] = ()) -> float | None:
+        """The one number by which everything that differs is off, on all ranks; None if there is none."""
+        found = self._factor(names or self.names, {})
+        if found is None:
+            return None
+        # One number has some ratio to any other: it is one only if it comes again.
+        again = [other._factor(names or self.names, {}) for other in self.further]
+        return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
+
+    def factor_of_updates(self) -> float | None:
+        """The same of what the step adds to the parameters, as a learning rate changes it."""
+        return self._factor(self.names, self.expected.single.initial)
+
+    def factor_elsewhere(self) -> tuple[int, float] | None:
+        """Another world size, and the factor there."""
+        if self.elsewhere is None:
+            return None
+        size, seen = self.elsewhere
+        there = Tensors(self.size, self.samples, self.steps, self.expected, self.verdict, [seen], (), self.hypotheses)
+        ratio = there._factor(self.names, {})
+        return None if ratio is None else (size, ratio)
+
+    def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
+        pairs: list[tuple[float, float]] = []
+        for name in names:
+            start = before.get(name.owner or "", torch.zeros(())).double()
+            exact = self.expected.exact[name] - start
+            usable = exact.isfinite() & (exact.abs() > _TELLING * exact.abs().max()) & (exact != 0)
+            for one in self.seen:
+                got = one.values.get(name)
+                if got is None or got.shape != exact.shape:
+                    return None
+                off = (got.double() - start)[usable]
+                if not bool(off.isfinite().all()):
+                    return None
+                pairs += _pairs(off, exact[usable])
+        return common_factor(pairs, least=_LEAST, relative=_NEAR)
+
+    @cached_property
+    def first_factor(self) -> tuple[int, float, bool] | None:
+        """The first optimizer step that is wrong, the factor by which it is off on all ranks, and whether its update is.
+
+        Its gradients are looked at first; None where no step is wrong, or no factor explains the first that is.
+        """
+        before = {Result("params", name): value.double() for name, value in self.expected.single.initial.items()}
+        for step, right in enumerate(self.expected.snapshots):
+            stages = [one.snapshots[step] for one in self.seen if step < len(one.snapshots)]
+            if len(stages) < self.size or any(name not in stage for stage in stages for name in right):
+                return None
+            gradients = [name for name in right if name.kind == "grads"]
+            parameters = [name for name in right if name in before]
+            zeros = {name: torch.zeros(()) for name in gradients}
+            for names, start in ((gradients, zeros), (parameters, before)):
+                if self._is_off(step, stages, names):
+                    pairs = [
+                        pair
+                        for stage in stages
+                        for name in names
+                        for pair in _pairs(stage[name].double() - start[name], right[name] - start[name])
+                    ]
+                    several = sum(expected != 0 for _, expected in pairs) > 1  # one number is a multiple of any other
+                    factor = common_factor(pairs, least=0.0, of_largest=_CLOSE) if several else None
+                    return None if factor is None else (step, factor, names is parameters)
+            before = {name: right[name] for name in parameters}
+        return None
+
+    def _is_off(self, step: int, stages: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result]) -> bool:
+        right, allowed = self.expected.snapshots[step], self.expected.allowances[step]
+        return any(
+            bool(((stage[name].double() - right[name]).abs() > allowed[name]).any())
+            for stage in stages
+            for name in names
+        )
+
+    @cached_property
+    def mean_of_parts(self) -> tuple[Division, str] | None:
+        """The first division by which what differs is the plain mean of the parts, and by what else it is off, in words."""
+        for division in self.hypotheses.divisions:
+            for factor, also in (
+                (1.0, ""),
+                (1.0 / self.size, ", divided by the world size"),
+                (float(self.size), ", times the world size"),
+            ):
+                if self.is_combined(division, "mean", factor):
+                    return division, also
+        return None
+
+    @staticmethod
+    def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
+        """Whether both are equal to 1e-5 of the largest magnitude in `scale`, and not all zero."""
+        near = (one - other).abs() <= _CLOSE * float(scale.abs().max())
+        return bool(near.all()) and bool((other != 0).any())
+
+    def weights_of_windows(self, division: Division) -> list[float] | None:
+        """How much each micro-batch counts, 1 where it counts as it should; None where no weights explain what is wrong.
+
+        By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
+        """
+        if not self.names:
+            return None
+        columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
+        got: list[torch.Tensor] = []
+        for name in self.names:
+            value = self.seen[0].values.get(name)
+            for window, column in enumerate(columns):
+                parts = [part[window].get(name) for part in division.parts]
+                if value is None or any(part is None or part.shape != value.shape for part in parts):
+                    return None
+                stacked = torch.stack([part.double() for part in parts if part is not None])
+                column.append(stacked.mean(0).flatten() / division.windows)
+            assert value is not None
+            got.append(value.double().flatten())
+        matrix = torch.stack([torch.cat(column) for column in columns], dim=1)
+        right = torch.cat(got)
+        if not bool(matrix.isfinite().all() & right.isfinite().all()) or len(right) <= 2 * division.windows:
+            return None
+        found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
+        if bool(((matrix @ found - right).abs() > _LOOSE * right.abs().max()).any()):
+            return None
+        return [float(weight) for weight in found]
+
+    def combined(
+        self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
+    ) -> list[dict[Result, torch.Tensor]]:
+        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
+        results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
+        for name in names or self.names:
+            parts = [self._of_rank(name, windows) for windows in division.parts]
+            if any(part is None for part in parts):
+                continue
+            known = [part for part in parts if part is not None]
+            if len({part.shape for part in known}) > 1:
+                continue
+            stacked = torch.stack(known)
+            for rank in range(self.size):
+                if how == "own":
+                    value = known[rank]
+                elif how == "first":
+                    value = known[0]
+                elif how == "last":
+                    value = known[-1]
+                elif how == "mean":
+                    value = stacked.mean(0)
+                elif how == "sum":
+                    value = stacked.sum(0)
+                elif how == "root of sum of squares":
+                    value = stacked.square().sum(0).sqrt()
+                else:
+                    value = stacked.amax(0) if how == "max" else stacked.amin(0)
+                results[rank][name] = factor * value
+        return results
+
+    def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
+        """The mean over a rank's micro-batches; zero where a part without samples has no result."""
+        exact = self.expected.exact[name]
+        values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
+        if len({value.shape for value in values}) > 1:
+            return None
+        return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
+
+
+def _pairs(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[float, float]]:
+    some = evenly(got.numel())
+    return list(zip(got.flatten()[some].tolist(), expected.flatten()[some].tolist(), strict=True))
