@@ -101,7 +101,7 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     if found := _found_what_was_left(made.runs):
         return found
     if others := others_from_the_start(aligned):
-        return replace(refused(others.why, others.todo), step=1)
+        return replace(refused(others[0].why, [one.todo for one in others]), step=1)
     again = _run(made, tell, "one device, again", 1)
     if again.failed:
         return of_failure(again, again.failed, one_device=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
+import dataclasses
+import signal
+from collections.abc import Sequence
+
+from mgpu_check.engine.failures import Account, different_collectives
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
 from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.processes.rank_lists import few
 
-__all__ = ["evidence_of"]
+__all__ = ["calls_of", "evidence_of"]
 
+_MAY_DRAW = "the step draws random numbers, and each rank draws those of its own part of the batch"
 _NEAR = 2e-3
 """Of a factor: all elements were within this of it."""
 
@@ -27,11 +34,35 @@ def evidence_of(tensors: Tensors) -> Evidence:
         micro_batches=_micro_batches(tensors),
         normalizes=_normalizes(tensors),
         draws=_draws(tensors),
+        may_draw=_MAY_DRAW if tensors.expected.single.draws or tensors.seen[0].draws else "",
         repeated_epoch=_repeated_epoch(tensors),
         samplers=[
             Sampler(event.details["samples"], event.details["replicas"], event.details["drop_last"])
             for _, event in tensors.events("sampler")
         ],
+    )
+
+
+def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> Calls:
+    """How a call has ended that not all ranks returned from.
+
+    Args:
+        account: None where nothing is known but what the error says.
+        lines: what is told of it, a line each.
+    """
+    calls = Calls(scenario.world_size, scenario.samples, " ".join(lines), hung=lines[0] if hung else "")
+    if account is None:
+        return calls
+    raised = [(account.raised[ranks[0]].failure.headline, line) for ranks, line in account.told_of_raised()]
+    raised += [(line, line) for end in account.raised.values() for line in end.failure.text.splitlines()]
+    return dataclasses.replace(
+        calls,
+        parted=account.parted,
+        parting=different_collectives(account.parted, account.who),
+        last=account.last,
+        some_finished=0 < len(account.finished) < len(account.endings),
+        raised=raised,
+        aborted=[end.last_words for end in account.died.values() if end.exit_code == -signal.SIGABRT],
     )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mgpu_check.engine.failures import Account, account_of, different_collectives
+from mgpu_check.engine.failures import account_of
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.batch_parts import run_hypotheses
-from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.gates.evidence import calls_of, evidence_of
 from mgpu_check.gates.program import wants_world_size
 from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, judge, repeats
 from mgpu_check.gates.running import run_traced
@@ -17,7 +16,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Trace, Verdict
 from mgpu_check.mistakes.report import Finding, Observable, Report
-from mgpu_check.mistakes.rules.order import judged
+from mgpu_check.mistakes.rules.order import judged, judged_calls
 from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
@@ -44,20 +43,10 @@ def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Repor
     """The report of ranks that did not return, and their stacks."""
     account = account_of(hang)
     lines = str(hang).splitlines() if account is None else account.headlines(name)
-    finding = None if account is None else _of_parting(account, lines)
-    if finding is None:
-        evidence = f"{lines[0]}; the others wait for it in a collective that it does not enter"
-        finding = Finding("decision-per-rank", evidence)
-    findings = [finding]
-    if scenario.samples % scenario.world_size and finding.mistake == "decision-per-rank":
-        uneven = (
-            f"{scenario.samples} samples do not divide by {scenario.world_size} ranks, and where they do, it terminates"
-        )
-        findings.insert(0, Finding("uneven-steps", uneven))
     report = Report(
         f"{name} does not scale: {lines[0]}",
         scenario.described,
-        findings=findings,
+        findings=judged_calls(calls_of(account, scenario, lines, hung=True), _LIKELY),
         remarks=["terminates: NO", *lines[1:]],
     )
     return report, [] if account is None else account.blocks()
@@ -66,73 +55,12 @@ def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Repor
 def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> Report:
     account = account_of(error)
     lines = str(error).splitlines() if account is None else account.headlines()
-    finding = None
-    if account is not None:
-        finding = _of_parting(account, lines) or _of_words(account)
-    if finding is not None and finding.mistake == "decision-per-rank" and scenario.samples % scenario.world_size:
-        uneven = f"{scenario.samples} samples do not divide by {scenario.world_size} ranks; {finding.evidence}"
-        finding = Finding("uneven-steps", uneven)
     return Report(
         f"{trials.name} does not scale: {lines[0]}",
         scenario.described,
-        findings=[finding] if finding else [],
+        findings=judged_calls(calls_of(account, scenario, lines, hung=False), 1),
         remarks=["terminates: NO, as it does on one device", *lines[1:]],
     )
-
-
-def _of_parting(account: Account, lines: Sequence[str]) -> Finding | None:
-    """By the collectives that ranks have entered, where they are not the same."""
-    if parted := account.parted:
-        line = different_collectives(parted, account.who)
-        names = {entered.name for entered in parted.values()}
-        if len(names) == 1 and len({entered.operand for entered in parted.values()}) > 1:
-            gathers = any(word in name for word in ("gather", "scatter", "all_to_all") for name in names)
-            return Finding("uneven-gather" if gathers else "decision-per-rank", line)
-        return Finding("decision-per-rank", line)
-    last = account.last.values()
-    places = {(entered.name, entered.file, entered.line) for entered in last}
-    if len(places) == 1 and len({entered.operand for entered in last}) > 1:
-        return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(" ".join(lines)))
-    some_finished = 0 < len(account.finished) < len(account.endings)
-    if len(places) > 1 or (some_finished and last):
-        return Finding(
-            "decision-per-rank", "ranks do not take part in the same collectives: " + _short(" ".join(lines))
-        )
-    return None
-
-
-_WORDS = (
-    ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
-    ("Expected to mark a variable ready only once", "gradients-not-synchronized"),
-    ("must be contiguous", "strided-view"),
-    ("Tensors must be contiguous", "strided-view"),
-    ("op.preamble.length <= op.nbytes", "uneven-gather"),
-    ("Expected more than 1 value per channel when training", "batch-statistics-per-rank"),
-    ("same number of elements", "uneven-gather"),
-    ("Sizes of tensors must match", "uneven-gather"),
-    ("Default process group has not been initialized", "wrong-process-group"),
-)
-"""Of torch: what it says of a mistake, and of no other."""
-
-
-def _of_words(account: Account) -> Finding | None:
-    """By what torch has raised, where that is known to come from one mistake."""
-    raised = account.raised
-    told = [(raised[ranks[0]].failure.headline, line) for ranks, line in account.told_of_raised()]
-    told += [(line, line) for end in raised.values() for line in end.failure.text.splitlines()]
-    for words, mistake in _WORDS:
-        for of_torch, line in told:
-            if words in of_torch:
-                return Finding(mistake, _short(line.strip()))
-    gathers = any(entered.name.startswith("all_gather") for entered in account.last.values())
-    for end in account.died.values():
-        if end.exit_code == -signal.SIGABRT and (gathers or "all_gather" in end.last_words):
-            return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
-    return None
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:240]
 
 
 def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:

@@ -6,14 +6,16 @@ what they have seen by `Evidence`, and the same rules judge it. What neither has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from mgpu_check.processes.record import Entered
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["ByRank", "Evidence", "Factor", "Sampler", "Start"]
+__all__ = ["ByRank", "Calls", "Evidence", "Factor", "Sampler", "Start"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class Evidence:
         factor: by which all that differs is off.
         micro_batches: backward passes in a step.
         normalizes: which modules normalize by statistics of the batch.
-        draws: what draws random numbers for each rank's own part of the batch.
+        draws: that ranks were seen to draw random numbers for their own parts of the batch.
+        may_draw: what may draw them.
         same_samples: that all ranks saw the same samples.
         repeated_epoch: that an epoch had the order of an earlier one.
         samplers: those that deal out samples.
@@ -121,8 +124,43 @@ class Evidence:
     micro_batches: float = 1
     normalizes: str = ""
     draws: str = ""
+    may_draw: str = ""
     same_samples: str = ""
     repeated_epoch: str = ""
     samplers: Sequence[Sampler] = ()
     surplus: str = ""
     uneven: str = ""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """What is known of ranks that did not all return.
+
+    Attributes:
+        size: the world size.
+        samples: in each batch.
+        told: what happened, in words.
+        hung: who did not finish, in words, where that is the story.
+        parted: rank -> the first collective that is another one than on other ranks.
+        parting: the same in words.
+        last: rank -> the collective that it has entered last.
+        some_finished: some ranks have returned, and others have not.
+        raised: texts that ranks have raised, each with the line that tells it.
+        aborted: the stacks of ranks that SIGABRT has ended.
+    """
+
+    size: int
+    samples: int
+    told: str
+    hung: str = ""
+    parted: Mapping[int, Entered] = field(default_factory=dict)
+    parting: str = ""
+    last: Mapping[int, Entered] = field(default_factory=dict)
+    some_finished: bool = False
+    raised: Sequence[tuple[str, str]] = ()
+    aborted: Sequence[str] = ()
+
+    def aborted_in(self, name: str) -> bool:
+        """Whether a rank was aborted in a collective whose name begins so."""
+        entered = any(one.name.startswith(name) for one in self.last.values())
+        return any(entered or name in stacks for stacks in self.aborted)

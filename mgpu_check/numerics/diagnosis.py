@@ -13,6 +13,7 @@ import torch
 
 from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
 from mgpu_check.numerics.compare import flipped_bits, show
+from mgpu_check.numerics.factors import common_factor, evenly
 from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["diagnose"]
@@ -116,19 +117,17 @@ class _Seen:
         usable = self.expected != 0
         if not usable.any():
             return []
-        ratio = float((self.got[usable] / self.expected[usable]).median())
         named = {name: value for name, value in constants.items() if value not in (0, 1)}
         for name, value in named.items():
             if self.equals(self.expected * value):
                 return [f"looks like a factor: {self.which} {self.be} {value:g} times the expected ({name})"]
             if self.equals(self.expected / value):
                 return [f"looks like a factor: {self.which} {self.be} 1/{value:g} of the expected (1 / {name})"]
-        if (
-            len(self.got) > 2
-            and ratio == ratio
-            and abs(ratio) not in (0.0, float("inf"))
-            and self.equals(self.expected * ratio)
-        ):
+        # Whether the factor fits is told by the tolerances that were measured, not by one slack for all.
+        some = evenly(int(usable.sum()))
+        pairs = zip(self.got[usable][some].tolist(), self.expected[usable][some].tolist(), strict=True)
+        ratio = common_factor(list(pairs), least=0.0, of_largest=math.inf)
+        if len(self.got) > 2 and ratio is not None and self.equals(self.expected * ratio):
             return [f"looks like a factor: {self.which} {self.be} {ratio:.6g} times the expected"]
         return []
 

@@ -8,17 +8,17 @@ general would explain what it explains, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.evidence import Calls, Evidence
 from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.rules import collectives, data, decisions, factors, gradients, steps
+from mgpu_check.mistakes.rules import calls, collectives, data, decisions, factors, gradients, steps
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["RULES", "judged"]
+__all__ = ["RULES", "RULES_OF_CALLS", "judged", "judged_calls"]
 
 Rule = Callable[[Evidence], Finding | None]
 
@@ -103,7 +103,6 @@ RULES: tuple[Rule, ...] = (
     _of_tensors(data.of_rank_0_alone),
     _of_tensors(decisions.right_on_one_rank),
     gradients.normalizes_parts,
-    gradients.uneven_parts,
     _of_tensors(decisions.steps_unlike_one_device),
     _of_tensors(collectives.other_reduction),
     _of_tensors(gradients.differs_from_rank_to_rank),
@@ -112,7 +111,8 @@ RULES: tuple[Rule, ...] = (
     # What nothing speaks against: it is said where nothing better is known.
     factors.grows_with_world_size,
     _broadcasts(from_rank_0=False),
-    _of_tensors(decisions.may_draw_by_rank),
+    decisions.may_draw_by_rank,
+    gradients.uneven_parts,
     _of_tensors(collectives.computes_in_narrow_dtype),
     _of_tensors(collectives.narrow_operand),
     _of_tensors(decisions.buffers_drift),
@@ -121,12 +121,35 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+RULES_OF_CALLS: tuple[Callable[[Calls], Finding | None], ...] = (
+    # Sizes before decisions: ranks that wait in one collective have decided alike. Uneven samples before decisions: they
+    # are why ranks decide otherwise.
+    calls.other_sizes,
+    calls.uneven_steps,
+    calls.enter_other_collectives,
+    calls.wait_for_one,
+    # What torch says comes last: once ranks have parted ways, most of it is an echo of that.
+    calls.known_words,
+    calls.aborted_in_gather,
+)
+"""Those about ranks that did not return."""
+
+
 def judged(evidence: Evidence, most: int) -> list[Finding]:
     """The likeliest mistakes, each once, `most` of them at most."""
+    return _first((rule(evidence) for rule in RULES), most)
+
+
+def judged_calls(evidence: Calls, most: int) -> list[Finding]:
+    """The same of ranks that did not return."""
+    return _first((rule(evidence) for rule in RULES_OF_CALLS), most)
+
+
+def _first(findings: Iterable[Finding | None], most: int) -> list[Finding]:
     found: dict[str, Finding] = {}
-    for rule in RULES:
+    for finding in findings:
+        if finding is not None:
+            found.setdefault(finding.mistake, finding)
         if len(found) == most:
             break
-        if (finding := rule(evidence)) is not None:
-            found.setdefault(finding.mistake, finding)
     return list(found.values())

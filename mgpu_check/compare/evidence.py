@@ -1,0 +1,209 @@
+"""What a comparison has seen at the first step that parts ways, as the rules of mistakes judge it.
+
+What comes first at a step explains what comes later, so no more is told than that: of ranks that start apart nothing but
+how they start, of other samples nothing of gradients, of other gradients nothing of updates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.first_difference import Scene, updates
+from mgpu_check.compare.obstacles import random_parts
+from mgpu_check.compare.trace import Trace
+from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
+from mgpu_check.numerics.factors import common_factor
+from mgpu_check.processes.rank_lists import few, grouped, named
+
+__all__ = ["evidence_of", "of_samples", "skipped_steps"]
+
+_SHOWN = 4
+_LEFT = 1e-3
+"""Of the largest number, once the factor is taken out: summaries are sums over elements of either sign."""
+_NEAR = 1e-2
+"""Of a factor: how far from 1 it says something, and how near to a number it is that number."""
+
+
+def evidence_of(scene: Scene) -> Evidence:
+    """Of a step, what tells why it parts ways."""
+    world, samples = scene.aligned.world, scene.samples
+    if scene.kind == "before":
+        return Evidence(world, start=_start(scene), loads=_loads(scene))
+    skips = skipped_steps(scene)
+    if skips.apart:
+        return Evidence(world, decisions=[skips])
+    if samples.known and (not samples.same or scene.kind is None):
+        return of_samples(scene.aligned, scene.step)
+    if scene.kind == "gradient":
+        return _of_gradient(scene)
+    return _of_update(scene)
+
+
+def skipped_steps(scene: Scene) -> ByRank:
+    """After which steps a GradScaler has skipped one, on each rank."""
+    skips = [skips_of(trace, scene.step) for trace in scene.aligned.ranks]
+    said = ", ".join(f"{len(found)} on rank {rank}" for rank, found in list(enumerate(skips))[:_SHOWN])
+    return ByRank(skips, f"GradScaler has skipped steps: {said}")
+
+
+def skips_of(trace: Trace, step: int) -> list[int]:
+    """After which steps a GradScaler has skipped one, until a step."""
+    return [event["after"] for event in trace.of("skipped") if event["after"] <= step]
+
+
+def of_samples(aligned: Aligned, number: int) -> Evidence:
+    """Of a step whose samples are known, and not those of one device, or the whole batch on each rank."""
+    samples, world, step = aligned.samples(number), len(aligned.ranks), number + 1
+    if samples.repeated_on_each_rank:
+        return Evidence(
+            world, same_samples=f"at step {step} all {world} ranks saw the same {samples.counts[0]} samples"
+        )
+    if repeated := _repeated_epoch(aligned, number):
+        return Evidence(world, repeated_epoch=repeated)
+    surplus = samples.together - samples.one
+    if samples.one - samples.together or not surplus or samples.together.total() == world * samples.one.total():
+        return Evidence(world)
+    return Evidence(
+        world,
+        surplus=f"at step {step} {surplus.total()} samples came again, to give each rank as many as the others",
+        samplers=[
+            Sampler(event["length"], world, event["drop_last"])
+            for trace in aligned.ranks
+            for event in trace.of("sampler")
+        ],
+    )
+
+
+def _repeated_epoch(aligned: Aligned, step: int) -> str:
+    """Which samples the ranks see, at this step, that they saw in an earlier epoch, for want of set_epoch."""
+    epochs: dict[int, list[dict[str, Any]]] = {}
+    for event in aligned.ranks[0].of("sampler"):
+        if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
+            epochs.setdefault(event["sampler"], []).append(event)
+    for iterations in epochs.values():
+        first, last = iterations[0]["after"], iterations[-1]["after"]
+        if last == first:
+            continue
+        twin = first + step - last
+        if aligned.samples(twin).ranks == aligned.samples(step).ranks:
+            return (
+                f"epoch {len(iterations)} begins at step {last + 1}; at step {step + 1} the ranks saw the samples "
+                f"of step {twin + 1} again, and set_epoch was never called"
+            )
+    return ""
+
+
+def _start(scene: Scene) -> Start | None:
+    apart = scene.apart["before"]
+    if not apart:
+        return None
+    ranks = named(range(len(scene.aligned.ranks)))
+    return Start(f"before its first step, {ranks} differ in {few(apart, 3)}", "ranks start from other parameters")
+
+
+def _loads(scene: Scene) -> ByRank:
+    """How often each rank has called load_state_dict until this step."""
+    ranks = scene.aligned.ranks
+    counts = [len([event for event in trace.of("restore") if event["after"] <= scene.step]) for trace in ranks]
+    groups = grouped((count, trace.rank) for count, trace in zip(counts, ranks, strict=True))
+    parts = [f"{count} time{'s' * (count != 1)} on {named(some)}" for count, some in groups]
+    return ByRank(counts, "load_state_dict was called " + ", ".join(parts))
+
+
+def _of_gradient(scene: Scene) -> Evidence:
+    world, apart = scene.aligned.world, scene.apart["gradient"]
+    if apart:
+        told = (
+            f"at step {scene.step + 1} each rank goes into the optimizer with a gradient of its own for {few(apart, 3)}"
+        )
+        return Evidence(world, gradients_apart=told)
+    pairs = []
+    for wrong in scene.wrong["gradient"]:
+        expected, here = scene.aligned.found(scene.step, "gradient", wrong.name)
+        got = here[wrong.worst_rank]
+        if got is not None and expected is not None and expected.norm:
+            both = zip(got.samples, expected.samples, strict=True)
+            pairs += [(g / expected.norm, e / expected.norm) for g, e in both]
+    factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
+    told = f"at step {scene.step + 1} the gradient is {factor:.4g} times that of one device" if factor else ""
+    return Evidence(
+        world,
+        norms=_norms(scene),
+        factor=Factor(factor, _NEAR, told, rough=True) if factor else None,
+        micro_batches=_micro_batches(scene),
+        normalizes=_normalizes(scene),
+        may_draw=_may_draw(scene),
+        uneven=_uneven(scene),
+    )
+
+
+def _norms(scene: Scene) -> ByRank:
+    """The norms that the first call of clip_grad_norm_ has found in which they differ: synchronized gradients have one norm."""
+    calls = [[e for e in trace.of("clip") if e["after"] == scene.step] for trace in scene.aligned.ranks]
+    for call in zip(*calls, strict=False):
+        norms = [event["norm"] for event in call]
+        if max(norms) - min(norms) > scene.rounding.margin * 2.0**-22 * max(norms):
+            said = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
+            most = f"clip_grad_norm_(…, {call[0]['most']:g})"
+            return ByRank(norms, f"{most} found the norms {said}: of gradients that were not yet the same")
+    return ByRank()
+
+
+def _micro_batches(scene: Scene) -> int:
+    return max(len(trace.steps[scene.step].losses) for trace in scene.aligned.ranks)
+
+
+def _normalizes(scene: Scene) -> str:
+    events = [event for event in scene.aligned.ranks[0].of("module") if event["after"] <= scene.step]
+    norms = sorted({name for event in events for name in event["batch_norms"]})
+    if not norms:
+        return ""
+    several = len(scene.aligned.ranks) > 1
+    part = f"{scene.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
+    return f"the model has {', '.join(norms)} in training mode, over {part}"
+
+
+def _may_draw(scene: Scene) -> str:
+    random = random_parts(scene.aligned.ranks[0], scene.step)
+    return f"{', '.join(random)} draws a mask of its own on each rank" if random else ""
+
+
+def _uneven(scene: Scene) -> str:
+    counts, step = scene.samples.counts, scene.step
+    if all(counts) and len(set(counts)) > 1:
+        parts = ", ".join(str(count) for count in counts[:8])
+        return f"at step {step + 1} ranks saw {parts} samples, and their gradients count alike"
+    one, mean, _ = scene.aligned.losses(step)
+    if one is None or mean is None or scene.rounding.of_loss(step) * abs(one) >= abs(mean - one):
+        return ""
+    if not scene.aligned.samples(step).known or common_factor([(mean, one)], least=_NEAR, of_largest=_LEFT) is None:
+        return ""
+    return (
+        f"at step {step + 1}, from the same samples, the mean over ranks of their losses is {mean:.7g}, and the loss of one "
+        f"device {one:.7g}: each rank divides by a count of its own"
+    )
+
+
+def _of_update(scene: Scene) -> Evidence:
+    """The gradients are right, and what the optimizer has made of them is not."""
+    world, step, apart = scene.aligned.world, scene.step + 1, scene.apart["parameter"]
+    loads, parted = _loads(scene), "the same gradient led elsewhere"
+    if loads.apart:
+        return Evidence(world, loads=loads, parted=parted)
+    if apart:
+        told = f"at step {step} all ranks have the gradient of one device, and change {apart[0]} by other amounts"
+        return Evidence(world, updates=told)
+    pairs = []
+    for wrong in scene.wrong["parameter"]:
+        changes = updates(scene, wrong.name)
+        size = max((abs(wanted) for _, wanted in changes), default=0.0)
+        pairs += [(got / size, wanted / size) for got, wanted in changes if size]
+    factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
+    if factor is None:
+        return Evidence(world)
+    told = (
+        f"at step {step} the gradient is that of one device, and the change {factor:.4g} times (a learning rate by world "
+        "size?)"
+    )
+    return Evidence(world, factor=Factor(factor, _NEAR, told, rough=True), micro_batches=_micro_batches(scene))

@@ -1,0 +1,87 @@
+"""Mistakes for which ranks do not return: they hang, raise or die, as the collectives tell that they have entered."""
+
+from __future__ import annotations
+
+from mgpu_check.mistakes.evidence import Calls
+from mgpu_check.mistakes.report import Finding
+
+__all__ = ["aborted_in_gather", "enter_other_collectives", "known_words", "other_sizes", "uneven_steps", "wait_for_one"]
+
+_FILLING = ("gather", "scatter", "all_to_all")
+_LONGEST = 240
+_WORDS = (
+    ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
+    ("Expected to mark a variable ready only once", "gradients-not-synchronized"),
+    ("must be contiguous", "strided-view"),
+    ("Tensors must be contiguous", "strided-view"),
+    ("op.preamble.length <= op.nbytes", "uneven-gather"),
+    ("Expected more than 1 value per channel when training", "batch-statistics-per-rank"),
+    ("same number of elements", "uneven-gather"),
+    ("Sizes of tensors must match", "uneven-gather"),
+    ("Default process group has not been initialized", "wrong-process-group"),
+)
+"""Of torch: what it says of a mistake, and of no other."""
+
+
+def other_sizes(calls: Calls) -> Finding | None:
+    """Name tensors of other sizes, where ranks have entered one collective with them."""
+    if calls.parted:
+        names = {entered.name for entered in calls.parted.values()}
+        if len(names) > 1 or len({entered.operand for entered in calls.parted.values()}) < 2:
+            return None
+        fills = any(word in name for word in _FILLING for name in names)
+        return Finding("uneven-gather", calls.parting) if fills else None
+    places = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
+    if len(places) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
+        return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(calls.told))
+    return None
+
+
+def uneven_steps(calls: Calls) -> Finding | None:
+    """Name uneven numbers of steps, where ranks part ways, and the samples do not divide by them."""
+    parted = enter_other_collectives(calls) or wait_for_one(calls)
+    if parted is None or calls.samples % calls.size == 0:
+        return None
+    uneven = f"{calls.samples} samples do not divide by {calls.size} ranks"
+    also = ", and where they do, it terminates" if calls.hung else f"; {parted.evidence}"
+    return Finding("uneven-steps", uneven + also)
+
+
+def enter_other_collectives(calls: Calls) -> Finding | None:
+    """Name a decision per rank, where ranks have entered other collectives, or some have none left to enter."""
+    if other_sizes(calls):
+        return None
+    if calls.parted:
+        return Finding("decision-per-rank", calls.parting)
+    places = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
+    if len(places) > 1 or (places and calls.some_finished):
+        return Finding("decision-per-rank", "ranks do not take part in the same collectives: " + _short(calls.told))
+    return None
+
+
+def wait_for_one(calls: Calls) -> Finding | None:
+    """Name a decision per rank, where ranks hang, and nothing better is known."""
+    if not calls.hung or other_sizes(calls):
+        return None
+    told = f"{calls.hung}; the others wait for it in a collective that it does not enter"
+    return Finding("decision-per-rank", told)
+
+
+def known_words(calls: Calls) -> Finding | None:
+    """Name the mistake from which alone come the words of torch that a rank has raised."""
+    for words, mistake in _WORDS:
+        for of_torch, line in calls.raised:
+            if words in of_torch:
+                return Finding(mistake, _short(line))
+    return None
+
+
+def aborted_in_gather(calls: Calls) -> Finding | None:
+    """Name tensors of other sizes, where gloo has aborted a rank inside all_gather."""
+    if not calls.aborted_in("all_gather"):
+        return None
+    return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
+
+
+def _short(text: str) -> str:
+    return " ".join(text.split())[:_LONGEST]
