@@ -13,7 +13,7 @@ _MOST = 100_000
 def common_factor(
     pairs: Sequence[tuple[float, float]], *, least: float, relative: float = 0.0, of_largest: float = 0.0
 ) -> float | None:
-    """The factor by which all of (got, expected) are off; None where there is none, or it is 1.
+    """Return the factor by which all of (got, expected) are off; None where there is none, or it is 1.
 
     It is the one that leaves least, by least squares. What it leaves of each number must be within the slack, which is
     `relative` times the number, plus `of_largest` times the largest of them, both of what is to be got.
@@ -37,5 +37,5 @@ def common_factor(
 
 
 def evenly(count: int) -> slice:
-    """Which of so many numbers are looked at: all, or as many as can be in Python, evenly spread."""
+    """Choose which of so many numbers to look at: all, or as many as Python can, evenly spread."""
     return slice(None, None, max(1, -(-count // _MOST)))
