@@ -140,10 +140,10 @@ def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
 
     yield "truncated", 0, selected(lambda n: list(range(n - n % size)))
     yield "padded", 0, selected(lambda n: [place % n for place in range(-(-n // size) * size)])
-    yield "first shard only", 0, selected(lambda n: list(range(0, n, size)))
-    yield "first block only", 0, selected(lambda n: list(range(-(-n // size))))
+    yield "first-shard-only", 0, selected(lambda n: list(range(0, n, size)))
+    yield "first-block-only", 0, selected(lambda n: list(range(-(-n // size))))
     for place in range(4):
-        yield "first part of a tensor", place, _with_first_part(size, place)
+        yield "first-part-of-a-tensor", place, _with_first_part(size, place)
 
 
 def _with_first_part(size: int, place: int) -> Alter:

@@ -15,6 +15,8 @@ from mgpu_check.processes.rank_lists import grouped, named
 
 __all__ = ["Accepted", "Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "shown"]
 
+ALL_SEEN, ONLY_ONCE, KNOWN, AS_MANY = "all seen", "only once", "known", "as many batches"
+"""Relations: each sample on some rank, on no more than one, and none that one rank does not see; batches on all ranks."""
 _SHOWN = 4
 _CHANCE = 1e-4  # that a shuffle which works gives the same order twice: below it, it is taken for one that does not
 _UNKNOWN = 0.5  # share of a rank's samples that world size 1 does not give, above which contents are taken to be random
@@ -101,19 +103,19 @@ def coverage_of(
     padded = kind.may_be_padding and repeated.total() <= tail
     result = Coverage()
     result.relations = {
-        "all seen": not missing or (accepted.dropped and not repeated and missing.total() <= tail),
-        "only once": not repeated or (accepted.padding and padded),
-        "known": not unknown or (accepted.dropped and unknown.total() < max(largest, 1)),
-        "as many batches": _even(parts, accepted),
+        ALL_SEEN: not missing or (accepted.dropped and not repeated and missing.total() <= tail),
+        ONLY_ONCE: not repeated or (accepted.padding and padded),
+        KNOWN: not unknown or (accepted.dropped and unknown.total() < max(largest, 1)),
+        AS_MANY: _even(parts, accepted),
     }
     size = expected.total()
-    if not result.relations["all seen"]:
+    if not result.relations[ALL_SEEN]:
         result.details.append(f"{missing.total()} of {size} samples on no rank: {shown(missing, labels)}")
-    if not result.relations["only once"]:
+    if not result.relations[ONLY_ONCE]:
         result.details.append(f"{repeated.total()} of {size} samples too many: {shown(repeated, labels)}")
-    if not result.relations["known"]:
+    if not result.relations[KNOWN]:
         result.details.append(f"{unknown.total()} seen that world size 1 does not give: {shown(unknown, labels)}")
-    if result.relations["as many batches"] is False:
+    if result.relations[AS_MANY] is False:
         numbers = grouped((len(part.batches), rank) for rank, part in enumerate(parts))
         texts = [f"{number} on {named(ranks)}" for number, ranks in numbers]
         result.details.append(f"numbers of batches differ: {', '.join(texts)}")
@@ -123,9 +125,9 @@ def coverage_of(
             "done: drop or pad the last ones, or use torch.distributed.algorithms.Join; uneven=True accepts it in loops "
             "without collectives"
         )
-    if not all(result.relations[name] for name in ("all seen", "only once", "known")):
+    if not all(result.relations[name] for name in (ALL_SEEN, ONLY_ONCE, KNOWN)):
         _explain(result, kind, labels, padded=padded, tail=tail)
-    elif result.relations["as many batches"] is False:
+    elif result.relations[AS_MANY] is False:
         result.findings.append(Finding("uneven-steps", result.details[-1]))
     return result
 

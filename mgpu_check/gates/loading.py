@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["assert_loader_covers"]
 
+_EPOCHS_DIFFER = "epochs differ"
+
 
 def assert_loader_covers(
     ranks: World,
@@ -166,7 +168,7 @@ def _judge(
         case["workers"] = workers
     report = Report(
         f"the loader does not give each sample once at world size {len(visits)}: {wrong.name}: {wrong.detail}"
-        if wrong.name != "all epochs"
+        if len(epochs) == 1 or wrong is not observables[-1]
         else f"the loader does not shuffle at world size {len(visits)}: {wrong.detail}",
         case,
         observables,
@@ -199,8 +201,8 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Vi
 def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
     """Whether the order changes from epoch to epoch, where it should."""
     same, told = same_orders(visits, samples)
-    result = Coverage({"epochs differ": None if not shuffled or (same and not told) else not same})
-    if result.relations["epochs differ"] is False:
+    result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not told) else not same})
+    if result.relations[_EPOCHS_DIFFER] is False:
         who = "all ranks" if len(same) == len(visits) else f"{named(same)} only"
         evidence = f"{who}: the same order in each of {len(visits[0].epochs)} epochs"
         result.details.append(evidence)

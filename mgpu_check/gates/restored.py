@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["Entries", "explained"]
 
 _SHOWN = 4
+_LOADED = "loaded as saved"
 
 
 class Entries:
@@ -105,11 +106,11 @@ def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], 
             relations["ranks agree as before"] = not ends.parted(name)
         detail = _detail(ends, name)
         if loaded is not None:
-            relations["loaded as saved"] = _verdict(loaded, name)
+            relations[_LOADED] = _verdict(loaded, name)
             detail = detail or _detail(loaded, name, "after loading ")
         observables.append(Observable(str(name), relations, detail))
     # What was lost tells more than what came of it; a report shows a few only.
-    observables.sort(key=lambda observable: observable.relations.get("loaded as saved") is not False)
+    observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
     return observables, _findings(ends, loaded, lost_numbers)
 

@@ -152,7 +152,7 @@ class Trace:
         return [event for event in self.events if event.kind in kinds]
 
 
-Other = Literal["truncated", "padded", "first shard only", "first block only", "first part of a tensor"]
+Other = Literal["truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor"]
 """What mistakes make of a batch: without the last samples, with the first ones again, the first part alone, or one of its
 tensors with its first part in place of every part."""
 

@@ -287,7 +287,8 @@ class Tensors:
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
     ) -> list[dict[Result, torch.Tensor]]:
-        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or "min"."""
+        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max", "min" or
+        "norm", the root of the sum of squares."""
         results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
         for name in names or self.names:
             parts = [self._of_rank(name, windows) for windows in division.parts]
@@ -308,7 +309,7 @@ class Tensors:
                     value = stacked.mean(0)
                 elif how == "sum":
                     value = stacked.sum(0)
-                elif how == "root of sum of squares":
+                elif how == "norm":
                     value = stacked.square().sum(0).sqrt()
                 else:
                     value = stacked.amax(0) if how == "max" else stacked.amin(0)

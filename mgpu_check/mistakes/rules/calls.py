@@ -9,7 +9,7 @@ __all__ = ["aborted_in_gather", "enter_other_collectives", "known_words", "other
 
 _FILLING = ("gather", "scatter", "all_to_all")
 _LONGEST = 240
-_WORDS = (
+_WORDS_OF_TORCH = (
     ("Expected to have finished reduction in the prior iteration", "gradients-not-synchronized"),
     ("Expected to mark a variable ready only once", "gradients-not-synchronized"),
     ("must be contiguous", "strided-view"),
@@ -20,7 +20,7 @@ _WORDS = (
     ("Sizes of tensors must match", "uneven-gather"),
     ("Default process group has not been initialized", "wrong-process-group"),
 )
-"""Of torch: what it says of a mistake, and of no other."""
+"""What it says of a mistake, and of no other."""
 
 
 def other_sizes(calls: Calls) -> Finding | None:
@@ -69,7 +69,7 @@ def wait_for_one(calls: Calls) -> Finding | None:
 
 def known_words(calls: Calls) -> Finding | None:
     """Name the mistake from which alone come the words of torch that a rank has raised."""
-    for words, mistake in _WORDS:
+    for words, mistake in _WORDS_OF_TORCH:
         for of_torch, line in calls.raised:
             if words in of_torch:
                 return Finding(mistake, _short(line))

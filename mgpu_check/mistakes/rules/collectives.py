@@ -261,9 +261,9 @@ def read_too_early(tensors: Tensors) -> Finding | None:
 def other_reduction(tensors: Tensors) -> Finding | None:
     """Name the reduction where the result is an extreme, or a norm, of what the parts have."""
     for division in tensors.hypotheses.divisions:
-        for how in ("max", "min", "root of sum of squares"):
+        for how, name in (("max", "max"), ("min", "min"), ("norm", "root of sum of squares")):
             if tensors.is_combined(division, how):
-                told = f"{tensors.names[0]} is the {how} of what ranks have for {division.name}"
+                told = f"{tensors.names[0]} is the {name} of what ranks have for {division.name}"
                 return Finding("wrong-reduction", told)
     return None
 

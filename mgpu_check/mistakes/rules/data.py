@@ -214,7 +214,7 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
     if any(True for _ in tensors.events("collective", "wrap")):
         return None
     for other in tensors.hypotheses.alternatives:
-        if other.kind == "first part of a tensor" and tensors.is_alternative(other):
+        if other.kind == "first-part-of-a-tensor" and tensors.is_alternative(other):
             return Finding(
                 "not-scattered",
                 f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
@@ -225,7 +225,7 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
 
 def of_rank_0_alone(tensors: Tensors) -> Finding | None:
     """Name the value of one rank, where one device gives the result for the first rank's samples."""
-    if not _explains(tensors, "first shard only", "first block only"):
+    if not _explains(tensors, "first-shard-only", "first-block-only"):
         return None
     told = f"{tensors.names[0]} is what one device gives for rank 0's samples alone, on all ranks"
     return Finding("value-of-one-rank", told)

@@ -1,0 +1,99 @@
+"""Texts are for users: reworded at random, they change no verdict and no mistake that is named."""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.gate import rewording
+from tests.gate.test_pages import case, module
+
+# Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.
+WRONG = (
+    "mean-of-means",
+    "gradients-not-synchronized",
+    "uneven-gather",
+    "padding-counted",
+    "state-not-restored",
+    "evaluation-differs",
+)
+RIGHT = ("mean-of-means",)
+
+COMPARED = """
+from mgpu_check.compare.diagnosis import diagnose  # before the module of the tests
+from tests.compare.test_judgement import mistakes, start, verdict
+
+def doubled(training): training.gradient = lambda number: [2 * g for g in training.after(number)]
+def elsewhere(training): training.begin = [value + training.rank for value in start()]
+def rate(training): training.rate = 0.1 * (1 + training.rank)
+def same(training): training.samples = lambda number: [8 * number + i for i in range(8)]
+
+def test_comparisons():
+    assert verdict().kind == "equal"
+    assert mistakes(doubled) == ("world-size-factor",)
+    assert mistakes(elsewhere) == ("different-initialization",)
+    assert mistakes(rate) == ("decision-per-rank",)
+    assert mistakes(same) == ("dataset-not-split",)
+    assert "differs between ranks" not in str(verdict(rate).report)  # it is reworded, indeed
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Run pytest where every Python process rewords what it imports."""
+    top = Path(__file__).parents[2]
+    seed = random.SystemRandom().randrange(2**32)
+    print(f"seed of the rewording: {seed}")
+    pytester.makepyfile(
+        sitecustomize=f"""
+            import importlib.util, sys
+            spec = importlib.util.spec_from_file_location("_rewording", {str(top / "tests/gate/rewording.py")!r})
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            module.install({seed})
+        """
+    )
+    for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", f"{pytester.path}:{top}")
+    return lambda *options: pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", *options)
+
+
+def test_no_verdict_and_no_mistake_depends_on_a_text(run, pytester):
+    for name, kind in [*((name, "wrong") for name in WRONG), *((name, "right") for name in RIGHT)]:
+        pytester.makepyfile(**{f"test_{module(name, kind)}": case(name, kind)})
+    pytester.makepyfile(test_compared=COMPARED)
+    # The programs say themselves what is to come of them.
+    result = run("--gpus=4", "--simulate", "--rank-timeout=60", "--hypothesis-seed=0")
+    result.assert_outcomes(passed=len(WRONG) + len(RIGHT) + 1)
+    report = (pytester.path / "mean-of-means.txt").read_text()
+    assert "does not scale" not in report and "looks like" not in report and "mean-of-means" in report
+
+
+PLANTED = """
+import re
+
+NAMED = re.compile(r"rank (\\d+) did not finish")
+
+def message(rank): return f"rank {rank} did not finish the step"
+def by_regex(text): return bool(NAMED.search(text))
+def by_words(text): return "did not finish" in text
+def by_prefix(text): return text.removeprefix("rank ") != text
+def by_data(rank): return rank == 1
+"""
+
+
+def test_who_reads_a_message_does_not_find_it_again():
+    def found(tree: ast.Module) -> list[str]:
+        names: dict[str, Callable[[object], bool]] = {}
+        exec(compile(tree, "planted", "exec"), names)
+        return [
+            n for n, read in names.items() if n.startswith("by_") and read(1 if n == "by_data" else names["message"](1))
+        ]
+
+    assert found(ast.parse(PLANTED)) == ["by_regex", "by_words", "by_prefix", "by_data"]
+    assert found(rewording.reworded(PLANTED, seed=1)) == ["by_data"]
