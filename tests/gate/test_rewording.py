@@ -52,11 +52,13 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
         sitecustomize=f"""
             import importlib.util, sys
             spec = importlib.util.spec_from_file_location("_rewording", {str(top / "tests/gate/rewording.py")!r})
-            module = importlib.util.module_from_spec(spec)
+            module = sys.modules["_rewording"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             module.install({seed})
         """
     )
+    # Pytest's own import hook, which rewrites the assertions of plugins, stands before that by now.
+    pytester.makeconftest(f"import _rewording\n_rewording.install({seed})\n")
     for name in ("PYTEST_ADDOPTS", "PYTEST_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{pytester.path}:{top}")
