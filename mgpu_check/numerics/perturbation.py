@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.simulated.tensor import raw
 
 __all__ = ["Perturbed", "unfused"]
 
@@ -81,9 +82,12 @@ class Perturbed(TorchDispatchMode):
         for result_of_operator in made:
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
             tensor = getattr(result_of_operator, "_local_tensor", result_of_operator)
-            if isinstance(tensor, torch.Tensor) and tensor.is_complex() and not tensor.is_conj():
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            tensor = raw(tensor)  # what is computed here is no operator of the simulated device's
+            if tensor.is_complex() and not tensor.is_conj():
                 tensor = torch.view_as_real(tensor)
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.device.type != "meta":
+            if tensor.is_floating_point() and tensor.device.type != "meta":
                 roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
                 size = self.spread * roundoff
                 least = 1 if self.coherent else 0

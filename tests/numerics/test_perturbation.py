@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from mgpu_check import simulated_node
 from mgpu_check.numerics.perturbation import _COMPOSED, Perturbed, unfused
 
 
@@ -26,6 +27,20 @@ def test_distributed_tensors_are_perturbed(tmp_path):
         dist.destroy_process_group()
     moved = (whole / (weight.full_tensor() * 3) - 1).abs() / 2.0**-24
     assert bool(((moved > 90) & (moved < 110)).all())
+
+
+def test_numbers_of_a_simulated_device_are_perturbed_as_those_of_the_cpu():
+    def computed(device: str) -> list[torch.Tensor]:
+        x = torch.linspace(-2, 3, 24, device=device).view(4, 6).requires_grad_()
+        with Perturbed(100.0, torch.Generator().manual_seed(0), 2.0**-24, counts=True):
+            y = (x.view(6, 4).tanh() @ x).softmax(1)
+            z = y.clone().mul_(3)
+            z.square().sum().backward()
+        assert x.grad is not None
+        return [value.detach().cpu() for value in (y, z, x.grad)]
+
+    with simulated_node(1):
+        assert all(map(torch.equal, computed("cuda:0"), computed("cpu")))
 
 
 def _operators() -> list[Any]:
