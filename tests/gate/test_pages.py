@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from filelock import FileLock
@@ -16,8 +15,12 @@ from filelock import FileLock
 from mgpu_check.mistakes.catalogue import CLASSES
 from tests.docs.pages import MISTAKES, blocks, first_files
 
+if TYPE_CHECKING:
+    from tests.warm import Template
+
 PAGES = MISTAKES
 KINDS = ("wrong", "right")
+FEW = {"wrong": {}, "right": {"max_examples": 8}}  # the right ones with one case of each kind, and not 24 in all
 LONGEST = 900  # seconds for all pages
 
 # How a program is handed to the gate, by the function that it is written for.
@@ -38,7 +41,7 @@ def test_{kind}(ranks):
     from mgpu_check import {function}
     from mgpu_check.errors import ScalingMismatch
 
-    options = {{name: globals()[name] for name in {options} if name in globals()}}
+    options = {{name: globals()[name] for name in {options} if name in globals()}} | {more}
     refuted = None
     try:
         {call}
@@ -65,15 +68,16 @@ def programs(name: str) -> dict[str, str]:
     return {"wrong": wrong, "right": f"{wrong}\n\n{right}"}
 
 
-def case(name: str, kind: str) -> str:
-    """A test module of the program, and what is to come of it."""
+def case(name: str, kind: str, more: dict[str, int]) -> str:
+    """A test module of the program, and what is to come of it; with `more` options for `assert_step_scales`."""
     program = programs(name)[kind]
     call = next(call for function, call in CALLS.items() if re.search(rf"^def {function}\(", program, re.MULTILINE))
-    return program + CASE.format(kind=kind, name=name, call=call, function=call.partition("(")[0], options=OPTIONS)
+    function = call.partition("(")[0]
+    return program + CASE.format(kind=kind, name=name, call=call, function=function, options=OPTIONS, more=more)
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def outcome(tmp_path_factory: pytest.TempPathFactory, template: Template) -> Path:
     """Where all programs have run, in one run with warm ranks, and left their reports, `<class>.txt`, and `out.xml`.
 
     Workers of pytest-xdist share it: the first that asks runs them.
@@ -84,42 +88,49 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = shared / "pages"
     with FileLock(shared / "pages.lock"):
         if not (directory / "out.xml").exists():
-            _run(directory)
+            cases = {module(name, kind): case(name, kind, FEW[kind]) for name in CLASSES for kind in KINDS}
+            _run(template, directory, cases)
     return directory
 
 
 @pytest.fixture(scope="session")
 def verdicts(outcome: Path) -> dict[str, str]:
+    return verdicts_in(outcome)
+
+
+def verdicts_in(outcome: Path) -> dict[str, str]:
     """What came of each program, by the name of its module: its failure, or nothing."""
     found = {}
     for one in ET.parse(outcome / "out.xml").getroot().iter("testcase"):
         trouble = [*one.iter("failure"), *one.iter("error"), *one.iter("skipped")]
-        found[str(one.get("classname"))] = "\n".join(problem.text or "" for problem in trouble)
+        found[str(one.get("classname")).removeprefix("test_")] = "\n".join(problem.text or "" for problem in trouble)
     return found
 
 
-def _run(directory: Path) -> None:
+def _run(template: Template, directory: Path, cases: dict[str, str]) -> None:
     directory.mkdir(exist_ok=True)
     (directory / "pytest.ini").write_text("[pytest]\nfilterwarnings =\n    error\n")
-    for name in CLASSES:
-        for kind in KINDS:
-            (directory / f"test_{module(name, kind)}.py").write_text(case(name, kind))
+    for name, code in cases.items():
+        (directory / f"test_{name}.py").write_text(code)
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("MGPU_CHECK_", "PYTEST_")) and name != "CI"
     }
     options = ("--gpus=4", "--simulate", "--rank-timeout=60", "--hypothesis-seed=0", "--junitxml=out.xml")
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LONGEST,
-        check=False,
-    )
-    assert (directory / "out.xml").exists(), ran.stdout + ran.stderr
+    with (directory / "output").open("w+b") as output:
+        ran = template.popen(
+            ("-q", "-p", "no:cacheprovider", *options),
+            environment,
+            output.fileno(),
+            output.fileno(),
+            directory=directory,
+        )
+        try:
+            ran.wait(LONGEST)
+        finally:
+            ran.kill()
+    assert (directory / "out.xml").exists(), (directory / "output").read_text()
 
 
 def module(name: str, kind: str) -> str:
@@ -129,8 +140,16 @@ def module(name: str, kind: str) -> str:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_program_of_a_page(verdicts, name, kind):
-    verdict = verdicts[f"test_{module(name, kind)}"]
+    verdict = verdicts[module(name, kind)]
     assert not verdict, verdict
+
+
+@pytest.mark.slow
+def test_right_programs_pass_as_many_cases_as_users_have(template, tmp_path):
+    cases = {name: case(name, "right", {}) for name in CLASSES}
+    _run(template, tmp_path, {module(name, "right"): code for name, code in cases.items()})
+    verdicts = verdicts_in(tmp_path)
+    assert len(verdicts) == len(CLASSES) and not any(verdicts.values()), verdicts
 
 
 def rows_of(report: str, columns: Iterable[str]) -> dict[str, set[str]]:
