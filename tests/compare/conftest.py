@@ -33,31 +33,12 @@ IMPORTED = (  # by each process of a script
 # The script of the page is what it says: comparable.
 TUTORIAL = first_files(DOCS / "how-to" / "compare.md")["train.py"]
 
-BY_HAND = """\
-import os
-import torch, torch.distributed as dist
-from torch import nn
+SCRIPTS = Path(__file__).parent / "scripts"
 
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-if world > 1:
-    dist.init_process_group("gloo")
-torch.manual_seed(0)
-x = torch.randn(24, 6)
-y = x.sum(1, keepdim=True).sin() * 3
-net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-for start in (0, 8, 16):
-    part = slice(start + rank, start + 8, world)
-    optimizer.zero_grad()
-    loss = nn.functional.mse_loss(net(x[part]), y[part])
-    loss.backward()
-    if world > 1:
-        for p in net.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= world
-    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-    optimizer.step()
-"""
+
+def script(name: str) -> str:
+    """The script of that name."""
+    return (SCRIPTS / f"{name}.py").read_text()
 
 
 @dataclass
@@ -174,7 +155,7 @@ def tutorial(tmp_path):
 @pytest.fixture
 def by_hand():
     """A script that uses torch.distributed for more than one rank only, and averages gradients itself."""
-    return BY_HAND
+    return script("by_hand")
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def test_a_script_that_hangs_on_a_rank(compare, by_hand, changed):
     outcome = compare(
         changed(by_hand, ("    optimizer.zero_grad()\n", wait + "    optimizer.zero_grad()\n")), "--timeout=30", code=1
     )
-    assert "on 2 ranks the script hung: rank 1 did not go on after step 1, in wait (train.py:16)" in outcome.text
+    assert "on 2 ranks the script hung: rank 1 did not go on after step 1, in wait (train.py:20)" in outcome.text
     assert "rank 0 did not go on after step 1, in all_reduce (train.py:" in outcome.text
     assert [rank["end"] for rank in outcome.json["runs"][1]["ranks"]] == ["hung", "hung"]
 

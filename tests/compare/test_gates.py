@@ -9,32 +9,9 @@ import pytest
 from mgpu_check.cli.compare import main
 from mgpu_check.compare.arguments import fitted
 from mgpu_check.compare.directories import fresh_directory
+from tests.compare.conftest import script
 
-WITH_A_SNAPSHOT = """\
-import os, sys
-import torch, torch.distributed as dist
-from torch import nn
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-batch = int(sys.argv[1].partition("=")[2])
-torch.manual_seed(0)
-x = torch.randn(24, 6)
-net = nn.Sequential(nn.Linear(6, 4), nn.Dropout(float(sys.argv[2])), nn.Linear(4, 1))
-if os.path.exists("out/last.pt"):
-    net.load_state_dict(torch.load("out/last.pt"))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-for start in (0, 8, 16):
-    optimizer.zero_grad()
-    net(x[start + rank * 4 :][:batch]).square().mean().backward()
-    for p in net.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= world
-    optimizer.step()
-if rank == 0:
-    torch.save(net.state_dict(), "out/last.pt")
-dist.destroy_process_group()
-"""
+WITH_A_SNAPSHOT = script("with_a_snapshot")
 
 
 def test_a_script_that_saves_and_divides_its_batch(compare, tmp_path):
@@ -61,21 +38,7 @@ def test_all_that_stands_in_the_way_is_said_at_once(compare, tmp_path):
 
 
 def test_data_parallel_in_one_process(compare):
-    outcome = compare(
-        """
-        import torch
-        from torch import nn
-        torch.manual_seed(0)
-        net = nn.DataParallel(nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1)).cuda())
-        optimizer = torch.optim.Adam(net.parameters())
-        for x in torch.randn(2, 8, 6).cuda():
-            optimizer.zero_grad()
-            net(x).square().mean().backward()
-            optimizer.step()
-        """,
-        "--simulate",
-        code=0,
-    )
+    outcome = compare(script("data_parallel"), "--simulate", code=0)
     assert "equal: 2 steps on 2 GPUs of one process train the same 4 parameters" in outcome.text
     assert [run["label"] for run in outcome.json["runs"]][1:3] == ["2 ranks", "one process with 2 GPUs"]
 

@@ -15,6 +15,7 @@ from mgpu_check.compare.naming import Names
 from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, summaries
 from mgpu_check.compare.trace import Summary, TraceError, Writer, chunk_sizes, positions, read
+from tests.compare.conftest import script
 
 RUN = """
 import os, pickle, sys
@@ -71,36 +72,7 @@ dist.destroy_process_group()
 
 
 def test_models_micro_batches_and_optimizers(record):
-    run = record(
-        """
-import torch
-from torch import nn
-torch.manual_seed(0)
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(3, 2)
-        self.scale = nn.Parameter(torch.ones(2))
-    def forward(self, x=None, mask=None):
-        return self.body(x) * self.scale
-class Head(nn.Linear): pass
-net, other, loss_fn = Net(), Net(), nn.MSELoss()
-loose = torch.zeros(1, requires_grad=True)
-a = torch.optim.SGD([*net.parameters(), loose], lr=0.1)
-b = torch.optim.Adam(other.parameters())
-x = torch.randn(8, 3)
-net.eval(); net(x=x); net.train()               # validation is no step's
-with torch.no_grad(): net(x=x)
-for part in x.split(4):
-    (loss_fn(net(x=part), part[:, :2]) / 2).backward()
-a.step(); a.zero_grad()
-loss_fn(other(x=x), x[:, :2]).backward()
-b.step()
-torch.autograd.backward(net(x=x).sum())
-torch.nn.utils.clip_grad_norm_(net.parameters(), 0.25)
-a.step()
-"""
-    )
+    run = record(script("two_models"))
     trace = run.traces[0]
     assert run.failed is None, run.ranks[0].stderr
     ordered = sorted(trace.parameters.values(), key=lambda p: p.order)
@@ -127,37 +99,7 @@ a.step()
 
 def test_gradients_that_are_computed_within_the_step(record):
     """By a closure; and what is noted of the model, and of what the script does, beside its steps."""
-    run = record(
-        """
-import os, torch
-from torch import nn
-torch.manual_seed(0)
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.out = nn.Linear(4, 4)
-    def forward(self, x, dropout=0.0):
-        y = nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
-        with torch.autocast("cpu", torch.bfloat16, enabled=dropout > 0):
-            return self.out(y)
-net, x = Attention(), torch.randn(2, 3, 4)
-for optimizer in (torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.LBFGS(net.parameters(), max_iter=3)):
-    def closure():
-        optimizer.zero_grad()
-        loss = net(x).square().mean()
-        loss.backward()
-        return loss
-    optimizer.step(closure)
-    optimizer.zero_grad()
-    optimizer.step(closure=closure)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-optimizer.step()
-net(x, 0.5).float().sum().backward()
-if not os.path.exists("last.pt"):
-    torch.save(net.state_dict(), "last.pt")
-os.remove("last.pt")
-"""
-    )
+    run = record(script("closures"))
     trace = run.traces[0]
     assert run.failed is None, run.ranks[0].stderr
     steps = trace.steps
@@ -201,53 +143,14 @@ if __name__ == "__main__":
 
 
 def test_optimizers_within_others_and_steps_that_are_skipped(record):
-    run = record(
-        """
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
-dist.init_process_group("gloo")
-net = nn.Linear(2, 1)
-optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-for scale in (1.0, float("inf"), 1.0):
-    scaler.scale(net(torch.ones(3, 2)).sum() * scale).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-dist.destroy_process_group()
-""",
-        2,
-    )
+    run = record(script("scaled_steps"), 2)
     for trace in run.traces:
         assert [len(step.seen) for step in trace.steps] == [3, 3], run.ranks[0].stderr
         assert [event["after"] for event in trace.of("skipped")] == [1]
 
 
 def test_a_step_that_raises_is_none_and_hides_no_other(record):
-    run = record(
-        """
-import torch
-from torch import nn
-torch.manual_seed(0)
-class Moody(torch.optim.SGD):
-    mood = iter((False, True, False, True))
-    def step(self, closure=None):
-        if not next(self.mood):
-            raise RuntimeError("out of memory")
-        return super().step(closure)
-first, second = nn.Linear(4, 2), nn.Linear(4, 2)
-a, b = Moody(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)
-for number in range(4):
-    for model, optimizer in ((first, a), (second, b)):
-        optimizer.zero_grad()
-        model(torch.randn(3, 4)).sum().backward()
-        try:
-            optimizer.step()
-        except RuntimeError:
-            pass
-"""
-    )
+    run = record(script("moody"))
     trace = run.traces[0]
     assert run.failed is None, run.ranks[0].stderr
     steps = [(step.optimizer, len(step.parameters), len(step.losses), len(step.seen)) for step in trace.steps]
@@ -259,23 +162,7 @@ for number in range(4):
 
 def test_complex_parameters_are_real_ones_with_one_more_dimension(record):
     """Also where autograd keeps a gradient as its conjugate."""
-    run = record(
-        """
-import torch
-from torch import nn
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j, 0.5j]))
-    def forward(self, x):
-        return (self.weight.conj() * x).sum(1)
-net = Net()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-net(torch.tensor([[1j, 2, 1]]).conj()).real.sum().backward()
-assert net.weight.grad.is_conj()
-optimizer.step()
-"""
-    )
+    run = record(script("complex_parameters"))
     trace = run.traces[0]
     assert run.failed is None, run.ranks[0].stderr
     shape, step = trace.parameters["weight"].shape, trace.steps[0]
@@ -287,24 +174,7 @@ optimizer.step()
 
 
 def test_sharded_parameters_are_gathered(record):
-    run = record(
-        """
-import torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-mesh = init_device_mesh("cpu", (2,))
-whole = torch.arange(12.0).reshape(6, 2)
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
-net = Net()
-net.weight.grad = distribute_tensor(2 * whole, mesh, [Shard(0)])
-torch.optim.SGD(net.parameters(), lr=0.0).step()
-""",
-        2,
-    )
+    run = record(script("sharded"), 2)
     name = "optimizer0.group0.parameter0"  # of a module that was never called
     for trace in run.traces:
         assert trace.parameters[name].sharded and trace.parameters[name].shape == (6, 2), run.ranks[0].stderr
@@ -313,22 +183,7 @@ torch.optim.SGD(net.parameters(), lr=0.0).step()
 
 
 def test_processes_of_the_script_are_not_recorded(record):
-    run = record(
-        """
-import os, subprocess, sys, torch
-from torch import nn
-def step():
-    net = nn.Linear(2, 1)
-    net(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(net.parameters(), lr=1.0).step()
-if os.fork() == 0:
-    step()
-    os._exit(0)
-os.wait()
-subprocess.run([sys.executable, "-c", "import sys, torch; sys.exit('mgpu_check' in sys.modules)"], check=True)
-step()
-"""
-    )
+    run = record(script("own_processes"))
     assert run.failed is None, run.ranks[0].stderr
     assert len(run.traces[0].steps) == 1
 
