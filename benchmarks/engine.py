@@ -19,14 +19,24 @@ from pathlib import Path
 
 # Every test file is run in a directory with this conftest: it writes down when each test began and ended.
 CONFTEST = """
-import json, os, time
+import json, os, pathlib, time
 
 def note(**what):
     with open(os.environ["BENCH_LOG"], "a") as file:
         file.write(json.dumps({"time": time.time(), **what}) + "\\n")
 
+def processor_time(pid):
+    threads = [*pathlib.Path(f"/proc/{pid}/task").iterdir()]
+    own = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    return own + sum(processor_time(child) for thread in threads for child in (thread / "children").read_text().split())
+
+ends = []
+
+def pytest_collection_finish(session): ends[:] = [item.nodeid for item in session.items[:1] + session.items[-1:]]
 def pytest_runtest_logstart(nodeid): note(event="start", test=nodeid.rpartition("::")[2])
-def pytest_runtest_logfinish(nodeid): note(event="end", test=nodeid.rpartition("::")[2])
+def pytest_runtest_logfinish(nodeid):
+    note(event="end", test=nodeid.rpartition("::")[2])
+    if nodeid in ends: note(event="processors", seconds=processor_time(os.getpid()))
 def pytest_runtest_logreport(report):
     if report.failed: note(event="failed", test=report.nodeid.rpartition("::")[2])
 """
@@ -208,12 +218,17 @@ class Run:
 
 
 def harness(source: str, count: int, *arguments: str) -> dict[str, float]:
-    """First test (with the start of pytest), each further one, and what follows the last."""
+    """First test (with the start of pytest), each further one, the processor time of that, and what follows the last.
+
+    Processor time is that of all processes of the run: where nobody leaves the processors alone, it tells more than seconds.
+    """
     run = Run(source.format(count=count), *arguments).passed()
     ends = run.times("end")
+    before, after = (entry["seconds"] for entry in run.events if entry["event"] == "processors")
     return {
         "first": ends[0] - run.started,
         "further": (ends[-1] - ends[0]) / (len(ends) - 1),
+        "of processors": (after - before) / (len(ends) - 1),
         "teardown": run.ended - ends[-1],
     }
 

@@ -108,6 +108,7 @@ class Worker:
         self.spec = spec
         self.functions: dict[str, Any] = {}
         self.error: BaseException | None = None
+        self.fresh = False  # nothing has run since the state of a fresh rank was put back
         self.entered = 0  # collectives, sends and receives, when the last call returned
         self.outcome: protocol.Outcome | None = None
         self.devices = devices_behind(spec.simulate)
@@ -185,7 +186,9 @@ class Worker:
         try:
             if call.call_context is not None:
                 self.move(call.call_context)
-            self.restore()
+            if not self.fresh:
+                self.restore()
+            self.fresh = False
             function = self.functions[call.key] if call.function is None else pickling.loads(call.function)
             if call.keep:
                 self.functions[call.key] = function
@@ -292,6 +295,7 @@ class Worker:
             self.baseline.restore_process()
             _write_stacks_to(self.stacks_fd)
             self.restore()
+            self.fresh = True
         except Exception as error:
             return protocol.Rested((f"a state that cannot be put back: {failure_of(error).headline}",))
         late = ["operations of a process group that were begun after the function had returned"]
