@@ -3,7 +3,8 @@
 An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. That is four
 of the five seconds of processor time that it takes, and the same each time. `mgpu-check compare` starts six, and needs
 little more time itself. Here a *template* imports once; each run is forked from it, and forks *standbys* before it does
-anything, which become its fork server, the workers of pytest-xdist, or the processes of the script, when it asks for them.
+anything, which become its fork server, the workers of pytest-xdist, the processes of the script, or the driver of a
+launched run, when it asks for them.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
 standard streams, a session of its own, `__main__`, the end by `sys.exit` with all that an interpreter does then, and its
@@ -445,6 +446,16 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
                 streams = nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()
                 pid = _Standby.waiting.pop().start(
                     args[2:], streams, kept=options["pass_fds"], group="session", environment=options["env"]
+                )
+            return _Adopted(pid, None, None)
+        if list(args[1:3]) == ["-m", "mgpu_check"] and options.get("start_new_session"):
+            with open(os.devnull) as nothing:
+                pid = _Standby.waiting.pop().start(
+                    args[1:],
+                    (nothing.fileno(), 1, 2),
+                    kept=options["pass_fds"],
+                    group="session",
+                    environment=options["env"],
                 )
             return _Adopted(pid, None, None)
         if COMPARED in (options.get("env") or {}):

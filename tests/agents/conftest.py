@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import processes_with as started_with
+from tests.warm import Forked, Template
 
 MARK = "MGPU_TEST_LAUNCH"
 KEY_FILE = "MGPU_CHECK_AGENT_KEY_FILE"
@@ -73,19 +74,40 @@ class Run:
 class Launch:
     """Processes that were launched together."""
 
-    def __init__(self, directory: Path, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+        template: Template | None = None,
+    ) -> None:
+        """
+        Args:
+            commands: each with the variables that it has besides those of this process.
+            template: what they are forked from, all of them ``python -m …``; None to start interpreters.
+        """
         self.directory = directory
         self.value = uuid.uuid4().hex
         base = {name: value for name, value in os.environ.items() if not _REPLACED.match(name)}
         self.logs = [directory / f"log-{self.value}-{index}" for index in range(len(commands))]
-        self.processes = []
+        self.processes: list[subprocess.Popen[bytes] | Forked] = []
         for (command, variables), log in zip(commands, self.logs, strict=True):
+            environment = {**base, MARK: self.value, KEY_FILE: str(directory / "agent-key"), **variables}
             with log.open("wb") as output:
                 self.processes.append(
-                    subprocess.Popen(
+                    template.popen(
+                        command[3:],
+                        environment,
+                        output.fileno(),
+                        output.fileno(),
+                        program=command[1:3],
+                        standbys=2,  # what its ranks are forked from, and perhaps the driver
+                        directory=directory,
+                    )
+                    if template is not None
+                    else subprocess.Popen(
                         command,
                         cwd=directory,
-                        env={**base, MARK: self.value, KEY_FILE: str(directory / "agent-key"), **variables},
+                        env=environment,
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -184,8 +206,17 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
     return start
 
 
-def launched_by(variables: Sequence[Mapping[str, str]], source: str, directory: Path, *arguments: str) -> Launch:
+LaunchedBy = Callable[..., Launch]
+
+
+@pytest.fixture
+def launched_by(request: pytest.FixtureRequest, template: Template) -> LaunchedBy:
     """Start one process for each of `variables`, as a launcher does that sets them, on the tests in `source`."""
-    (directory / "test_it.py").write_text(source)
-    command = [sys.executable, *PYTEST, "--simulate", "test_it.py", *arguments]
-    return Launch(directory, [(command, {"OMP_NUM_THREADS": "1", **own}) for own in variables])
+
+    def start(variables: Sequence[Mapping[str, str]], source: str, directory: Path, *arguments: str) -> Launch:
+        (directory / "test_it.py").write_text(source)
+        command = [sys.executable, *PYTEST, "--simulate", "test_it.py", *arguments]
+        commands = [(command, {"OMP_NUM_THREADS": "1", **own}) for own in variables]
+        return Launch(directory, commands, None if request.config.getoption("cold") else template)
+
+    return start

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.agents import attacker
-from tests.agents.conftest import Launch, free_port, launched_by
+from tests.agents.conftest import Launch, LaunchedBy, free_port
 from tests.agents.test_torchrun import ORDER
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
@@ -118,7 +118,7 @@ def listeners(said: str) -> list[str]:
     ],
     ids=["a driver of their own", "with its key in the store"],
 )
-def test_nobody_commands_an_agent(secret: str | None, words: str, tmp_path: Path):
+def test_nobody_commands_an_agent(secret: str | None, words: str, tmp_path: Path, launched_by: LaunchedBy):
     marker = public(tmp_path / "public")
     port = free_port()
     process = attack("command", port=port, marker=str(marker), secret=secret)

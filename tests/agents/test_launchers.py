@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.conftest import KEY_FILE, free_port, launched_by
+from tests.agents.conftest import KEY_FILE, LaunchedBy, free_port
 
 TESTS = """
 import os, time
@@ -65,7 +65,7 @@ def of_classic_variables(port: int, size: int = 2) -> list[Mapping[str, str]]:
     ids=["srun", "classic variables"],
 )
 def test_ranks_are_where_the_launcher_put_them(
-    variables, options: Sequence[str], expected: Sequence[object], tmp_path: Path
+    variables, options: Sequence[str], expected: Sequence[object], tmp_path: Path, launched_by: LaunchedBy
 ):
     own = {KEY_FILE: ""} if options else {}
     port = free_port()
@@ -86,13 +86,13 @@ def test_ranks_are_where_the_launcher_put_them(
     assert run.codes == [1, *[0] * (len(expected) - 1)]
 
 
-def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path):
+def test_more_gpus_than_ranks_are_a_usage_error(tmp_path: Path, launched_by: LaunchedBy):
     run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=3").wait()
     assert "--gpus=3 (--gpus), but 2 ranks were launched" in run.output
     assert run.codes == [4, 0]
 
 
-def test_agents_that_do_not_come_and_those_with_another_key_are_named(tmp_path: Path):
+def test_agents_that_do_not_come_and_those_with_another_key_are_named(tmp_path: Path, launched_by: LaunchedBy):
     first, second, _ = of_classic_variables(free_port(), size=3)
     variables = [first, {**second, KEY_FILE: str(tmp_path / "another")}]
     run = launched_by(variables, TESTS, tmp_path, "--gpus=3", "--agent-timeout=3").wait()
@@ -104,14 +104,22 @@ def test_agents_that_do_not_come_and_those_with_another_key_are_named(tmp_path: 
     assert run.codes == [4, 4]
 
 
-def test_without_a_driver_all_end(tmp_path: Path):
+def test_without_a_driver_all_end(tmp_path: Path, launched_by: LaunchedBy):
     source = "import os, signal\ndef test_it(ranks):\n    ranks.run(print)\n    os.kill(os.getpid(), signal.SIGKILL)"
     run = launched_by(of_classic_variables(free_port()), source, tmp_path, "--gpus=2").wait()
     assert "the driver has ended without a word, by signal SIGKILL" in run.output
     assert run.codes == [70, 70]
 
 
-def test_xdist_is_refused(tmp_path: Path):
+def test_xdist_is_refused(tmp_path: Path, launched_by: LaunchedBy):
     run = launched_by(of_classic_variables(free_port()), TESTS, tmp_path, "--gpus=2", "-n2").wait()
     assert "-n is for one machine" in run.output
     assert run.codes == [4, 0]
+
+
+def test_the_closing_table_says_of_which_node_a_check_is(tmp_path: Path, launched_by: LaunchedBy):
+    suite = ("--pyargs", "mgpu_check.suite.test_fixtures", "-k", "test_try_all_gpus")
+    run = launched_by(of_srun(free_port()), "", tmp_path, "--gpus=3", *suite).wait()
+    assert run.codes == [0, 0, 0], run.output
+    table = re.sub(r"\s+", " ", run.output.partition(" checks -")[2])  # its texts are wrapped
+    assert [table.count(f"(node {node})") for node in (0, 1, 2)] == [1, 1, 0], run.output

@@ -252,10 +252,3 @@ def test_a_killed_torchrun_ends_everything(torchrun: Torchrun):
     run = launch.wait()
     assert run.verdicts == {"test_long": "failed"}, run.output
     assert run.codes == [-signal.SIGKILL, 1]
-
-
-def test_the_closing_table_says_of_which_node_a_check_is(torchrun: Torchrun):
-    run = torchrun("", "--pyargs", "mgpu_check.suite.test_fixtures", "-k", "test_try_all_gpus", ranks=2).wait()
-    assert run.codes == [0, 0], run.output
-    table = re.sub(r"\s+", " ", run.output.partition(" checks -")[2])  # its texts are wrapped
-    assert [table.count(f"(node {node})") for node in (0, 1, 2)] == [1, 1, 0], run.output
