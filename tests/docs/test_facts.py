@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 import mgpu_check
+from mgpu_check.cli import compare, simulate
 from mgpu_check.settings import OPTIONS, Settings
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS, ROOT, all_pages, blocks
 
 PACKAGE = Path(mgpu_check.__file__).parent
 FRAGMENTS = ROOT / "changelog.d"
@@ -32,6 +33,30 @@ def test_every_option_has_a_row_with_its_three_spellings_and_its_default() -> No
 
 def test_every_option_is_a_field_of_the_settings() -> None:
     assert set(OPTIONS) <= {field.name for field in dataclasses.fields(Settings)}
+
+
+def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.Config) -> None:
+    parser = pytestconfig._parser
+    of_pytest = {
+        name for group in [*parser._groups, parser._anonymous] for one in group.options for name in one.names()
+    }
+    of_pytest |= {"--quick", "--reports", "--collect-only"}  # of selftest, and of the examples' own conftest
+    known = {
+        "compare": set(compare._parser()._option_string_actions),
+        "simulate": set(simulate._parser()._option_string_actions),
+    }
+    shown = 0
+    for page in all_pages():
+        for block in blocks(page, "sh"):
+            for command in re.findall(r"(?:mgpu-check|mgpu_check|pytest) (.*)", block.text.replace("\\\n", " ")):
+                own, _, _ = command.partition("#")[0].partition(" -- ")
+                words = own.split()
+                options = known.get(words[0], of_pytest) if words else of_pytest
+                for word in words:
+                    if word.startswith("--"):
+                        shown += 1
+                        assert word.partition("=")[0] in options, f"{page}: {command}"
+    assert shown > 20
 
 
 def test_every_public_name_is_in_the_api_reference() -> None:
