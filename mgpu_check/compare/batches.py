@@ -1,4 +1,6 @@
-"""What stands in the way where one device and the ranks were given other samples, or ranks the same ones."""
+"""Collect what stands in the way of a comparison, as far as the runs show it: reported at once, not one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,9 @@ _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 
 
 def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
-    """Why ranks that begin alike cannot be compared, where they see so little of one device's first batch that no more runs
-    are needed."""
+    """Return why ranks that begin alike cannot be compared, where they see so little of one device's first batch that
+    no more runs are needed.
+    """
     samples = aligned.samples(0)
     few = samples.common <= samples.one.total() / 2 or samples.together.total() > samples.one.total()
     starts = [trace.steps[0].before for trace in aligned.ranks]
@@ -30,7 +33,8 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
 
 
 def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) -> list[Obstacle]:
-    """Why a step whose samples are not those of one device cannot be compared; nothing where that is the mistake itself.
+    """Return why a step whose samples are not those of one device cannot be compared; nothing where that is the mistake
+    itself.
 
     Args:
         findings: what the samples look like.

@@ -28,7 +28,7 @@ _SEED = 1  # of the perturbations
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be run.
+    """The runs that are to be made.
 
     Attributes:
         command: the Python, the script and its arguments, as `mgpu_check.compare.arguments.fitted` reads them.
@@ -118,7 +118,7 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
 
 
 def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
-    """The run on several devices: as many ranks; or, of a script that never makes a group of them, one process.
+    """Return the run on several devices: as many ranks; or, of a script that never makes a group of them, one process.
 
     Ranks that each train by themselves are a mistake, unless the script shares the work out in its own process: by
     DataParallel, or with layers on several devices.
@@ -135,7 +135,7 @@ def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
 
 
 def _on_several(trace: Trace) -> bool:
-    """Whether this one process has used several devices."""
+    """Return whether this one process has used several devices."""
     replicas = max((event["replicas"] for event in trace.of("module")), default=1)
     return replicas > 1 or len({parameter.device for parameter in trace.parameters.values()}) > 1
 
@@ -180,7 +180,7 @@ def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
-    """What else stands in the way of what could not be compared."""
+    """Return what else stands in the way of what could not be compared."""
     if verdict.kind != "not comparable" or not made.runs or (one := made.runs[0].traces[0]).steps == []:
         return
     ranks = next((run.traces for run in made.runs[1:] if len(run.ranks) > 1), [])
@@ -191,7 +191,7 @@ def _also(made: Comparison, verdict: Verdict) -> Iterator[str]:
 
 
 def _found_what_was_left(runs: Sequence[Run]) -> Verdict | None:
-    """Whether the last run has loaded a file that an earlier one wrote, and so begun elsewhere."""
+    """Return whether the last run has loaded a file that an earlier one wrote, and so begun elsewhere."""
     written = {event["file"] for earlier in runs[:-1] for trace in earlier.traces for event in trace.of("save")}
     last = runs[-1]
     for trace in last.traces:

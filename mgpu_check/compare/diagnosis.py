@@ -1,4 +1,4 @@
-"""What a difference looks like: the mistakes that the traces are evidence of, and what stands in the way of telling."""
+"""Diagnose differences: the mistakes that the traces are evidence of."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["diagnose"]
 
 
 def diagnose(scene: Scene) -> Diagnosis:
-    """What the first step that parts ways looks like."""
+    """Diagnose the first step that parts ways."""
     findings = judged(evidence_of(scene), most=1)
     obstacles = _obstacles(scene, findings)
     return Diagnosis(
@@ -22,7 +22,7 @@ def diagnose(scene: Scene) -> Diagnosis:
 
 
 def _obstacles(scene: Scene, findings: list[Finding]) -> list[Obstacle]:
-    """Why the difference is none of the training step: what the step was given; nothing where it is one."""
+    """Return why the difference is none of the training step: what the step was given; nothing where it is one."""
     mistakes = {finding.mistake for finding in findings}
     if scene.kind == "before":
         if scene.apart["before"]:

@@ -18,7 +18,7 @@ _ENTRIES = 1000  # above which a directory is a data set, and a link
 
 @contextmanager
 def fresh_directory() -> Iterator[Path]:
-    """A temporary directory like the current one, and its end with all that was written into it.
+    """Make a temporary directory like the current one, and remove it with all that was written into it.
 
     Directories are directories of their own, so that new files stay here. Small files are copies. Large files, directories
     of many entries, hidden ones and virtual environments are links to what is there.

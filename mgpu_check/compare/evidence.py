@@ -1,4 +1,4 @@
-"""What a comparison has seen at the first step that parts ways, as the rules of mistakes judge it.
+"""Bring what a comparison has seen at the first step that parts ways to the rules of mistakes.
 
 What comes first at a step explains what comes later, so no more is told than that: of ranks that start apart nothing but
 how they start, of other samples nothing of gradients, of other gradients nothing of updates.
@@ -26,7 +26,7 @@ _NEAR = 1e-2
 
 
 def evidence_of(scene: Scene) -> Evidence:
-    """Of a step, what tells why it parts ways."""
+    """Return the evidence of why a step parts ways."""
     world, samples = scene.aligned.world, scene.samples
     if scene.kind == "before":
         return Evidence(world, start=_start(scene), loads=_loads(scene))
@@ -41,19 +41,19 @@ def evidence_of(scene: Scene) -> Evidence:
 
 
 def skipped_steps(scene: Scene) -> ByRank:
-    """After which steps a GradScaler has skipped one, on each rank."""
+    """Return the steps after which a GradScaler has skipped one, on each rank."""
     skips = [skips_of(trace, scene.step) for trace in scene.aligned.ranks]
     said = ", ".join(f"{len(found)} on rank {rank}" for rank, found in list(enumerate(skips))[:_SHOWN])
     return ByRank(skips, f"GradScaler has skipped steps: {said}")
 
 
 def skips_of(trace: Trace, step: int) -> list[int]:
-    """After which steps a GradScaler has skipped one, until a step."""
+    """Return the steps after which a GradScaler has skipped one, until a step."""
     return [event["after"] for event in trace.of("skipped") if event["after"] <= step]
 
 
 def of_samples(aligned: Aligned, number: int) -> Evidence:
-    """Of a step whose samples are known, and not those of one device, or the whole batch on each rank."""
+    """Diagnose a step whose samples are known, and not those of one device, or the whole batch on each rank."""
     samples, world, step = aligned.samples(number), len(aligned.ranks), number + 1
     if samples.repeated_on_each_rank:
         return Evidence(
@@ -76,7 +76,7 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
 
 
 def _repeated_epoch(aligned: Aligned, step: int) -> str:
-    """Which samples the ranks see, at this step, that they saw in an earlier epoch, for want of set_epoch."""
+    """Return the samples that the ranks see at this step, and saw in an earlier epoch, for want of set_epoch."""
     epochs: dict[int, list[dict[str, Any]]] = {}
     for event in aligned.ranks[0].of("sampler"):
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
@@ -103,7 +103,7 @@ def _start(scene: Scene) -> Start | None:
 
 
 def _loads(scene: Scene) -> ByRank:
-    """How often each rank has called load_state_dict until this step."""
+    """Return how often each rank has called load_state_dict until this step."""
     ranks = scene.aligned.ranks
     counts = [len([event for event in trace.of("restore") if event["after"] <= scene.step]) for trace in ranks]
     groups = grouped((count, trace.rank) for count, trace in zip(counts, ranks, strict=True))
@@ -139,7 +139,9 @@ def _of_gradient(scene: Scene) -> Evidence:
 
 
 def _norms(scene: Scene) -> ByRank:
-    """The norms that the first call of clip_grad_norm_ has found in which they differ: synchronized gradients have one norm."""
+    """Return the norms that the first call of clip_grad_norm_ has found in which they differ: synchronized gradients
+    have one norm.
+    """
     calls = [[e for e in trace.of("clip") if e["after"] == scene.step] for trace in scene.aligned.ranks]
     for call in zip(*calls, strict=False):
         norms = [event["norm"] for event in call]
@@ -186,7 +188,7 @@ def _uneven(scene: Scene) -> str:
 
 
 def _of_update(scene: Scene) -> Evidence:
-    """The gradients are right, and what the optimizer has made of them is not."""
+    """Return the gradients are right, and what the optimizer has made of them is not."""
     world, step, apart = scene.aligned.world, scene.step + 1, scene.apart["parameter"]
     loads, parted = _loads(scene), "the same gradient led elsewhere"
     if loads.apart:

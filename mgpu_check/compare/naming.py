@@ -45,7 +45,7 @@ class Names:
         self._taken: set[str] = set()
 
     def called(self, module: nn.Module) -> None:
-        """An outermost module was called."""
+        """Take note that an outermost module was called."""
         if id(module) not in self._seen:
             self._seen.add(id(module))
             self._models.append(weakref.ref(module))

@@ -59,7 +59,7 @@ def narrow(trace: Trace) -> str:
 
 
 def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstacle]:
-    """All that is known from the run on one device, and from the ranks where they have run.
+    """Yield all that is known from the run on one device, and from the ranks where they have run.
 
     A script without seeds may be comparable, where it begins with a checkpoint; and so may one that does not load the
     file that it looks for. To be said only of one that is not comparable for another reason.

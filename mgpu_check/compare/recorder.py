@@ -100,7 +100,7 @@ class Recorder:
         threading.Event().wait()
 
     def at_exit(self) -> None:
-        """The script has come to its end; what the interpreter does from now on is no part of it."""
+        """Take note that the script has come to its end; what the interpreter does from now on is no part of it."""
         if getattr(sys, "last_value", None) is None:  # of an exception that nothing has caught
             self.note("ended")
 
@@ -282,7 +282,9 @@ class Recorder:
         return profile_hook_step
 
     def _raised(self, optimizer: Any) -> None:
-        """The step of `optimizer` did not come to its end: it is none, and what led to it is no later step's."""
+        """Take note that the step of `optimizer` did not come to its end: it is none, and what led to it is no later
+        step's.
+        """
         if self._stepping is not optimizer:
             return
         self._stepping = None

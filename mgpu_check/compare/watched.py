@@ -178,7 +178,7 @@ def _seeds(note: Note) -> None:
 
 
 def _groups(witness: Witness) -> None:
-    """The default process group: a script that never makes one has one process, whatever it was launched with.
+    """Watch the default process group: a script that never makes one has one process, whatever it was launched with.
 
     A process that was forked by the script and makes one is a rank that the script has started itself.
     """
@@ -210,7 +210,9 @@ def _starts(witness: Witness) -> None:
 
 
 def _temporary(note: Note) -> None:
-    """The directory of `multiprocessing`, which it removes at the end of a process, but not of one that was killed."""
+    """Watch the directory of `multiprocessing`, which it removes at the end of a process, but not of one that was
+    killed.
+    """
     made: list[str] = []
 
     def told(directory: str) -> None:

@@ -10,7 +10,7 @@ __all__ = ["Slot", "WorldSize", "slots_for", "spread"]
 
 @dataclass(frozen=True, order=True)
 class Slot:
-    """Where one rank can run: a device of a host.
+    """The place where one rank can run: a device of a host.
 
     Attributes:
         host: index of the host, 0 on one machine.

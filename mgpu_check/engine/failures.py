@@ -180,7 +180,7 @@ class Account:
         return place is not None and bool(place.collective)
 
     def told_of_raised(self) -> list[tuple[list[int], str]]:
-        """Ranks that raised the same, with the line that says so; as many lines as help."""
+        """Return the ranks that raised the same, with the line that says so; as many lines as help."""
         lines: list[tuple[list[int], str]] = []
         for ranks in alike(self.endings):
             said = grouped((_ADDRESS.sub("", self.raised[rank].failure.headline), rank) for rank in ranks)
@@ -221,7 +221,7 @@ class Account:
         return headlines + last_collectives(rest, who)
 
     def blocks(self) -> list[str]:
-        """Stacks and tracebacks, each under a line of its own."""
+        """Return stacks and tracebacks, each under a line of its own."""
         blocks: list[str] = []
         for _, ranks in grouped((end.cause, rank) for rank, end in self.died.items()):
             words = next((self.died[rank].last_words for rank in ranks if self.died[rank].last_words), "")

@@ -1,4 +1,6 @@
-"""In a rank alone in its world: what one device gives for parts of the batch, as hypotheses of what ranks have done."""
+"""Compute, in a rank alone in its world, what one device gives for parts of the batch, as hypotheses of what ranks have
+done.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,7 @@ def _run(rank: Rank, program: Program, scenario: Scenario, alter: Alter) -> Valu
 
 
 def _cut(batch: Any, along: int, part: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`batch` with each tensor cut that has the dimension that is divided.
+    """Return `batch` with each tensor cut that has the dimension that is divided.
 
     Raises:
         ValueError: none has.
@@ -124,7 +126,9 @@ def _divisible(leaf: torch.Tensor, along: int, extent: int) -> bool:
 
 
 def _extent(batch: Any, along: int) -> int:
-    """Length of the dimension that is divided: of samples, or of the positions of the first tensor that has some."""
+    """Return the length of the dimension that is divided: of samples, or of the positions of the first tensor that has
+    some.
+    """
     if along == 0:
         return samples_in(batch)
     lengths = [leaf.shape[1] for leaf in tensors_of(batch) if leaf.dim() > 1]
@@ -147,7 +151,7 @@ def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
 
 
 def _with_first_part(size: int, place: int) -> Alter:
-    """One tensor of the batch has its first part in place of every part."""
+    """Put the first part of one tensor of the batch in place of every part."""
 
     def alter(batch: Any) -> Any:
         leaves = tensors_of(batch)

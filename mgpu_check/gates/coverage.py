@@ -1,4 +1,4 @@
-"""Whether the samples that ranks were given are those of one rank: each once, and in another order in each epoch.
+"""Check that the samples of all ranks are those of one rank: each once, and in another order in each epoch.
 
 Plain counting: no torch, no ranks.
 """
@@ -24,7 +24,7 @@ _UNKNOWN = 0.5  # share of a rank's samples that world size 1 does not give, abo
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one rank was given in one epoch: for each batch, the identities of its samples."""
+    """The samples that one rank was given in one epoch: for each batch, their identities."""
 
     batches: tuple[tuple[Hashable, ...], ...]
 
@@ -39,7 +39,7 @@ class Epoch:
 
 @dataclass
 class Visits:
-    """What one rank was given.
+    """The epochs that one rank was given.
 
     Attributes:
         labels: how a sample is shown, by identity.
@@ -59,7 +59,7 @@ class Visits:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What the user has said to be as intended."""
+    """Deviations that the user has said to be as intended."""
 
     padding: bool = False
     dropped: bool = False
@@ -68,7 +68,10 @@ class Accepted:
 
 @dataclass
 class Coverage:
-    """What holds for one epoch. `details` say what is wrong, in clauses; `ranks` are those at fault, where it is told."""
+    """The coverage of one epoch.
+
+    `details` say what is wrong, in clauses; `ranks` are those at fault, where it is told.
+    """
 
     relations: dict[str, bool | None] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
@@ -152,7 +155,7 @@ class _Kind:
 
     @property
     def per_worker(self) -> bool:
-        """What a rank sees, it sees once for each of its workers."""
+        """True if a rank sees its samples once for each of its workers."""
         return self.workers > 1 and all(
             count[sample] >= self.workers * max(self.expected[sample], 1) for count in self.counts for sample in count
         )
@@ -169,7 +172,7 @@ class _Kind:
         return [ranks for _, ranks in same if len(ranks) > 1]
 
     def strangers(self) -> list[float]:
-        """For each rank, which share of its samples world size 1 does not give."""
+        """Return, for each rank, which share of its samples world size 1 does not give."""
         return [
             sum(n for sample, n in count.items() if sample in self.unknown) / max(count.total(), 1)
             for count in self.counts
@@ -224,7 +227,8 @@ def _explain(result: Coverage, kind: _Kind, labels: Mapping[Hashable, str], *, p
 
 
 def same_orders(visits: Sequence[Visits], samples: int) -> tuple[list[int], bool]:
-    """The ranks that visit their samples in the same order in all epochs; and whether that can be told from chance.
+    """Return the ranks that visit their samples in the same order in all epochs; and whether that can be told from
+    chance.
 
     Of `samples` that are shuffled, k can come in n!/(n-k)! orders.
     """
@@ -241,7 +245,7 @@ def same_orders(visits: Sequence[Visits], samples: int) -> tuple[list[int], bool
 
 
 def shown(samples: Counter[Hashable], labels: Mapping[Hashable, str]) -> str:
-    """A few of them."""
+    """Return a few of them."""
     texts = [labels.get(sample, "?") for sample in samples]
     return ", ".join(texts[:_SHOWN]) + (", …" if len(texts) > _SHOWN else "")
 

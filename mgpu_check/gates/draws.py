@@ -131,7 +131,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def entered(*modes: TorchDispatchMode) -> Iterator[None]:
-    """All of the modes, the last one innermost."""
+    """Enter all of the modes, the last one innermost."""
     with contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)

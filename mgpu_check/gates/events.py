@@ -1,4 +1,4 @@
-"""In a rank: what the code under test calls while it runs, as evidence for what is wrong with it.
+"""Record in a rank what the code under test calls while it runs, as evidence for what is wrong with it.
 
 The interpreter's own profiling hook tells of calls, so that it does not matter by which name, and from where, the code
 under test has imported a function. It is slow, and on only while a failure is looked into.
@@ -169,7 +169,7 @@ class _Watch:
         return said
 
     def _result_in(self, value: torch.Tensor) -> Result | None:
-        """The gradient or parameter in whose memory a tensor is."""
+        """Return the gradient or parameter in whose memory a tensor is."""
         if not value.numel():
             return None
         start = value.data_ptr()
@@ -185,13 +185,13 @@ class _Watch:
             yield from module.named_parameters()
 
     def names_in(self, module: nn.Module) -> tuple[str, ...]:
-        """Which of the model's parameters are in `module`, by their names in the model."""
+        """Name those of the model's parameters that are in `module`, by their names in the model."""
         inside = {id(parameter) for parameter in module.parameters()}
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, in whatever order of dimensions."""
+    """Return whether the elements fill a stretch of memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
@@ -203,7 +203,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def _site(frame: types.FrameType) -> str:
-    """The innermost line of the code under test."""
+    """Return the innermost line of the code under test."""
     caller = frame.f_back
     while caller is not None:
         file = caller.f_code.co_filename

@@ -1,4 +1,4 @@
-"""What a gate has seen, as the rules of mistakes judge it: what is known of calls and tensors, in words and by rank."""
+"""Bring what a gate has seen to the rules of mistakes: what is known of calls and tensors, in words and by rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEAR = 2e-3
 
 
 def evidence_of(tensors: Tensors) -> Evidence:
-    """What was left and called, and what that says of calls that mistakes show in."""
+    """Return what was left and called, and what that tells about calls that mistakes show in."""
     start = _start(tensors)
     return Evidence(
         tensors.size,
@@ -44,7 +44,7 @@ def evidence_of(tensors: Tensors) -> Evidence:
 
 
 def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], *, hung: bool) -> Calls:
-    """How a call has ended that not all ranks returned from.
+    """Return how a call has ended that not all ranks returned from.
 
     Args:
         account: None where nothing is known but what the error says.
@@ -67,7 +67,7 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
 
 
 def _held(tensors: Tensors) -> list[dict[str, float]]:
-    """Of each rank, the parameters that it holds at the first backward; empty where some have none."""
+    """Return the parameters that each rank holds at the first backward; empty where some have none."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
     held = [event.details["parameters"] for event in firsts if event is not None]
     return held if len(held) == len(firsts) > 1 else []

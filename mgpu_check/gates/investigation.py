@@ -31,7 +31,7 @@ _LIKELY = 2
 
 
 def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
-    """The report of a failure; runs the step a few more times."""
+    """Return the report of a failure; runs the step a few more times."""
     if failed.verdict is None:
         assert failed.error is not None
         return _report_of_error(trials, failed.scenario, failed.error)
@@ -40,7 +40,7 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
 
 
 def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Report, list[str]]:
-    """The report of ranks that did not return, and their stacks."""
+    """Return the report of ranks that did not return, and their stacks."""
     account = account_of(hang)
     lines = str(hang).splitlines() if account is None else account.headlines(name)
     report = Report(
@@ -112,7 +112,7 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
 
 
 def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Tensors]:
-    """The same case with other random numbers: what explains the failure must explain what is seen there, too."""
+    """Return the same case with other random numbers: what explains the failure must explain what is seen there, too."""
     found: list[Tensors] = []
     if scenario.batches:
         return found
@@ -133,7 +133,7 @@ def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[
 
 
 def _when_small(trials: Trials, scenario: Scenario) -> bool | None:
-    """Whether the step is right for the same batch scaled down, so that no limit on a norm is reached."""
+    """Return whether the step is right for the same batch scaled down, so that no limit on a norm is reached."""
     if scenario.change not in ("", "scaled"):
         return None
     small = replace(scenario, change="scaled", factor=_SMALL)
@@ -162,7 +162,7 @@ def _at_another_size(
     verdict: Verdict,
     sizes: Sequence[int],
 ) -> tuple[int, Observation] | None:
-    """What rank 0 leaves at the next other world size; adds whether each observable is the same there."""
+    """Return what rank 0 leaves at the next other world size; add whether each observable is the same there."""
     other = min((size for size in sizes if size not in (1, scenario.world_size)), default=None)
     if other is None:
         return None
@@ -180,7 +180,7 @@ def _at_another_size(
 
 
 def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observation], verdict: Verdict) -> None:
-    """Whether it matters which rank a sample lands on, where it does not matter to one device."""
+    """Find out whether it matters which rank a sample lands on, where it does not matter to one device."""
     if scenario.batches or scenario.change or scenario.samples < 2:
         return
     permuted = replace(scenario, change="permuted")
@@ -226,7 +226,7 @@ def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequ
 
 
 def _first_parting(tensors: Tensors) -> str:
-    """The first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
+    """Return the first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
     # Gradients first: where ranks update parameters of their own, the others follow after the optimizer's step.
     for of_gradients in (True, False):
         for step, exact in enumerate(tensors.expected.snapshots):
@@ -243,7 +243,7 @@ def _first_parting(tensors: Tensors) -> str:
 
 
 def _patterns(tensors: Tensors) -> Iterator[str]:
-    """What the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
+    """Describe what the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
     for name in tensors.names[:1]:
         for rank in tensors.verdict.wrong[name][:1]:
             got, exact = tensors.seen[rank].values.get(name), tensors.expected.exact[name]

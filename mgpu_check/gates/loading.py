@@ -100,7 +100,7 @@ def assert_loader_covers(
 
 
 def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
-    """How often each sample is to be seen in an epoch: as often as by one rank.
+    """Return how often each sample is to be seen in an epoch: as often as by one rank.
 
     Raises:
         ValueError: one rank sees nothing, or other samples in each epoch.
@@ -199,7 +199,7 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Vi
 
 
 def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
-    """Whether the order changes from epoch to epoch, where it should."""
+    """Return whether the order changes from epoch to epoch, where it should."""
     same, told = same_orders(visits, samples)
     result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not told) else not same})
     if result.relations[_EPOCHS_DIFFER] is False:

@@ -1,4 +1,4 @@
-"""In a rank alone in its world: what a step must give on one device, and how far rounding may lead from it."""
+"""Measure, in a rank alone in its world, what a step must give on one device, and how far rounding may lead from it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:
-    """By how much the batch can be scaled so that all results of one device stay finite, if it computes in float16.
+    """Return by how much the batch can be scaled so that all results of one device stay finite, if it computes in
+    float16.
 
     None where it does not, or is finite at no scale.
     """
@@ -84,7 +85,7 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
 def _with_tolerance_of(
     stage: Measurement[Result], place: int, own: Measured | None
 ) -> tuple[dict[Result, torch.Tensor], dict[Result, torch.Tensor]]:
-    """Exact values and tolerances; these as large as the step's own arithmetic needs, if that is less exact."""
+    """Return exact values and tolerances; these as large as the step's own arithmetic needs, if that is less exact."""
     tolerance = dict(stage.tolerance)
     if own is not None and place < len(own.stages):
         for name, value in own.stages[place].tolerance.items():

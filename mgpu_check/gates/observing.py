@@ -1,4 +1,4 @@
-"""In a rank: run the user's step, and take down all that it leaves."""
+"""Run the user's step in a rank, and record all that it leaves."""
 
 from __future__ import annotations
 
@@ -109,7 +109,9 @@ def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_si
 
 
 def plain_copy(value: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU; of a DTensor the whole tensor, which is a collective; of complex numbers pairs of real ones."""
+    """Return a copy on the CPU; of a DTensor the whole tensor, which is a collective; of complex numbers pairs of real
+    ones.
+    """
     value = value.detach()
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()
@@ -264,7 +266,7 @@ def _default_dtype(double: bool) -> Iterator[None]:
 
 
 def _digest_of_all(batches: list[Any]) -> str:
-    """Of the tensors; of plain values and arrays, too, where nothing else is in the batches."""
+    """Compute a digest of the tensors; of plain values and arrays, too, where nothing else is in the batches."""
     tensors = tensors_of(batches)
     return ",".join(map(digest_of, tensors)) if tensors else _text(batches)
 

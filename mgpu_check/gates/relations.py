@@ -1,4 +1,4 @@
-"""Which relations hold between what ranks have left, and what one device has."""
+"""Decide which relations hold between what ranks have left, and what one device has."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def repeats(
 
 
 def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
-    """Whether two values are equal within `allowed`. Without a value, which large ones are on ranks other than 0: no."""
+    """Return whether two values are equal within `allowed`.
+
+    Without a value, which large ones are on ranks other than 0: no.
+    """
     if one is None or other is None or one.shape != other.shape:
         return False
     if isinstance(allowed, torch.Tensor) and allowed.shape != one.shape:
@@ -97,7 +100,7 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
 
 
 def _judge_texts(verdict: Verdict, expected: Expected, seen: Sequence[Observation]) -> None:
-    """Whatever was returned that is no number: equal, or not."""
+    """Judge whatever was returned that is no number: equal, or not."""
     for name in {**expected.single.others, **seen[0].others}:
         text = expected.single.others.get(name)
         wrong = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
@@ -108,7 +111,9 @@ def _judge_texts(verdict: Verdict, expected: Expected, seen: Sequence[Observatio
 
 
 def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
-    """Ranks may draw from streams of their own, on purpose; that is told, and only a second run must do the same."""
+    """Judge random state: ranks may draw from streams of their own, on purpose; that is told, and only a second run
+    must do the same.
+    """
     groups = grouped((one.rng, rank) for rank, one in enumerate(seen))
     verdict.relations[RANDOM] = {}
     if len(groups) > 1:
@@ -119,7 +124,7 @@ def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
 
 
 def _is_sharded(expected: Expected, seen: Sequence[Observation], name: Result) -> bool:
-    """Whether ranks hold parts of what one device has whole."""
+    """Return whether ranks hold parts of what one device has whole."""
     right = expected.single.values.get(name)
     held = [one.digests.get(name) for one in seen]
     if None in held and name.kind == "optimizer":
@@ -128,7 +133,7 @@ def _is_sharded(expected: Expected, seen: Sequence[Observation], name: Result) -
 
 
 def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
-    """Kinds that are not compared with one device, and why."""
+    """Return the kinds that are not compared with one device, and why."""
     out: dict[str, str] = {}
     told = _account(first)
     if told:
@@ -153,7 +158,7 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
 
 
 def _returns_gradients(reference: Observation) -> bool:
-    """Whether something that it returns has the very bits of a gradient that it leaves."""
+    """Return whether something that it returns has the very bits of a gradient that it leaves."""
     held = {
         kind: [value for name, value in reference.values.items() if name.kind == kind and value.numel() > 1]
         for kind in ("returned", "grads")
@@ -164,7 +169,8 @@ def _returns_gradients(reference: Observation) -> bool:
 
 
 def _account(first: Observation) -> dict[str, torch.Tensor]:
-    """What the step returns as its account of gradients or parameters, by the parameter; empty if it returns none.
+    """Return what the step returns as its account of gradients or parameters, by the parameter; empty if it returns
+    none.
 
     Tensors under the names of parameters, or one tensor that is all of them, one after the other.
     """
@@ -183,7 +189,7 @@ def _account(first: Observation) -> dict[str, torch.Tensor]:
 
 
 def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
-    """Whether the account has the very bits of what is left in the model."""
+    """Return whether the account has the very bits of what is left in the model."""
     return all(
         value is not None and value.shape == one.shape and torch.equal(value, one)
         for one, value in zip(told.values(), values, strict=True)
@@ -191,7 +197,7 @@ def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | Non
 
 
 def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
-    """How far a value may be off: what the user grants, or what was measured."""
+    """Return how far a value may be off: what the user grants, or what was measured."""
     exact = expected.exact.get(name)
     if exact is None:
         return 0.0

@@ -1,4 +1,4 @@
-"""From what differs after a resumed run to what was not restored. Plain counting: no torch, no ranks."""
+"""Conclude from what differs after a resumed run what was not restored. Plain counting: no torch, no ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Entries:
 
     @property
     def irreproducible(self) -> str:
-        """In which entries two uninterrupted runs differ by more than rounding, and how; nothing where in none."""
+        """The entries in which two uninterrupted runs differ by more than rounding, and how; empty where in none."""
         differing = {
             name: [rank for rank, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()
         }
@@ -42,7 +42,7 @@ class Entries:
 
     @property
     def state_moves(self) -> bool:
-        """Whether any entry that can be compared has changed since the earlier state."""
+        """True if any entry that can be compared has changed since the earlier state."""
         return any(
             row.moved and row.same is not None
             for name, rows in self.by_name.items()
@@ -74,23 +74,23 @@ class Entries:
         return [rank for rank, row in self.by_name.get(name, {}).items() if row.same is False]
 
     def drawn(self, name: Entry) -> bool:
-        """Whether the later steps draw from this generator, on any rank."""
+        """Return whether the later steps draw from this generator, on any rank."""
         return any(row.moved for row in self.by_name[name].values())
 
     def parted(self, name: Entry) -> bool:
-        """Whether ranks differ, which should agree."""
+        """Return whether ranks differ, which should agree."""
         rows = self.by_name[name].values()
         return len({row.expected for row in rows}) == 1 and len({row.got for row in rows}) > 1
 
     def is_rank_0s(self, name: Entry) -> bool:
-        """Whether wrong ranks have what is right for rank 0."""
+        """Return whether wrong ranks have what is right for rank 0."""
         rows = self.by_name[name]
         wrong = self.ranks_wrong(name)
         return 0 not in wrong and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong)
 
 
 def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], list[Finding]]:
-    """What is to be shown of each entry, and the likely causes.
+    """Return what is to be shown of each entry, and the likely causes.
 
     Args:
         ends: the states at the end of the resumed run, against those of the uninterrupted one.

@@ -1,4 +1,4 @@
-"""In a rank alone in its world: one program as it is, in float64, and with rounding errors made large.
+"""Run one program, in a rank alone in its world, as it is, in float64, and with rounding errors made large.
 
 What the perturbed runs change is not determined by the precision of the step; see `mgpu_check.numerics.steps`.
 """
@@ -97,7 +97,7 @@ class _Runs:
         return sum(value.numel() for value in self._singles[0].values.values())
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
-        """Two runs in the precision of the step: their errors are those that another order of the same sums has."""
+        """Run twice in the precision of the step: the errors are those that another order of the same sums has."""
         own = Notes()
         single = self._run(deep=deep, around=lambda model: entered(own))
         self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
@@ -109,7 +109,7 @@ class _Runs:
         self._spread = deviations(self.elements)
 
     def exactly(self) -> None:
-        """In float64, unless the code insists on float32 somewhere."""
+        """Run in float64, unless the code insists on float32 somewhere."""
         single, notes = self._singles[0], Notes()
         self._exact = single
         try:
@@ -127,7 +127,7 @@ class _Runs:
         self._in_double = self._precise and (bool(notes.seen) or not self.narrow)
 
     def perturb(self, pair: int, nudge: Callable[[int], Nudge] | None = None, *, coherent: bool = False) -> None:
-        """Two runs, perturbed in opposite directions."""
+        """Run twice, perturbed in opposite directions."""
         for direction in (1, -1):
             generator, by = _generator(pair + 1), direction * self._spread
             try:
@@ -147,7 +147,8 @@ class _Runs:
                 self._moved.append(found)
 
     def undecided(self) -> Callable[[int], Nudge] | None:
-        """What moves gradients within their tolerance, in either direction; None if nowhere that changes their sign.
+        """Return what moves gradients within their tolerance, in either direction; None if nowhere that changes their
+        sign.
 
         Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even where the
         gradient is nothing but rounding errors.
@@ -175,7 +176,7 @@ class _Runs:
         return of_direction
 
     def measured(self, deep: bool) -> Measured:
-        """What all runs together tell."""
+        """Return what all runs together tell."""
         exact = self._exact
         undetermined = {
             name
@@ -194,7 +195,7 @@ class _Runs:
         return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
 
     def _assess(self, place: int | None) -> Measurement[Result]:
-        """Of what was left at the end, or after an optimizer step."""
+        """Assess what was left at the end, or after an optimizer step."""
 
         def stage(seen: Observation) -> Mapping[Result, torch.Tensor]:
             return seen.values if place is None else seen.snapshots[place]
@@ -221,7 +222,7 @@ class _Runs:
 
 
 def _alike(one: Observation, other: Observation) -> bool:
-    """Whether two runs have left the same things, finite in the same places, after as many steps."""
+    """Return whether two runs have left the same things, finite in the same places, after as many steps."""
     if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
         return False
     return all(
@@ -235,7 +236,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
-    """The floating-point tensors of a batch, each element some roundoffs larger or smaller."""
+    """Return the floating-point tensors of a batch, each element some roundoffs larger or smaller."""
     with Perturbed(spread, generator, _ROUNDOFF, counts=True):
         return with_tensors(
             batch,

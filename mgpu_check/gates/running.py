@@ -1,4 +1,4 @@
-"""In a rank: one case of the step as it is, and what of it goes back to the pytest process."""
+"""Run one case of the step in a rank as it is, and choose what of it goes back to the pytest process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SMALL = 100_000
 
 
 def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> Observation:
-    """The step on this rank; with the values of every rank where `whole`."""
+    """Return the step on this rank; with the values of every rank where `whole`."""
     with full_precision():
         seen = observe(_placed(rank, program, scenario), program, scenario)
     if not whole and rank.index and sum(value.numel() for value in seen.values.values()) > _SMALL:
@@ -28,7 +28,7 @@ def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = Fal
 
 
 def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observation, Trace]:
-    """The step on this rank, with what each optimizer step leaves, and what the step has called."""
+    """Return the step on this rank, with what each optimizer step leaves, and what the step has called."""
     with full_precision():
         trace = Trace()
         seen = observe(

@@ -84,7 +84,7 @@ def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
 
 
 def _loaders(made: Any, epochs: int) -> Iterator[Any]:
-    """The loader of each epoch: what a generator yields, or always the same."""
+    """Yield the loader of each epoch: what a generator yields, or always the same."""
     if not isinstance(made, types.GeneratorType):
         for _ in range(epochs):
             yield _iterable(made, "make_loader(rank) returned a", yielded=False)
@@ -137,7 +137,7 @@ def _without_workers(loader: Any) -> Any:
 
 
 def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
-    """Each sample of a batch: what tells it from others, and how it is shown."""
+    """Yield each sample of a batch: what tells it from others, and how it is shown."""
     if key is not None:
         for given in key(batch):
             identity = _plain_id(given)
@@ -170,7 +170,7 @@ def _is_column(node: Any) -> bool:
 
 
 def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
-    """The rows of a leaf of a batch, each as bytes and as a text; nothing for what is not one thing per sample."""
+    """Yield the rows of a leaf of a batch, each as bytes and as a text; nothing for what is not one thing per sample."""
     if isinstance(leaf, Mapping):  # one that torch's pytree does not know, such as a UserDict
         for part in tree_leaves(dict(leaf), is_leaf=_is_column):
             yield from _columns(part)

@@ -174,7 +174,9 @@ def _check_arguments(
 
 
 def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
-    """The smallest failure that Hypothesis finds among some scenarios; None where all are right, or there are none."""
+    """Return the smallest failure that Hypothesis finds among some scenarios; None where all are right, or there are
+    none.
+    """
     found: list[Trial] = []
     left = _MOST_SHRINKS
 

@@ -1,4 +1,4 @@
-"""In the pytest process: scenarios run on ranks, and compared with one device."""
+"""Run scenarios on ranks from the pytest process, and compare them with one device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Trial:
 
 
 class Trials:
-    """What is tried of one program, each scenario once.
+    """The trials of one program, each scenario once.
 
     Args:
         kinds: what is compared.
@@ -86,11 +86,11 @@ class Trials:
         self._cause: RankFailure | None = None
 
     def knows(self, scenario: Scenario) -> bool:
-        """Whether the scenario was tried."""
+        """Return whether the scenario was tried."""
         return self._key(scenario) in self._outcomes
 
     def _key(self, scenario: Scenario) -> tuple[object, ...]:
-        """What tells scenarios apart: batches that were drawn by their bits."""
+        """Return what tells scenarios apart: batches that were drawn by their bits."""
         return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
     def run(self, scenario: Scenario) -> Trial | None:
@@ -180,7 +180,7 @@ class Trials:
             )
 
     def _not_a_number(self, expected: Expected) -> Result | None:
-        """The first result of one device that is NaN, with which everything and nothing agrees."""
+        """Return the first result of one device that is NaN, with which everything and nothing agrees."""
         single = expected.single
         for name, value in single.values.items():
             if name.kind in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
@@ -188,7 +188,9 @@ class Trials:
         return None
 
     def _counts(self, scenario: Scenario, expected: Expected) -> bool:
-        """Whether a changed batch is one that the step is meant for: one device can do it, and does what is expected."""
+        """Return whether a changed batch is one that the step is meant for: one device can do it, and does what is
+        expected.
+        """
         if scenario.change == "scaled" and not expected.finite:
             return False
         return expected.own is None or judge(expected, [expected.own], self.kinds, self.tolerance).holds
@@ -200,7 +202,7 @@ class Trials:
         return seen
 
     def expected(self, scenario: Scenario, deep: bool = False) -> Expected:
-        """What one device gives; measured once for all world sizes.
+        """Return what one device gives; measure it once for all world sizes.
 
         Raises:
             RankFailure: the reference, or the step, fails on one device.
@@ -259,7 +261,7 @@ class Trials:
             )
 
     def _placed(self, scenario: Scenario) -> Scenario:
-        """With the factor for scaling that suits the step."""
+        """Return it with the factor for scaling that suits the step."""
         if scenario.change != "scaled" or scenario.batches:
             return scenario
         if self._factor is None:

@@ -1,4 +1,4 @@
-"""What is known of a difference between ranks and one device, whoever has found it.
+"""Evidence of a difference between ranks and one device, whoever has found it.
 
 A gate keeps whole tensors, and knows what was called; a comparison of scripts has summaries that were recorded. Both say
 what they have seen by `Evidence`, and the same rules judge it. What neither has looked at is empty here.
@@ -57,7 +57,7 @@ class Sampler:
 
     @property
     def pads(self) -> bool:
-        """Whether it repeats samples, so that each rank gets as many."""
+        """True if it repeats samples, so that each rank gets as many."""
         return bool(self.samples % self.replicas) and not self.drop_last
 
 
@@ -79,13 +79,13 @@ class Factor:
     rough: bool = False
 
     def is_power(self, base: float, power: int) -> bool:
-        """Whether it is that power of a number, as far as it is known."""
+        """Return whether it is that power of a number, as far as it is known."""
         return base > 1 and abs(self.value - base**power) <= self.near * base**power
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was seen. Texts are clauses that a report shows, and empty where there is nothing to tell.
+    """The evidence of a failure.
 
     Attributes:
         size: number of ranks, or of devices of one process.
@@ -134,7 +134,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Calls:
-    """What is known of ranks that did not all return.
+    """The end of a call from which not all ranks returned.
 
     Attributes:
         size: the world size.
@@ -161,6 +161,6 @@ class Calls:
     aborted: Sequence[str] = ()
 
     def aborted_in(self, name: str) -> bool:
-        """Whether a rank was aborted in a collective whose name begins so."""
+        """Return whether a rank was aborted in a collective whose name begins so."""
         entered = any(one.name.startswith(name) for one in self.last.values())
         return any(entered or name in stacks for stacks in self.aborted)

@@ -1,4 +1,7 @@
-"""What a gate has seen: what runs have left and called, and what one device gives. Plain data, without torch of its own."""
+"""Record what a gate has seen: what runs have left and called, and what one device gives.
+
+Plain data, without torch of its own.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = [
 
 @dataclass
 class Observation:
-    """What one run leaves on one rank. Tensors are on the CPU.
+    """The results that one run leaves on one rank. Tensors are on the CPU.
 
     Attributes:
         digests: checksums of the values.
@@ -60,7 +63,7 @@ class Observation:
 
 @dataclass
 class Expected:
-    """What one device gives.
+    """The results of one device.
 
     Attributes:
         single: the run in the precision of the step: of the reference, or of the step itself.
@@ -89,13 +92,13 @@ class Expected:
 
     @property
     def finite(self) -> bool:
-        """Whether all results are finite."""
+        """True if all results are finite."""
         return all(bool(value.isfinite().all()) for value in self.single.values.values())
 
 
 @dataclass
 class Verdict:
-    """What holds for each observable.
+    """The relations that hold for each observable.
 
     Attributes:
         relations: result -> relation -> whether it holds; None where it does not apply or cannot be told.
@@ -137,7 +140,7 @@ class Event:
 
     @property
     def tensors(self) -> list[dict[str, Any]]:
-        """What is known of each tensor that a collective was given, one by one and in lists."""
+        """The facts about each tensor that a collective was given, one by one and in lists."""
         return [*self.details.get("tensors", []), *self.details.get("list", [])]
 
 
@@ -177,7 +180,7 @@ class Division:
 
     @property
     def even(self) -> bool:
-        """Whether all ranks have as many."""
+        """True if all ranks have as many."""
         return len(set(self.counts)) == 1
 
 
@@ -196,7 +199,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """What ranks may have done with the batch; and whether it has padding, so that parts of one size may count unlike."""
+    """Hypotheses about what ranks have done with the batch; and whether it has padding, so that parts of one size may
+    count unlike.
+    """
 
     divisions: list[Division]
     alternatives: list[Alternative]

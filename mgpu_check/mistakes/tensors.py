@@ -37,7 +37,7 @@ _LEAST = 1e-3
 
 @dataclass
 class Tensors:
-    """What was seen of a failure.
+    """The tensors that were seen of a failure.
 
     Attributes:
         size: the world size.
@@ -68,7 +68,9 @@ class Tensors:
     shardwise: bool = False
 
     def wrong(self, *kinds: Kind) -> list[Result]:
-        """What differs from one device, in the order of the model: all of it, or the values of some kinds, without texts."""
+        """Return what differs from one device, in the order of the model: all of it, or the values of some kinds,
+        without texts.
+        """
         values = self.expected.single.values.keys() | self.seen[0].values.keys()
         return [name for name in self.verdict.wrong if not kinds or (name.kind in kinds and name in values)]
 
@@ -80,17 +82,17 @@ class Tensors:
 
     @property
     def gradient_like(self) -> bool:
-        """Whether what differs is gradients, or parameters, rather than metrics."""
+        """True if what differs is gradients, or parameters, rather than metrics."""
         return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
 
     @property
     def broken(self) -> list[Result]:
-        """What is wrong by not being finite where it is on one device."""
+        """The results that are wrong by not being finite where they are on one device."""
         return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
 
     @property
     def account(self) -> bool:
-        """Whether what the step returns stands for gradients or parameters."""
+        """True if what the step returns stands for gradients or parameters."""
         return any(name.kind in ("grads", "params") for name in self.verdict.skipped)
 
     def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
@@ -102,7 +104,7 @@ class Tensors:
         return next((event for _, event in self.events(*kinds)), None)
 
     def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
-        """Whether what differs is the results of all parts combined in that way; see `combined`."""
+        """Return whether what differs is the results of all parts combined in that way; see `combined`."""
         if not self.explains(self.combined(division, how, factor), names):
             return False
         for other in self.further:
@@ -117,7 +119,7 @@ class Tensors:
         return True
 
     def is_alternative(self, alternative: Alternative) -> bool:
-        """Whether what differs is what one device gives for another batch."""
+        """Return whether what differs is what one device gives for another batch."""
         if not self.explains([dict(alternative.values)] * self.size):
             return False
         for other in self.further:
@@ -136,7 +138,7 @@ class Tensors:
     def explains(
         self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
     ) -> bool:
-        """Whether each rank has left `values`, of that rank, where it differs from one device.
+        """Return whether each rank has left `values`, of that rank, where it differs from one device.
 
         Args:
             telling: no where they are what one device gives, too: they explain nothing then.
@@ -164,7 +166,7 @@ class Tensors:
         return bool((same | ((one - other).abs() <= allowed)).all())
 
     def factor(self, names: Collection[Result] = ()) -> float | None:
-        """The one number by which everything that differs is off, on all ranks; None if there is none."""
+        """Return the one number by which everything that differs is off, on all ranks; None if there is none."""
         found = self._factor(names or self.names, {})
         if found is None:
             return None
@@ -173,11 +175,11 @@ class Tensors:
         return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
 
     def factor_of_updates(self) -> float | None:
-        """The same of what the step adds to the parameters, as a learning rate changes it."""
+        """Return the same of what the step adds to the parameters, as a learning rate changes it."""
         return self._factor(self.names, self.expected.single.initial)
 
     def factor_elsewhere(self) -> tuple[int, float] | None:
-        """Another world size, and the factor there."""
+        """Return another world size, and the factor there."""
         if self.elsewhere is None:
             return None
         size, seen = self.elsewhere
@@ -252,12 +254,13 @@ class Tensors:
 
     @staticmethod
     def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Whether both are equal to 1e-5 of the largest magnitude in `scale`, and not all zero."""
+        """Return whether both are equal to 1e-5 of the largest magnitude in `scale`, and not all zero."""
         near = (one - other).abs() <= _CLOSE * float(scale.abs().max())
         return bool(near.all()) and bool((other != 0).any())
 
     def weights_of_windows(self, division: Division) -> list[float] | None:
-        """How much each micro-batch counts, 1 where it counts as it should; None where no weights explain what is wrong.
+        """Return how much each micro-batch counts, 1 where it counts as it should; None where no weights explain what
+        is wrong.
 
         By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
         """
@@ -287,8 +290,9 @@ class Tensors:
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
     ) -> list[dict[Result, torch.Tensor]]:
-        """For each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max", "min" or
-        "norm", the root of the sum of squares."""
+        """Return, for each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or
+        "min".
+        """
         results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
         for name in names or self.names:
             parts = [self._of_rank(name, windows) for windows in division.parts]
@@ -317,7 +321,7 @@ class Tensors:
         return results
 
     def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
-        """The mean over a rank's micro-batches; zero where a part without samples has no result."""
+        """Return the mean over a rank's micro-batches; zero where a part without samples has no result."""
         exact = self.expected.exact[name]
         values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
         if len({value.shape for value in values}) > 1:

@@ -1,4 +1,4 @@
-"""Whether all of what differs is off by one factor. Without torch: summaries are judged where it is not imported."""
+"""Find one factor by which all of what differs is off. Without torch: summaries are judged where it is not imported."""
 
 from __future__ import annotations
 

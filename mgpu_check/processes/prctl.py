@@ -1,4 +1,4 @@
-"""What Linux does with a process when its parent ends. Elsewhere these do nothing."""
+"""Set what Linux does with a process when its parent ends. Elsewhere these do nothing."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""What may be wrong, by the evidence: each module knows the mistakes of one theme; `order` says which rule goes first."""
+"""Judge what may be wrong, by the evidence: each module knows the mistakes of one theme; `order` lists which rule goes
+first.
+"""

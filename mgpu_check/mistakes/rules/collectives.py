@@ -241,7 +241,7 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
 
 
 def _before_backward(trace: Trace) -> list[Event]:
-    """The collectives of the first forward pass: all, where nothing tells when it ends."""
+    """Return the collectives of the first forward pass: all, where nothing tells when it ends."""
     forward = itertools.takewhile(lambda event: event.kind != "backward", trace.events)
     return [event for event in forward if event.kind == "collective"]
 

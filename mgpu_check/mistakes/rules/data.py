@@ -178,7 +178,9 @@ def missing_rows(tensors: Tensors) -> Finding | None:
 
 
 def _rows(tensors: Tensors) -> list[tuple[Result, int, int]]:
-    """Results with a row for each sample on one device, with how many rows they have on ranks; unless a sampler tells why."""
+    """Find results with a row for each sample on one device, and the number of their rows on ranks; unless a sampler
+    tells why.
+    """
     found: list[tuple[Result, int, int]] = []
     if _uneven_sampler(tensors) is not None:
         return found

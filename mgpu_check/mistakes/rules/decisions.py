@@ -110,13 +110,13 @@ def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
 
 
 def _updated_unlike(tensors: Tensors) -> list[Result]:
-    """Parameters that one device has updated and rank 0 has not, or the other way round."""
+    """Find parameters that one device has updated and rank 0 has not, or the other way round."""
     moved, should = _updates(tensors)
     return [name for name in moved if moved[name] != should[name]]
 
 
 def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
-    """Whether rank 0, and one device, have updated each parameter, by what is returned of it, or else by itself."""
+    """Return whether rank 0, and one device, have updated each parameter, by what is returned of it, or else by itself."""
     moved: dict[Result, bool] = {}
     should: dict[Result, bool] = {}
     held, expected = tensors.seen[0].values, tensors.expected.single

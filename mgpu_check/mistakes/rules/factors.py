@@ -112,7 +112,9 @@ def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:
 
 
 def _first(tensors: Tensors) -> Iterator[tuple[int, float, bool]]:
-    """The first optimizer step that is wrong, the factor there, if one explains it, and whether it is one of the update."""
+    """Find the first optimizer step that is wrong, the factor there, if one explains it, and whether it is one of the
+    update.
+    """
     found = tensors.first_factor
     if found is not None and found[1] > 0 and tensors.size > 1:
         yield found

@@ -185,7 +185,7 @@ def _local(tensors: Tensors, local: list[Result], told: str) -> Finding:
 
 
 def _is_buffer(tensors: Tensors, name: Result) -> bool:
-    """Whether it is a buffer, or a returned copy of one on each rank."""
+    """Return whether it is a buffer, or a returned copy of one on each rank."""
     if name.kind == "buffers":
         return True
     of_buffers = [other for other in tensors.seen[0].values if other.kind == "buffers"]

@@ -136,12 +136,12 @@ RULES_OF_CALLS: tuple[Callable[[Calls], Finding | None], ...] = (
 
 
 def judged(evidence: Evidence, most: int) -> list[Finding]:
-    """The likeliest mistakes, each once, `most` of them at most."""
+    """Return the likeliest mistakes, each once, `most` of them at most."""
     return _first((rule(evidence) for rule in RULES), most)
 
 
 def judged_calls(evidence: Calls, most: int) -> list[Finding]:
-    """The same of ranks that did not return."""
+    """Return the same of ranks that did not return."""
     return _first((rule(evidence) for rule in RULES_OF_CALLS), most)
 
 
