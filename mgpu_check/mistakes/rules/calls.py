@@ -51,12 +51,11 @@ def enter_other_collectives(calls: Calls) -> Finding | None:
     """Name a decision per rank, where ranks have entered other collectives, or some have none left to enter."""
     if other_sizes(calls):
         return None
-    if calls.parted:
-        return Finding("decision-per-rank", calls.parting)
     places = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
-    if len(places) > 1 or (places and calls.some_finished):
-        return Finding("decision-per-rank", "ranks do not take part in the same collectives: " + _short(calls.told))
-    return None
+    if not calls.parted and len(places) < 2 and not (places and calls.some_finished):
+        return None
+    told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
+    return Finding("decision-per-rank", told)
 
 
 def wait_for_one(calls: Calls) -> Finding | None:
