@@ -1,7 +1,7 @@
 """Modules whose texts are other ones than they were written with: whoever reads a message does not find it again.
 
 `install` puts an import hook before Python's own. Of the modules that make messages about failures, and name mistakes, it
-rewords every text of more than one word, each occurrence by itself. So two texts that are written alike are not alike any
+rewords every text of more than one word, each occurrence by itself, and adds words where values are put in. So two texts that are written alike are not alike any
 more, and neither a regular expression nor a comparison finds in a message what another place has written into it.
 
 Left as they are: texts of torch, which it is asked for (names that end in `_OF_TORCH`), values of a `Literal`, which are
@@ -29,6 +29,7 @@ REWORDED = (
     "mgpu_check.engine.failures",
     "mgpu_check.engine.world",
     "mgpu_check.engine.world_processes",
+    "mgpu_check.processes.record",
 )
 KEPT = ("mgpu_check.compare.page", "mgpu_check.compare.picture")  # what is between words there is markup
 DATA = {"not comparable"}  # a kind of verdict, and a value of --json
@@ -57,10 +58,22 @@ class Rewording(ast.NodeTransformer):
         self.count += 1
         return ast.copy_location(ast.Constant(WORD.sub(self._other, node.value)), node)
 
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.JoinedStr:
+        # What parts values from each other changes, too: by punctuation a message can be read as well.
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                part.value = self.visit(part.value)
+            elif isinstance(part, ast.Constant) and " " in part.value:
+                self.count += 1
+                words = WORD.sub(self._other, part.value)
+                part.value = re.sub(" +", lambda space: f"{space[0]}{self._letters(3)} ", words)
+        return node
+
     def _other(self, word: re.Match[str]) -> str:
-        if word[0].startswith("{"):
-            return word[0]
-        return "".join(self._random.choices(string.ascii_lowercase, k=len(word[0])))
+        return word[0] if word[0].startswith("{") else self._letters(len(word[0]))
+
+    def _letters(self, count: int) -> str:
+        return "".join(self._random.choices(string.ascii_lowercase, k=count))
 
     def visit_Call(self, node: ast.Call) -> Any:
         function = node.func

@@ -81,7 +81,8 @@ import re
 
 NAMED = re.compile(r"rank (\\d+) did not finish")
 
-def message(rank): return f"rank {rank} did not finish the step"
+def message(rank): return f"rank {rank} did not finish all_reduce #{7} ({'train.py'}:{12})"
+def by_form(text): return bool(re.search(r"(\\w+_\\w+) #\\d+ \\(([^)]*)\\)", text))
 def by_regex(text): return bool(NAMED.search(text))
 def by_words(text): return "did not finish" in text
 def by_prefix(text): return text.removeprefix("rank ") != text
@@ -97,5 +98,5 @@ def test_who_reads_a_message_does_not_find_it_again():
             n for n, read in names.items() if n.startswith("by_") and read(1 if n == "by_data" else names["message"](1))
         ]
 
-    assert found(ast.parse(PLANTED)) == ["by_regex", "by_words", "by_prefix", "by_data"]
+    assert found(ast.parse(PLANTED)) == ["by_form", "by_regex", "by_words", "by_prefix", "by_data"]
     assert found(rewording.reworded(PLANTED, seed=1)) == ["by_data"]
