@@ -108,7 +108,6 @@ def _run(situation: str, names: Sequence[str] | None, directory: Path, template:
     shared.touch()
     environment |= {
         "PYTHONPATH": str(INNER),
-        "PYTHONDONTWRITEBYTECODE": "1",
         MARK: mark,
         "MGPU_MATRIX_NAMES": str(shared),
     }
