@@ -31,8 +31,9 @@ def test_data_parallel_agrees(node, training) -> None:
     assert_data_parallel_agrees(training, node)
 
 
-def test_resnet18_of_full_width_agrees(node) -> None:
-    assert_data_parallel_agrees(TrainingSpec("resnet18", 4, width=64), node[:2])
+@pytest.mark.parametrize("width", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_resnet18_agrees(node, width) -> None:
+    assert_data_parallel_agrees(TrainingSpec("resnet18", 4, width=width), node[:2])
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])
