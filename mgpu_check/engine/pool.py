@@ -295,12 +295,16 @@ class RankPool:
             raise errors[0]
         return left
 
-    def died_idle(self) -> list[str]:
-        """Return a line for each world of which a process ended while no test used it. Those worlds are gone then."""
-        lines = [f"{loss} while no test used it" for loss in self._launcher.losses()]
+    def died_idle(self, after: str = "") -> list[str]:
+        """Return a text for each world of which a process ended while no test used it. Those worlds are gone then.
+
+        Args:
+            after: what ends the lines that say so.
+        """
+        lines = [f"{loss} while no test used it{after}" for loss in self._launcher.losses()]
         for place, world in self._worlds:
             try:
-                world.check_idle("while no test used it")
+                world.check_idle("while no test used it", after)
             except AgentLost:
                 self._worlds.let_go(place)  # as one loss takes many worlds with it, it is told once
             except AssertionError as error:

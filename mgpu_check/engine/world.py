@@ -222,10 +222,10 @@ class World(WorldProcesses):
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
         return Account(endings, self.who, doing, round(Clock.now() - since, 1), records).error()
 
-    def check_idle(self, when: str) -> None:
+    def check_idle(self, when: str, after: str = "") -> None:
         """Check as the processes of any world do; but a call that Ctrl-C has interrupted is answered still, to nobody."""
         if self._running is None:
-            super().check_idle(when)
+            super().check_idle(when, after)
 
     def _meet(self, entered: dict[int, int]) -> None:
         """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.

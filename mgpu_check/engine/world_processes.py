@@ -84,8 +84,13 @@ class WorldProcesses:
             self._raise_dead(dead, when)
         return answers, late
 
-    def check_alive(self, when: str) -> None:
-        """Raise `RankDied` if a process has ended; costs one system call."""
+    def check_alive(self, when: str, after: str = "") -> None:
+        """Raise `RankDied` if a process has ended; costs one system call.
+
+        Args:
+            when: a clause that follows "died".
+            after: what ends the line that says so.
+        """
         idle = {process.connection.fileno(): index for index, process in self.processes.items()}
         # An idle process says nothing, so what can be read is the end of its connection; or it is no message of ours.
         gone = sorted(idle[fd] for fd in ready(list(idle), 0.0))
@@ -98,21 +103,21 @@ class WorldProcesses:
             except (EOFError, OSError):
                 pass
         if gone:
-            self._raise_dead(gone, when)
+            self._raise_dead(gone, when, after)
 
-    def check_idle(self, when: str) -> None:
+    def check_idle(self, when: str, after: str = "") -> None:
         """Check as `check_alive` does, and count a process that stands still as dead: nobody asks it for anything."""
-        self.check_alive(when)
+        self.check_alive(when, after)
         if halted := [index for index, process in self.processes.items() if process.halted()]:
             self.broken = True
-            raise RankDied(f"{self.who.full(halted)} did not run any more {when}: {HALTED}", ranks=halted)
+            raise RankDied(f"{self.who.full(halted)} did not run any more {when}: {HALTED}{after}", ranks=halted)
 
-    def _raise_dead(self, indices: Sequence[int], when: str) -> None:
+    def _raise_dead(self, indices: Sequence[int], when: str, after: str = "") -> None:
         self.broken = True
         deadline = Clock.now() + EXIT_TIMEOUT
         ends = {index: self._died(index, deadline) for index in indices}
         text = "\n".join(
-            f"{self.who.full([index])} died {when}: {end.cause}\n{end.last_words or self._last_lines(index)}".rstrip()
+            f"{self.who.full([index])} died {when}: {end.cause}{after}\n{end.last_words or self._last_lines(index)}".rstrip()
             for index, end in ends.items()
         )
         kind = AgentLost if any(end.lost for end in ends.values()) else RankDied

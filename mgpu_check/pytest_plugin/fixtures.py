@@ -22,6 +22,9 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
 
     session = request.config.stash[SESSION]
     if lack := session.lack(0):
+        from mgpu_check.pytest_plugin.report import properties
+
+        properties.add_lack(request._pyfuncitem, lack)
         pytest.skip(lack)  # asked for by `request.getfixturevalue`, which nobody sees before
     return Ranks(session)
 

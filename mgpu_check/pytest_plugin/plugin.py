@@ -239,6 +239,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if lack and session.settings.strict_gpus:
         pytest.fail(f"{lack} (--strict-gpus)", pytrace=False)
     if lack:
+        from mgpu_check.pytest_plugin.report import properties
+
+        properties.add_lack(item, lack)
         raise pytest.skip.Exception(lack, _use_item_location=True)
     begin(item, needs, session)
 

@@ -341,9 +341,7 @@ class GpuSession:
 
     def _note_deaths(self) -> None:
         if self._pool is not None:
-            for text in self._pool.died_idle():
-                first, newline, stacks = text.partition("\n")
-                self.deaths.append(f"{first} (the last test was {self._last}){newline}{stacks}")
+            self.deaths += self._pool.died_idle(f" (the last test was {self._last})")
 
     def output(self) -> list[tuple[str, str, str]]:
         """Return what the ranks of this test wrote: (process, stream, text)."""

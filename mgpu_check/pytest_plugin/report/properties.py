@@ -10,7 +10,9 @@ from mgpu_check.processes.protocol import SEED
 from mgpu_check.pytest_plugin.report.replay import parts_of
 from mgpu_check.pytest_plugin.session import GpuSession
 
-__all__ = ["add_failure", "add_identity", "add_usage"]
+__all__ = ["add_failure", "add_identity", "add_lack", "add_usage", "lacks_devices"]
+
+_LACK = "lack"
 
 
 def add_identity(item: pytest.Item, host: int | None) -> None:
@@ -49,6 +51,16 @@ def add_usage(item: pytest.Item, session: GpuSession) -> None:
     seed = item.config.getoption("--hypothesis-seed", None)
     if seed is not None and getattr(function, "is_hypothesis_test", False):
         _set(item, "hypothesis_seed", seed)
+
+
+def add_lack(item: pytest.Item, lack: str) -> None:
+    """Record why there are too few devices for the test, which is skipped."""
+    _set(item, _LACK, lack)
+
+
+def lacks_devices(report: object) -> bool:
+    """Return whether a test was skipped because there are too few devices."""
+    return any(name == f"mgpu_check.{_LACK}" for name, _ in getattr(report, "user_properties", ()))
 
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from mgpu_check.pytest_plugin import leasing
 from mgpu_check.pytest_plugin.report import table
+from mgpu_check.pytest_plugin.report.properties import lacks_devices
 from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["print_to", "tell"]
@@ -27,7 +28,7 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
             terminal.line(line, red=True)
     for line in [*session.remarks, *leasing.told(session.waits)]:
         terminal.line(f"mgpu-check: {line}", yellow=True)
-    skipped = [report for report in terminal.stats.get("skipped", []) if _for_want_of_devices(report)]
+    skipped = [report for report in terminal.stats.get("skipped", []) if lacks_devices(report)]
     if skipped:
         terminal.line(
             f"mgpu-check: {len(skipped)} tests were skipped for want of GPUs; --strict-gpus makes that a failure",
@@ -44,8 +45,3 @@ def tell(config: pytest.Config, line: str) -> None:
     capture = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
         print(f"\nmgpu-check: {line}", file=sys.stderr, flush=True)
-
-
-def _for_want_of_devices(report: object) -> bool:
-    longrepr = getattr(report, "longrepr", None)
-    return isinstance(longrepr, tuple) and str(longrepr[-1]).startswith("Skipped: needs ") and "GPUs" in longrepr[-1]
