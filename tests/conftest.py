@@ -76,7 +76,7 @@ def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest
     monkeypatch.setattr(pytester, "popen", popen)
 
 
-_LONGEST = ("matrix", "gate", "compare", "agents", "plugin")
+_LONGEST = ("matrix", "gates", "compare", "remote", "pytest_plugin")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

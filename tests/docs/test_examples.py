@@ -80,7 +80,7 @@ def test_all_other_examples_pass(run: Run, pytester: pytest.Pytester) -> None:
     failing = {(WRITE_TESTS, "test_mean.py"), (COMPARE, "train.py")}  # the second runs in tests/compare
     tests = 0
     for page in sorted(DOCS.rglob("*.md")):
-        if page.parent == MISTAKES:  # run by tests/gate/test_pages.py
+        if page.parent == MISTAKES:  # run by tests/gates/test_pages.py
             continue
         files = {name: text for name, text in last_files(page).items() if (page, name) not in failing}
         assert all(name.endswith(".py") for name in files), (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-RANDOM = Path(__file__).parents[1] / "node" / "test_random.py"
+RANDOM = Path(__file__).parents[1] / "simulated" / "test_random.py"
 
 WATCHED = """
 import sys

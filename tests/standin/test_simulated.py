@@ -54,7 +54,7 @@ def test_a_mask_counts_as_on_the_simulated_node(machine: Machine) -> None:
 
 def test_no_name_reaches_the_driver(machine: Machine) -> None:
     """The tests that call all of them, where a driver would note it, and answer."""
-    names = Path(__file__).parent.parent / "node" / "test_names.py"
+    names = Path(__file__).parent.parent / "simulated" / "test_names.py"
     result = machine.has(2).command("pytest", "-p", "no:cacheprovider", "-q", str(names))
     assert result.ret == 0, result.stdout.str()
     assert machine.log == []

@@ -16,7 +16,7 @@ from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoi
 from mgpu_check.engine.remote.joining import Refused, Run, connect
 from mgpu_check.engine.remote.meeting import Announced, End, Meeting
 from mgpu_check.engine.remote.variables import Place
-from tests.agents.conftest import free_port
+from tests.remote.conftest import free_port
 
 USER = Key(new_secret(), "/home/user/key")
 HUB_KEY = Key(new_secret(), "this test")

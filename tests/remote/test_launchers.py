@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.agents.conftest import KEY_FILE, LaunchedBy, free_port
+from tests.remote.conftest import KEY_FILE, LaunchedBy, free_port
 
 TESTS = """
 import os, time

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gate import rewording
-from tests.gate.test_pages import case, module
+from tests.gates import rewording
+from tests.gates.test_pages import case, module
 
 # Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.
 WRONG = (
@@ -51,7 +51,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
     pytester.makepyfile(
         sitecustomize=f"""
             import importlib.util, sys
-            spec = importlib.util.spec_from_file_location("_rewording", {str(top / "tests/gate/rewording.py")!r})
+            spec = importlib.util.spec_from_file_location("_rewording", {str(top / "tests/gates/rewording.py")!r})
             module = sys.modules["_rewording"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
             module.install({seed})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plugin.conftest import MARK, processes_with
+from tests.pytest_plugin.conftest import MARK, processes_with
 
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=30")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.agents import attacker
-from tests.agents.conftest import Launch, LaunchedBy, free_port
-from tests.agents.test_torchrun import ORDER
+from tests.remote import attacker
+from tests.remote.conftest import Launch, LaunchedBy, free_port
+from tests.remote.test_torchrun import ORDER
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
 
@@ -47,7 +47,7 @@ def test_under_attack(ranks):
 
 def attack(what: str, **told: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.agents.attacker", what, json.dumps(told)],
+        [sys.executable, "-m", "tests.remote.attacker", what, json.dumps(told)],
         cwd=Path(attacker.__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

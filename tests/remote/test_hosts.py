@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.agents.conftest import Node, Torchrun
-from tests.agents.test_torchrun import ORDER
+from tests.remote.conftest import Node, Torchrun
+from tests.remote.test_torchrun import ORDER
 
 TESTS = (
     ORDER

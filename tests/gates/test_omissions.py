@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.gate.test_scaling import passed
+from tests.gates.test_scaling import passed
 
 
 def test_nothing_is_green_by_omission(run, pytester):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.agents.conftest import Launch, Node, Run, Torchrun
+from tests.remote.conftest import Launch, Node, Run, Torchrun
 
 ORDER = """
 import json, os, pickle, signal, socket, time

@@ -16,7 +16,7 @@ import pytest
 from mgpu_check.devices.inventory import Device
 from mgpu_check.devices.leases import DeviceLeases
 from mgpu_check.pytest_plugin.leasing import keys_of, tokens_of, told
-from tests.plugin.conftest import processes_with
+from tests.pytest_plugin.conftest import processes_with
 
 Run = Callable[..., pytest.RunResult]
 
