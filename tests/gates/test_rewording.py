@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gates import rewording
-from tests.gates.test_pages import case, module
+from tests.gates.test_pages import FEW, case, module
 
 # Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.
 WRONG = (
@@ -67,7 +67,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[
 
 def test_no_verdict_and_no_mistake_depends_on_a_text(run, pytester):
     for name, kind in [*((name, "wrong") for name in WRONG), *((name, "right") for name in RIGHT)]:
-        pytester.makepyfile(**{f"test_{module(name, kind)}": case(name, kind)})
+        pytester.makepyfile(**{f"test_{module(name, kind)}": case(name, kind, FEW[kind])})
     pytester.makepyfile(test_compared=COMPARED)
     # The programs say themselves what is to come of them.
     result = run("--gpus=4", "--simulate", "--rank-timeout=60", "--hypothesis-seed=0")
