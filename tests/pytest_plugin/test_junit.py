@@ -89,8 +89,9 @@ def test_a_case_says_ranks_sizes_seeds_devices_and_how_to_repeat_it(run, pyteste
     assert "hypothesis_seed" not in told["test_fails"]
     # What a rank has written is there, each in its own section, with what XML cannot hold made visible.
     text = ET.tostring(cases["test_it::test_fails"], encoding="unicode")
-    for words in ("bell #x07 null #x00 escape #x1B[31m", "latin \xe9 emoji \U0001f600", "no text \ufffd\ufffd"):
+    for words in ("bell #x07 null #x00 escape #x1B[31m", "latin \xe9 emoji ", "no text \ufffd\ufffd"):
         assert words in text, words
+    assert "emoji \U0001f600" in text or "emoji #x1F600" in text  # older versions of pytest escape it
     failure = cases["test_it::test_fails"].find("failure")
     assert failure is not None
     assert "control #x01 lone surrogate \\udc80 ]]> <&>" in (failure.text or "")
