@@ -50,6 +50,9 @@ class Process:
         for stream in self._streams.values():
             os.ftruncate(stream.fileno(), 0)  # the process writes at the end, wherever that is
 
+    def await_mark(self) -> None:
+        """Wait until `mark_output` has been done, where another machine does it: what comes next may print."""
+
     def output(self, name: str) -> str:
         """Return what the process wrote to "stdout" or "stderr" since `mark_output`: of much, the beginning and the
         end.

@@ -122,6 +122,7 @@ class World(WorldProcesses):
         self._call_context = call_context
         started = Clock.now()
         self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
+        self._answers = {}  # those of the call before are none of this one, should it be interrupted before it listens
         self._running = doing, started
         answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
         settling = not late and any(isinstance(a, protocol.Outcome) and not a.settled for a in answers.values())

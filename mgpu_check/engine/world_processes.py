@@ -176,6 +176,8 @@ class WorldProcesses:
         """Let `Process.output` start from here."""
         for process in self.processes.values():
             process.mark_output()
+        for process in self.processes.values():
+            process.await_mark()
 
     def discard(self) -> None:
         """End all processes, at once."""

@@ -19,6 +19,8 @@ from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, pres
 from mgpu_check.engine.remote.launcher import AgentLauncher, WrongLaunch
 from mgpu_check.engine.remote.lines import Lines, line
 from mgpu_check.engine.remote.members import AgentGone
+from mgpu_check.engine.remote.process import RemoteProcess
+from mgpu_check.processes.channel import Channel
 
 KEY = Key(new_secret(), "this test")
 VERSIONS = {"torch": "2.13"}
@@ -242,6 +244,26 @@ def test_a_rank_that_ends_before_anybody_asks_has_its_exit_code(connections: Con
             connections.watch(agent, number, ended.append)
             connections.collect()
             assert ended == [-11]
+
+
+def test_no_call_is_sent_before_its_agent_has_marked_where_output_begins(connections: Connections):
+    """The mark goes by the agent, and the call straight to the rank: what the rank prints would be cut off by a late mark."""
+    with join(connections, 0) as connection, join(connections, 1):
+        gather(connections)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = RemoteProcess(connections, connections.agents[0], 3, 7, Channel(ours))
+            process.mark_output()
+            waiting = threading.Thread(target=process.await_mark)
+            waiting.start()
+            lines = Lines()
+            while (message := lines.next()) is None or message["do"] != "call":
+                lines.feed(connection.recv(1 << 16) if message is None else b"")
+            assert (message["method"], waiting.is_alive()) == ("mark_output", True)
+            connection.sendall(line({"event": "answer", "request": message["request"], "value": None}))
+            waiting.join(10.0)
+            assert not waiting.is_alive()
+            ours.close()
 
 
 def test_a_run_without_agents_ends(connections: Connections):

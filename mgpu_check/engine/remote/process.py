@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,6 +30,7 @@ class RemoteProcess(Process):
         self._agent = agent
         self._number = number
         self._stacks_asked: Future[Any] | None = None
+        self._marked: Future[Any] | None = None
         self._closed = False
         connections.watch(agent, number, self._ended)
 
@@ -50,7 +52,12 @@ class RemoteProcess(Process):
         return self.lost
 
     def mark_output(self) -> None:
-        self._connections.ask(self._agent, self._number, "mark_output")
+        self._marked = self._connections.ask(self._agent, self._number, "mark_output")
+
+    def await_mark(self) -> None:
+        assert self._marked is not None
+        with contextlib.suppress(AgentGone, TimeoutError):
+            self._marked.result(_ANSWER_TIMEOUT)
 
     def output(self, name: str) -> str:
         return str(self._ask("output", name))
