@@ -136,6 +136,12 @@ def test_the_plugin_does_without_hypothesis(module):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("module", ["mgpu_check.rank_side.worker", "mgpu_check.numerics.perturbation"])
+def test_real_ranks_do_without_the_simulator(module):
+    code = f"import sys, {module}; sys.exit('mgpu_check.simulated' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_every_public_name_exists_and_has_a_docstring():
     for name in mgpu_check.__all__:
         assert getattr(mgpu_check, name).__doc__, name

@@ -6,7 +6,8 @@ Monte Carlo arithmetic: D. S. Parker, *Monte Carlo Arithmetic*, UCLA CSD-970002,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.simulated.tensor import raw
 
 __all__ = ["Perturbed", "unfused"]
 
@@ -64,6 +64,8 @@ class Perturbed(TorchDispatchMode):
         super().__init__()
         self.spread, self.generator, self.stands_for = spread, generator, stands_for
         self.counts, self.coherent = counts, coherent
+        simulated = sys.modules.get("mgpu_check.simulated.tensor")  # not imported where no tensor can be one
+        self._raw: Callable[[torch.Tensor], torch.Tensor] = simulated.raw if simulated else lambda tensor: tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,7 +86,7 @@ class Perturbed(TorchDispatchMode):
             tensor = getattr(result_of_operator, "_local_tensor", result_of_operator)
             if not isinstance(tensor, torch.Tensor):
                 continue
-            tensor = raw(tensor)  # what is computed here is no operator of the simulated device's
+            tensor = self._raw(tensor)  # what is computed here is no operator of the simulated device's
             if tensor.is_complex() and not tensor.is_conj():
                 tensor = torch.view_as_real(tensor)
             if tensor.is_floating_point() and tensor.device.type != "meta":

@@ -15,8 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.simulated import streams
-
 __all__ = ["DeviceRefused", "Devices", "MaskIgnored", "check_visible", "devices_behind", "has_nccl", "take"]
 
 _GRACE = 0.005
@@ -202,10 +200,13 @@ class SimulatedDevices(Devices):
     """
 
     def __init__(self, backing: BackingDevice | None) -> None:
+        from mgpu_check.simulated.streams import wait_until_idle  # here: real ranks have no use for the simulator
+
+        self._streams_idle = wait_until_idle
         self._backing = backing
 
     def idle(self, patience: float = _GRACE) -> bool:
-        return streams.wait_until_idle(patience) and (self._backing is None or self._backing.idle(patience))
+        return self._streams_idle(patience) and (self._backing is None or self._backing.idle(patience))
 
     def restore(self) -> None:
         pass
