@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import random
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from mgpu_check.torch_hooks.seeds import seed_everything
 
 __all__ = [
     "changed",
     "has_padding",
     "make_batches",
     "samples_in",
-    "seed_everything",
     "tensors_of",
     "wider",
     "with_tensors",
@@ -24,17 +23,6 @@ __all__ = [
 
 _IGNORED = -100
 """What torch's losses take for "no label" unless told otherwise."""
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the generators of torch, on the CPU and on GPUs, of Python and, where it is imported, of NumPy."""
-    # Not by torch.manual_seed: for each kind of device that is not there, it keeps the seed, and the stack of the call.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def make_batches(

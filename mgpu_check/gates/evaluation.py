@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mgpu_check.gates.batches import seed_everything
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.gates.observing import plain_copy
 from mgpu_check.gates.program import bound
@@ -23,6 +22,7 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.seeds import seed_everything
 
 __all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
 

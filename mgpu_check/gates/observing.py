@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.gates.batches import make_batches, seed_everything, tensors_of, wider
+from mgpu_check.gates.batches import make_batches, tensors_of, wider
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.memory import digest_of
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real
 
 __all__ = ["Nudge", "observe", "plain_copy"]

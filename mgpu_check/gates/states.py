@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from mgpu_check.gates.batches import seed_everything
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.memory import digest_of
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.seeds import seed_everything
 
 __all__ = ["Entry", "Part", "Row", "Train", "compare", "digest_of_value", "kept", "load", "train_and_keep"]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from mgpu_check.rank_side.process_state import ProcessState
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.modes import Modes
 from mgpu_check.torch_hooks.replaced import Replaceable
+from mgpu_check.torch_hooks.seeds import seed_everything
 
 __all__ = ["Baseline", "Steps", "groups_made", "operations"]
 
@@ -108,13 +107,7 @@ class Baseline:
                 setattr(owner, name, value)
         if torch.cuda.is_initialized() and torch.cuda.current_device() != (self.device or 0):
             torch.cuda.set_device(self.device or 0)
-        # Not `torch.manual_seed`: it formats a stack for each kind of device that is not there, and costs 0.2 ms.
-        torch.default_generator.manual_seed(SEED)
-        torch.cuda.manual_seed_all(SEED)
-        random.seed(SEED)
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(SEED)
+        seed_everything(SEED)
 
     def restore_process(self) -> None:
         """Undo what a test may have changed in the process itself."""
