@@ -141,14 +141,14 @@ def assert_memory_counted(devices: Sequence[torch.device], index: int, size: int
         grown = [torch.cuda.memory_allocated(device) - old for device, old in zip(devices, before, strict=True)]
         del block
         left = [torch.cuda.memory_allocated(device) - old for device, old in zip(devices, before, strict=True)]
-    for place, (more, after) in enumerate(zip(grown, left, strict=True)):
-        wrong = more < size if place == index else more != 0
+    for other, (more, after) in enumerate(zip(grown, left, strict=True)):
+        wrong = more < size if other == index else more != 0
         if wrong or after != 0:
             raise DeviceEnumerationError(
-                f"{size} bytes were allocated on {devices[index]} and freed again: memory_allocated({devices[place]}) "
+                f"{size} bytes were allocated on {devices[index]} and freed again: memory_allocated({devices[other]}) "
                 f"rose by {more} and then stood {after} above the start; expected "
-                f"{f'at least {size}' if place == index else '0'}, then 0",
-                ranks=(place,),
+                f"{f'at least {size}' if other == index else '0'}, then 0",
+                ranks=(other,),
             )
 
 

@@ -107,10 +107,10 @@ def assert_works(case: OperatorCase) -> None:
     with _described(what, first, second):
         got = _call(case, first, second)
     if case.rule.result is None:
-        place = first if first.type == "cuda" else second
+        device = first if first.type == "cuda" else second
     else:
-        place = (first, second)[case.rule.result]
-    _require(what, got, expected, place)
+        device = (first, second)[case.rule.result]
+    _require(what, got, expected, device)
 
 
 def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:
@@ -140,14 +140,14 @@ def _call(case: OperatorCase, first: torch.device, second: torch.device) -> obje
     return result
 
 
-def _require(what: str, got: object, expected: object, place: torch.device) -> None:
-    ranks = _ranks(place)
+def _require(what: str, got: object, expected: object, device: torch.device) -> None:
+    ranks = _ranks(device)
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         if got != expected:
             raise DeviceMismatch(f"{what} gave {got!r}, expected {expected!r}", ranks=ranks)
         return
-    if got.device != place:
-        raise DeviceMismatch(f"{what} is on {got.device}, expected it on {place}", ranks=ranks)
+    if got.device != device:
+        raise DeviceMismatch(f"{what} is on {got.device}, expected it on {device}", ranks=ranks)
     if not same_bits(expected, got):
         raise DeviceMismatch(f"{what} gave {got.to('cpu')}, expected {expected.to('cpu')}", ranks=ranks)
 

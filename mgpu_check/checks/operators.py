@@ -34,36 +34,36 @@ class Operands:
     rows: int
     seed: int
 
-    def on(self, place: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
-        """Return whole numbers in [-15, 15], on the device of operand `place`, 0 or 1; `N` in the shape is `rows`."""
+    def on(self, operand: int, *shape: int, dtype: str = "float32") -> torch.Tensor:
+        """Return whole numbers in [-15, 15], on the device of `operand`, 0 or 1; `N` in the shape is `rows`."""
         sizes = tuple(self.rows if size == N else size for size in shape)
-        return TensorSpec(sizes, dtype, seed=self.seed + place, values="exact").build(self._device(place))
+        return TensorSpec(sizes, dtype, seed=self.seed + operand, values="exact").build(self._device(operand))
 
-    def index(self, place: int, below: int) -> torch.Tensor:
+    def index(self, operand: int, below: int) -> torch.Tensor:
         """Return `rows` indices of type int64 in [0, `below`)."""
         steps = torch.arange(self.rows, device="cpu")
-        return ((steps * 5 + self.seed) % below).to(self._device(place))
+        return ((steps * 5 + self.seed) % below).to(self._device(operand))
 
-    def mask(self, place: int, *shape: int) -> torch.Tensor:
+    def mask(self, operand: int, *shape: int) -> torch.Tensor:
         """Return booleans."""
-        return self.on(place, *shape, dtype="bool")
+        return self.on(operand, *shape, dtype="bool")
 
-    def module(self, place: int, module: nn.Module) -> nn.Module:
-        """Return `module` on the device of operand `place`."""
-        return module.to(self._device(place))
+    def module(self, operand: int, module: nn.Module) -> nn.Module:
+        """Return `module` on the device of `operand`."""
+        return module.to(self._device(operand))
 
-    def _device(self, place: int) -> torch.device:
-        return (self.first, self.second)[place]
+    def _device(self, operand: int) -> torch.device:
+        return (self.first, self.second)[operand]
 
 
 def _of(function: Callable[..., object], *operands: tuple[int, ...]) -> Builder:
-    """Return a case that applies `function` to tensors, each given as (place, *shape).
+    """Return a case that applies `function` to tensors, each given as (operand, *shape).
 
     It is to look up what it calls by attribute, at the time of the call: ``lambda a, b: torch.add(a, b)``.
     """
 
     def build(at: Operands) -> Call:
-        tensors = [at.on(place, *shape) for place, *shape in operands]
+        tensors = [at.on(operand, *shape) for operand, *shape in operands]
         return lambda: function(*tensors)
 
     return build

@@ -65,8 +65,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
         words = words.to(torch.int8)
     integers = words.view(INTEGER_OF_SIZE[words.element_size()]).long()
     # Odd multipliers are invertible modulo 2^64: no difference in one element can vanish.
-    places = torch.arange(len(integers)) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
-    return int((integers * (places | 1)).sum()) if len(integers) else 0
+    positions = torch.arange(len(integers)) * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E019
+    return int((integers * (positions | 1)).sum()) if len(integers) else 0
 
 
 def _state(replica: nn.Module | State) -> dict[str, torch.Tensor]:

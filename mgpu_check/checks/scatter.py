@@ -97,8 +97,8 @@ def assert_shard_sizes(shards: Sequence[Any], sizes: Sequence[int], devices: Seq
         if got != list(sizes):
             pairs = zip(got, sizes, strict=False)
             wrong = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(got), len(sizes)))
-            place = f", first wrong on {where[wrong]}" if wrong < len(where) else ""
-            raise ShardError(f"{name}: expected sizes {_sum(sizes)}, got {_sum(got)}{place}", ranks=(wrong,))
+            first = f", first wrong on {where[wrong]}" if wrong < len(where) else ""
+            raise ShardError(f"{name}: expected sizes {_sum(sizes)}, got {_sum(got)}{first}", ranks=(wrong,))
 
 
 def assert_split_aligned(
@@ -107,7 +107,7 @@ def assert_split_aligned(
     split: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
     devices: Sequence[Device],
 ) -> None:
-    """Assert that `inputs` and `labels`, (n, …) each, were split alike: input k and label k in one shard, at one place.
+    """Assert that `inputs` and `labels`, (n, …) each, were split alike: input k and label k in one shard, on one device.
 
     Args:
         split: the shards of the inputs and the shards of the labels.
@@ -140,14 +140,14 @@ def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
         ShardError: naming the element, what was expected and what was got.
     """
     __tracebackhide__ = True
-    (place,) = _devices([device])
+    (wanted,) = _devices([device])
     for name, whole, (got,) in columns(batch, [gathered]):
         if not isinstance(whole, torch.Tensor):
             if got is not whole and got != whole:
                 raise ShardError(f"gathered {name}: expected {whole!r}, got {got!r}")
             continue
-        if got.device != place:
-            raise ShardError(f"gathered {name}: expected it on {place}, got it on {got.device}")
+        if got.device != wanted:
+            raise ShardError(f"gathered {name}: expected it on {wanted}, got it on {got.device}")
         if got.shape != whole.shape or got.dtype != whole.dtype:
             raise ShardError(f"gathered {name}: expected {_looks(whole)}, got {_looks(got)}")
         if not same_bits(whole, got):
@@ -221,12 +221,12 @@ def _origins(whole: torch.Tensor, parts: Sequence[torch.Tensor], axis: int) -> s
     rows = _row_keys(whole, axis)
     if len(set(rows)) != len(rows):
         return ""
-    place = {key: index for index, key in enumerate(rows)}
+    row_of = {key: index for index, key in enumerate(rows)}
     lines, counts, strange = [], dict.fromkeys(range(len(rows)), 0), 0
     for index, part in enumerate(parts):
         if part.shape[:axis] + part.shape[axis + 1 :] != whole.shape[:axis] + whole.shape[axis + 1 :]:
             return ""
-        found = [place.get(key) for key in _row_keys(part, axis)]
+        found = [row_of.get(key) for key in _row_keys(part, axis)]
         known = [row for row in found if row is not None]
         for row in known:
             counts[row] += 1

@@ -19,7 +19,7 @@ import pytest
 
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
-from mgpu_check.engine.remote.variables import place_of
+from mgpu_check.engine.remote.variables import launched_process_of
 from mgpu_check.pytest_plugin.session import PRELOAD
 from mgpu_check.settings import OPTIONS, Settings, resolve
 
@@ -44,16 +44,16 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
             sys.stdout.flush()
         return driver.exit_code
     try:
-        place = place_of(os.environ)
+        launched = launched_process_of(os.environ)
     except ValueError as error:
         print(f"mgpu-check: {error}", file=sys.stderr)
         return WRONG_USAGE
-    if place is None:
+    if launched is None:
         return command()
     from mgpu_check.engine.remote import agent
 
     settings = settings_of(arguments)
-    return agent.main(place, arguments, PRELOAD, settings.simulate, settings.agent_timeout, lambda: _key(settings))
+    return agent.main(launched, arguments, PRELOAD, settings.simulate, settings.agent_timeout, lambda: _key(settings))
 
 
 def _key(settings: Settings) -> Key | None:

@@ -32,18 +32,18 @@ def fresh_directory() -> Iterator[Path]:
 def _imitate(source: Path, target: Path, but: Path) -> None:
     target.mkdir()
     for entry in os.scandir(source):
-        place = target / entry.name
+        copy = target / entry.name
         if entry.name == "__pycache__" or Path(entry.path) == but:
             continue
         if entry.is_symlink():
-            place.symlink_to(Path(entry.path).resolve())
+            copy.symlink_to(Path(entry.path).resolve())
         elif entry.is_dir():
             path = Path(entry.path)
             if entry.name.startswith(".") or (path / "pyvenv.cfg").exists() or len(os.listdir(path)) > _ENTRIES:
-                place.symlink_to(path)
+                copy.symlink_to(path)
             else:
-                _imitate(path, place, but)
+                _imitate(path, copy, but)
         elif entry.is_file() and entry.stat().st_size <= _COPIED:
-            shutil.copy2(entry.path, place)
+            shutil.copy2(entry.path, copy)
         else:
-            place.symlink_to(entry.path)
+            copy.symlink_to(entry.path)

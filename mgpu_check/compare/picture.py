@@ -73,12 +73,12 @@ def draw(title: str, unit: str, curves: Sequence[Curve], *, logarithmic: bool = 
     for curve in curves:
         parts += _line(curve, x, y, logarithmic)
     if mark is not None and steps:
-        place = x(min(mark, steps))
-        anchor = "start" if place < _WIDTH / 2 else "end"
+        left = x(min(mark, steps))
+        anchor = "start" if left < _WIDTH / 2 else "end"
         shift = 6 if anchor == "start" else -6
         parts += [
-            f'<line class="mark" x1="{place:.1f}" x2="{place:.1f}" y1="{_TOP - 6}" y2="{_TOP + down}"/>',
-            f'<text class="marked" x="{place + shift:.1f}" y="{_TOP + 10}" text-anchor="{anchor}">step {mark}: first difference</text>',
+            f'<line class="mark" x1="{left:.1f}" x2="{left:.1f}" y1="{_TOP - 6}" y2="{_TOP + down}"/>',
+            f'<text class="marked" x="{left + shift:.1f}" y="{_TOP + 10}" text-anchor="{anchor}">step {mark}: first difference</text>',
         ]
     parts += [*_legend(curves), "</svg>"]
     return "\n".join(parts)
@@ -115,17 +115,17 @@ def _point(style: str, x: float, y: float) -> str:
 
 
 def _legend(curves: Sequence[Curve]) -> list[str]:
-    parts, place = [], float(_LEFT)
+    parts, left = [], float(_LEFT)
     shown: set[str] = set()
     for curve in curves:
         if curve.label in shown:
             continue
         shown.add(curve.label)
-        parts.append(f'<path class="{curve.style}" d="M{place:.0f},18 h34"/>')
+        parts.append(f'<path class="{curve.style}" d="M{left:.0f},18 h34"/>')
         if curve.style in ("one", "ranks"):
-            parts.append(_point(curve.style, place + 17, 18))
-        parts.append(f'<text x="{place + 42:.0f}" y="22">{html.escape(curve.label)}</text>')
-        place += 62 + 7.2 * len(curve.label)
+            parts.append(_point(curve.style, left + 17, 18))
+        parts.append(f'<text x="{left + 42:.0f}" y="22">{html.escape(curve.label)}</text>')
+        left += 62 + 7.2 * len(curve.label)
     return parts
 
 

@@ -34,7 +34,7 @@ from mgpu_check.engine.remote.variables import OF_LAUNCHERS
 from mgpu_check.processes.python_path import with_startup
 from mgpu_check.processes.record import fewest
 from mgpu_check.processes.signals import STACKS_SIGNAL
-from mgpu_check.processes.stacks import Place, place_of
+from mgpu_check.processes.stacks import Location, location_of
 
 __all__ = ["Ended", "Run", "run"]
 
@@ -56,7 +56,7 @@ class Ended:
             because another rank had failed; "hung". A signal that ends the interpreter after the script has come to its
             end is no failure of the script.
         stdout, stderr: the last lines of them.
-        place: where it was when it hung.
+        location: where it was when it hung.
     """
 
     rank: int
@@ -65,7 +65,7 @@ class Ended:
     trace: Trace | None
     stdout: str
     stderr: str
-    place: Place | None = None
+    location: Location | None = None
 
     @property
     def steps(self) -> int:
@@ -84,7 +84,7 @@ class Ended:
         reached = f"after step {self.steps}" if self.steps else "before its first optimizer step"
         if self.how == "failed":
             return f"rank {self.rank} ended with {describe_exit(self.exit_code)} {reached}"
-        where = f", in {self.place}" if self.place else ""
+        where = f", in {self.location}" if self.location else ""
         what = {"killed": "was waiting", "hung": "did not go on", "finished": "finished", "stopped": "was stopped"}
         return f"rank {self.rank} {what[self.how]} {reached}{where}"
 
@@ -151,7 +151,7 @@ class _Process:
             )
             self.files = undo.pop_all()
         self.killed = False
-        self.place: Place | None = None
+        self.location: Location | None = None
 
     def size(self) -> int:
         return os.fstat(self.trace.fileno()).st_size
@@ -171,10 +171,10 @@ class _Process:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, STACKS_SIGNAL)
 
-    def where(self) -> Place | None:
-        """Return its place in the code, by its stacks without our own frames."""
+    def where(self) -> Location | None:
+        """Return its location in the code, by its stacks without our own frames."""
         lines = _content(self.stacks, 0).decode(errors="replace").splitlines()
-        return place_of("\n".join(line for line in lines if f'File "{_HERE}{os.sep}' not in line))
+        return location_of("\n".join(line for line in lines if f'File "{_HERE}{os.sep}' not in line))
 
     def kill(self) -> None:
         if self.process.poll() is None:
@@ -204,7 +204,7 @@ class _Process:
         else:
             how = "stopped" if stopped else "hung" if hung else "killed"
         said = [_last_lines(_content(file, _TAIL)) for file in (self.stdout, self.stderr)]
-        return Ended(self.rank, code, how, trace, said[0], said[1], self.place)  # type: ignore[arg-type]
+        return Ended(self.rank, code, how, trace, said[0], said[1], self.location)  # type: ignore[arg-type]
 
 
 def _last_lines(written: bytes) -> str:
@@ -330,7 +330,7 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
             if failed is not None:
                 return failed[0], False
             # Those that wait for the others are in a collective; who is not has kept them waiting.
-            alone = [p for p in open_ if p.place is None or p.place.collective is None]
+            alone = [p for p in open_ if p.location is None or p.location.collective is None]
             # Where collectives return at once nobody is in one: who has entered fewest is waited for.
             counts = {p.rank: entered(p.entered.fileno()) for p in alone or open_}
             return fewest(counts)[0], True
@@ -346,9 +346,9 @@ def _look(processes: Sequence[_Process]) -> None:
     while waiting and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
         for process in list(waiting):
-            process.place = process.where()
-            if process.place is not None:
+            process.location = process.where()
+            if process.location is not None:
                 waiting.remove(process)
     time.sleep(_INTERVAL)  # the last may have been written in part
     for process in processes:
-        process.place = process.where()
+        process.location = process.where()

@@ -40,7 +40,7 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
     """
-    rank, world = watched.place()
+    rank, world = watched.rank_and_world()
     # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
     precision.exact()
     torch.backends.cudnn.deterministic = True

@@ -19,7 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
 
-__all__ = ["generators", "in_a_group", "install", "place"]
+__all__ = ["generators", "in_a_group", "install", "rank_and_world"]
 
 
 class Note(Protocol):
@@ -43,7 +43,7 @@ class Witness(Protocol):
         """Do a step of a `GradScaler`, which may skip the optimizer's."""
 
 
-def place() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """Return rank and world size, by the variables of the launcher."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

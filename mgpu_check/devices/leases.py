@@ -82,11 +82,11 @@ class Lease:
     """Devices that are held until `give_back`, or until this process ends.
 
     Attributes:
-        places: indices of the devices among those of the run, ascending.
+        indices: of the devices among those of the run, ascending.
         waited: seconds that it took to get them.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     waited: float
     _locks: contextlib.ExitStack
     _pid: int = field(default_factory=os.getpid)
@@ -221,20 +221,20 @@ class DeviceLeases:
         before = len(request.ahead), len(request.held)
         request.ahead = [ticket for ticket in request.ahead if not _is_done(ticket)]
         if not request.ahead:
-            for place in (*self._last, *range(len(self.keys))):
+            for index in (*self._last, *range(len(self.keys))):
                 if request.served:
                     break
-                if place not in request.held and (lock := self._lock_device(place, directory)) is not None:
-                    request.held[place] = lock
+                if index not in request.held and (lock := self._lock_device(index, directory)) is not None:
+                    request.held[index] = lock
                     request.locks.callback(lock.release)
-                    _write(self._path(place, directory), _who(request.purpose))
+                    _write(self._path(index, directory), _who(request.purpose))
         return before != (len(request.ahead), len(request.held))
 
-    def _path(self, place: int, directory: Path) -> Path:
-        return directory / f"device-{re.sub(r'[^A-Za-z0-9-]', '_', self.keys[place])}"
+    def _path(self, index: int, directory: Path) -> Path:
+        return directory / f"device-{re.sub(r'[^A-Za-z0-9-]', '_', self.keys[index])}"
 
-    def _lock_device(self, place: int, directory: Path) -> FileLock | None:
-        lock = _lock(self._path(place, directory))
+    def _lock_device(self, index: int, directory: Path) -> FileLock | None:
+        lock = _lock(self._path(index, directory))
         return lock if _try(lock) else None
 
     def _wait(self, request: _Request, directory: Path) -> None:
@@ -260,11 +260,11 @@ class DeviceLeases:
     def _state(self, request: _Request, directory: Path, waited: float) -> str:
         """Describe whom a request waits for."""
         parts = [f"waiting {waited:.0f} s for {request.count} of {len(self.keys)} devices"]
-        for place in range(len(self.keys)):
-            if place in request.held:
-                parts.append(f"device {place} is kept already")
-            elif (who := _read(self._path(place, directory))) and not _is_free(self._path(place, directory)):
-                parts.append(f"device {place} is held by {_describe(who)}")
+        for index in range(len(self.keys)):
+            if index in request.held:
+                parts.append(f"device {index} is kept already")
+            elif (who := _read(self._path(index, directory))) and not _is_free(self._path(index, directory)):
+                parts.append(f"device {index} is held by {_describe(who)}")
         parts += [f"before it in the queue: {_describe(who)}" for ticket in request.ahead if (who := _read(ticket))]
         return "\n  ".join(parts)
 

@@ -42,19 +42,19 @@ class Unmatched:
             if self.sender != ANY:
                 sender = who([self.sender])
                 unsent = f"{sender} has not sent it"
-            begun = f"has begun to receive {_shown(self.taken)} from {sender}{tag} in {_place(self.taken)}"
+            begun = f"has begun to receive {_shown(self.taken)} from {sender}{tag} in {_site(self.taken)}"
             return f"{who.full([self.receiver])} {begun}, and {unsent}"
-        given = f"{who.full([self.sender])} has sent {_shown(self.given)} to {receiver}{tag} in {_place(self.given)}"
+        given = f"{who.full([self.sender])} has sent {_shown(self.given)} to {receiver}{tag} in {_site(self.given)}"
         if self.taken is None:
             return f"{given}, and {receiver} has not received it"
-        return f"{given}, where {receiver} has received {_shown(self.taken)} in {_place(self.taken)}"
+        return f"{given}, where {receiver} has received {_shown(self.taken)} in {_site(self.taken)}"
 
 
 def _shown(run: Run | None) -> str:
     return "nothing" if run is None else "a tensor" if run.what == MANY else run.what
 
 
-def _place(run: Run | None) -> str:
+def _site(run: Run | None) -> str:
     return "" if run is None else f"{run.name} ({relative(run.file)}:{run.line})"
 
 

@@ -13,7 +13,7 @@ from mgpu_check.processes import pickling
 from mgpu_check.processes.protocol import Failure
 from mgpu_check.processes.rank_lists import grouped, intervals, named
 from mgpu_check.processes.record import Entered, Record, fewest, parting
-from mgpu_check.processes.stacks import HALTED, place_of
+from mgpu_check.processes.stacks import HALTED, location_of
 
 __all__ = [
     "NODE",
@@ -176,8 +176,8 @@ class Account:
         end, record = self.endings.get(rank), self.records[rank]
         if self.hung is None or not isinstance(end, Interrupted) or record.current is not None:
             return False
-        place = place_of(end.stacks)
-        return place is not None and bool(place.collective)
+        location = location_of(end.stacks)
+        return location is not None and bool(location.collective)
 
     def told_of_raised(self) -> list[tuple[list[int], str]]:
         """Return the ranks that raised the same, with the line that says so; as many lines as help."""
@@ -341,14 +341,14 @@ def _hang_headlines(
     waiting: list[tuple[str, int]] = []
     elsewhere: list[tuple[str, int]] = []
     for rank, end in interrupted.items():
-        record, place = records.get(rank, nowhere), place_of(end.stacks)
+        record, location = records.get(rank, nowhere), location_of(end.stacks)
         if record.current is not None:
             waiting.append((f"in {_described(record.current)}", rank))
-        elif place is not None and place.collective:  # one that is not recorded
-            waiting.append((f"in {place}", rank))
+        elif location is not None and location.collective:  # one that is not recorded
+            waiting.append((f"in {location}", rank))
         else:
             after = f", after {record.last}" if record.last else ""
-            where = end.stacks if end.stacks == HALTED else f"in {place or 'an unknown place'}"
+            where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
             if end.settling:
                 where = "done, but for what it has queued on its devices"
             elsewhere.append((where + after, rank))

@@ -148,8 +148,8 @@ def _limits() -> str:
     with contextlib.suppress(OSError, ValueError):
         group = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()[-1].rpartition(":")[2]
         root = Path("/sys/fs/cgroup")
-        for place in (root / group.strip("/"), root, root / "pids"):
-            if (file := place / "pids.max").is_file():
+        for directory in (root / group.strip("/"), root, root / "pids"):
+            if (file := directory / "pids.max").is_file():
                 limits.append(f"of the control group ({file}) {file.read_text(encoding='ascii').strip()}")
                 break
     return "limits of processes and threads: " + ", ".join(limits)

@@ -14,7 +14,7 @@ from mgpu_check.devices.placement import Slot, slots_for
 from mgpu_check.devices.visibility import Mask, Masks
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
-from mgpu_check.engine.warm import Place, WarmWorlds
+from mgpu_check.engine.warm import WarmWorlds, WorldKey
 from mgpu_check.engine.world import Function, World
 from mgpu_check.errors import AgentLost, StartupFailure
 from mgpu_check.processes import pickling, protocol
@@ -65,7 +65,7 @@ class RankPool:
         self._launcher = launcher
         self._simulate = simulate
         self._worlds = WarmWorlds(launcher, simulate is None, memory)
-        self._used: set[Place] = set()
+        self._used: set[WorldKey] = set()
         self._made = 0
         self._functions = 0
         self.set_slots(slots)
@@ -158,7 +158,7 @@ class RankPool:
                 f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
             ) from error
         with self._lock:
-            world = self._world(self._place(size, backend, host))
+            world = self._world(self._key(size, backend, host))
             if size:
                 self.sizes.add(size)
             try:
@@ -170,7 +170,7 @@ class RankPool:
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:
         """Call `fn` in a process of its own, on a host as it is, without a simulated node; its result."""
-        world = self._new_world(Place((), (Slot(host, 0),), None), simulate=None, masked=False)
+        world = self._new_world(WorldKey((), (Slot(host, 0),), None), simulate=None, masked=False)
         try:
             function = self.function(fn)
             arguments = pickling.dumps(((), {}))
@@ -182,40 +182,40 @@ class RankPool:
     def prepare(self, size: int, backend: str | None = None, host: int = 0) -> None:
         """Have the world of `size` (0: the node process of `host`) up, so that it does not count as time of a test."""
         with self._lock:
-            self._world(self._place(size, backend, host))
+            self._world(self._key(size, backend, host))
 
-    def _place(self, size: int, backend: str | None, host: int) -> Place:
+    def _key(self, size: int, backend: str | None, host: int) -> WorldKey:
         slots = slots_for(size, self.available) if size else ()
         hosts = {slot.host for slot in slots} or {host}
-        return Place(slots, tuple(slot for slot in self.available if slot.host in hosts), backend)
+        return WorldKey(slots, tuple(slot for slot in self.available if slot.host in hosts), backend)
 
-    def _world(self, place: Place) -> World:
-        world = self._worlds.take(place)
+    def _world(self, key: WorldKey) -> World:
+        world = self._worlds.take(key)
         if world is None:
-            self._worlds.make_room(place, len(self.slots), self._used)
+            self._worlds.make_room(key, len(self.slots), self._used)
             try:
-                world = self._new_world(place, self._simulate)
+                world = self._new_world(key, self._simulate)
             except StartupFailure:
-                if not self._worlds.clear_devices(place):
+                if not self._worlds.clear_devices(key):
                     raise
-                world = self._new_world(place, self._simulate)
-        self._worlds.keep(place, world)
-        if place not in self._used:
-            self._used.add(place)
+                world = self._new_world(key, self._simulate)
+        self._worlds.keep(key, world)
+        if key not in self._used:
+            self._used.add(key)
             world.mark_output()
         return world
 
-    def _new_world(self, place: Place, simulate: str | None, masked: bool = True) -> World:
+    def _new_world(self, key: WorldKey, simulate: str | None, masked: bool = True) -> World:
         self._made += 1
         store = self._launcher.store(f"world-{self._made}")
         call_context = self._call_context(simulate)
-        slots = place.slots or place.visible[:1]
+        slots = key.slots or key.visible[:1]
         hosts = sorted({slot.host for slot in slots})
 
         def spec_of(index: int) -> protocol.RankSpec:
             rank = None if index == NODE else index
             slot = slots[rank or 0]
-            here = [other for other in place.visible if other.host == slot.host]
+            here = [other for other in key.visible if other.host == slot.host]
             beside = [other for other in slots if other.host == slot.host]
             node_index, local_index = hosts.index(slot.host), beside.index(slot)
             device, devices = (here.index(slot), len(here)) if simulate else self._launcher.binding(slot, here)
@@ -231,7 +231,7 @@ class RankPool:
                 environment["NCCL_HOSTID"] = str(slot.host)  # hosts of a simulated run may well be one machine
             if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in call_context.environment:
                 # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
-                # devices after each call, report such an error with its place, and replace the process ourselves.
+                # devices after each call, report such an error with its site, and replace the process ourselves.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
             mask = self.masks(here) if masked and simulate is None else Mask()
             environment.update(mask.environment)
@@ -243,17 +243,17 @@ class RankPool:
                 device=device,
                 devices=devices,
                 simulate=simulate,
-                backend=place.backend,
+                backend=key.backend,
                 store=store,
                 group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
                 # In the node process DataParallel has a thread for each device, as ranks are a process each.
-                threads=max(1, (os.cpu_count() or 1) // (len(beside) if place.slots else len(here))),
+                threads=max(1, (os.cpu_count() or 1) // (len(beside) if key.slots else len(here))),
                 call_context=call_context,
                 own_environment=environment,
                 uuids=mask.uuids,
             )
 
-        return World(self._launcher, spec_of, range(len(slots)) if place.slots else [NODE], slots, self.timeout)
+        return World(self._launcher, spec_of, range(len(slots)) if key.slots else [NODE], slots, self.timeout)
 
     def _call_context(self, simulate: str | None) -> protocol.CallContext:
         return self._launcher.call_context(_call_context(simulate))
@@ -277,8 +277,8 @@ class RankPool:
         left: list[str] = []
         errors: list[BaseException] = []
         with self._lock:
-            for place, world in self._worlds:
-                if place not in self._used:
+            for key, world in self._worlds:
+                if key not in self._used:
                     continue
                 try:
                     left += world.end_test()
@@ -287,7 +287,7 @@ class RankPool:
                 except BaseException as error:
                     errors.append(error)
                 if failed or world.broken:
-                    self._worlds.let_go(place)
+                    self._worlds.let_go(key)
             self._used = set()
             if still := self._worlds.await_exits():
                 left.append(f"processes that do not end, and hold memory of its devices: {', '.join(map(str, still))}")
@@ -302,14 +302,14 @@ class RankPool:
             after: what ends the lines that say so.
         """
         lines = [f"{loss} while no test used it{after}" for loss in self._launcher.losses()]
-        for place, world in self._worlds:
+        for key, world in self._worlds:
             try:
                 world.check_idle("while no test used it", after)
             except AgentLost:
-                self._worlds.let_go(place)  # as one loss takes many worlds with it, it is told once
+                self._worlds.let_go(key)  # as one loss takes many worlds with it, it is told once
             except AssertionError as error:
                 lines.append(str(error))
-                self._worlds.let_go(place)
+                self._worlds.let_go(key)
         return lines
 
     def explain(self, error: BaseException) -> None:
@@ -324,8 +324,8 @@ class RankPool:
     def output(self) -> list[tuple[str, str, str]]:
         """Return what the processes of this test wrote: (process, "stdout" or "stderr", text), where there is any."""
         found = []
-        for place, world in self._worlds:
-            if place in self._used:
+        for key, world in self._worlds:
+            if key in self._used:
                 for index, process in world.processes.items():
                     who = "node process" if index == NODE else world.who.full([index])
                     for name in ("stdout", "stderr"):

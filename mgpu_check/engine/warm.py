@@ -11,7 +11,7 @@ from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.world import World
 
-__all__ = ["Place", "WarmWorlds"]
+__all__ = ["WarmWorlds", "WorldKey"]
 
 # Idle worlds of other sizes are kept, because a property that draws the world size returns to them all the time.
 _LEAST_KEPT, _KEPT_PER_DEVICE = 64, 4
@@ -26,7 +26,7 @@ _EXIT_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
+class WorldKey:
     """The key that tells one world from another.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
 
 
 class WarmWorlds:
-    """Worlds by their place, the least recently used first.
+    """Worlds by their key, the least recently used first.
 
     Args:
         real: they are on real devices, whose memory is shared, and which may refuse a second process.
@@ -56,33 +56,33 @@ class WarmWorlds:
         self._launcher = launcher
         self._real = real
         self._memory = memory
-        self._worlds: dict[Place, World] = {}
+        self._worlds: dict[WorldKey, World] = {}
         self._alone = False
         """Whether devices were seen to bear one process only."""
 
-    def __iter__(self) -> Iterator[tuple[Place, World]]:
+    def __iter__(self) -> Iterator[tuple[WorldKey, World]]:
         return iter(list(self._worlds.items()))
 
-    def take(self, place: Place) -> World | None:
-        """Take the world of a place, which is not kept any more; None where there is none that can be used."""
-        world = self._worlds.pop(place, None)
+    def take(self, key: WorldKey) -> World | None:
+        """Take the world of a key, which is not kept any more; None where there is none that can be used."""
+        world = self._worlds.pop(key, None)
         if world is not None and world.broken:
             world.discard()
             return None
         return world
 
-    def keep(self, place: Place, world: World) -> None:
+    def keep(self, key: WorldKey, world: World) -> None:
         """Keep a world, as the one that was used last."""
-        self._worlds[place] = world
+        self._worlds[key] = world
 
-    def get(self, place: Place) -> World | None:
-        return self._worlds.get(place)
+    def get(self, key: WorldKey) -> World | None:
+        return self._worlds.get(key)
 
-    def let_go(self, place: Place) -> None:
+    def let_go(self, key: WorldKey) -> None:
         """End a world."""
-        self._worlds.pop(place).discard()
+        self._worlds.pop(key).discard()
 
-    def make_room(self, place: Place, slots: int, used: set[Place]) -> None:
+    def make_room(self, key: WorldKey, slots: int, used: set[WorldKey]) -> None:
         """Let worlds go where they are too many beside a new one.
 
         Args:
@@ -92,7 +92,7 @@ class WarmWorlds:
         Raises:
             RankDied: a process of one that was used has ended already.
         """
-        wanted, most = max(len(place.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
+        wanted, most = max(len(key.slots), 1), max(_LEAST_KEPT, _KEPT_PER_DEVICE * slots)
         for other in list(self._worlds):
             if wanted + sum(len(world.processes) for world in self._worlds.values()) <= most:
                 break
@@ -100,21 +100,21 @@ class WarmWorlds:
                 self.let_go(other)
         if self._real:
             most = 1 if self._alone else _most_on_device(self._memory())
-            for slot in place.occupied:
+            for slot in key.occupied:
                 beside = [other for other in self._worlds if slot in other.occupied]
                 for other in sorted(beside[: max(0, len(beside) + 1 - most)], key=lambda other: other in used):
                     self._worlds[other].check_alive("while no call used it")
                     self.let_go(other)
             self.await_exits()
 
-    def clear_devices(self, place: Place) -> bool:
-        """Let all worlds go that have devices of `place`, from now on whenever another needs them; whether there were any.
+    def clear_devices(self, key: WorldKey) -> bool:
+        """Let all worlds go that have devices of `key`, from now on whenever another needs them; whether there were any.
 
         Where devices are in compute mode exclusive-process, or full, a second process is refused.
         """
         if not self._real:
             return False
-        beside = [other for other in self._worlds if set(other.occupied) & set(place.occupied)]
+        beside = [other for other in self._worlds if set(other.occupied) & set(key.occupied)]
         for other in beside:
             self.let_go(other)
         self._alone |= bool(beside)
@@ -137,8 +137,8 @@ class WarmWorlds:
 
     def close(self) -> None:
         """End all of them."""
-        for place in list(self._worlds):
-            self.let_go(place)
+        for key in list(self._worlds):
+            self.let_go(key)
 
 
 def _most_on_device(memory: int | None) -> int:

@@ -131,9 +131,9 @@ def cpu_scalars_refused() -> Iterator[None]:
 
     def wrap(function: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
-            places = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
-            if len(places) > 1:
-                first, second = sorted(map(str, places), reverse=True)[:2]
+            devices = {arg.device for arg in args if isinstance(arg, torch.Tensor)}
+            if len(devices) > 1:
+                first, second = sorted(map(str, devices), reverse=True)[:2]
                 raise RuntimeError(
                     "Expected all tensors to be on the same device, but found at least two devices, "
                     f"{first} and {second}!"

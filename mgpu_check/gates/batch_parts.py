@@ -42,8 +42,8 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
                 if divided is not None:
                     divisions.append(divided)
         alternatives = [
-            Alternative(kind, values, place)
-            for kind, place, alter in _alternatives(size)
+            Alternative(kind, values, index)
+            for kind, index, alter in _alternatives(size)
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
         seed_everything(1000 * scenario.seed)
@@ -144,24 +144,24 @@ def _alternatives(size: int) -> Iterator[tuple[Other, int, Alter]]:
         return alter
 
     yield "truncated", 0, selected(lambda n: list(range(n - n % size)))
-    yield "padded", 0, selected(lambda n: [place % n for place in range(-(-n // size) * size)])
+    yield "padded", 0, selected(lambda n: [sample % n for sample in range(-(-n // size) * size)])
     yield "first-shard-only", 0, selected(lambda n: list(range(0, n, size)))
     yield "first-block-only", 0, selected(lambda n: list(range(-(-n // size))))
-    for place in range(4):
-        yield "first-part-of-a-tensor", place, _with_first_part(size, place)
+    for index in range(4):
+        yield "first-part-of-a-tensor", index, _with_first_part(size, index)
 
 
-def _with_first_part(size: int, place: int) -> Alter:
+def _with_first_part(size: int, index: int) -> Alter:
     """Put the first part of one tensor of the batch in place of every part."""
 
     def alter(batch: Any) -> Any:
         leaves = tensors_of(batch)
         extent = samples_in(batch)
-        leaf = leaves[place]
+        leaf = leaves[index]
         if not _divisible(leaf, 0, extent):
             raise ValueError("nothing to repeat")
         lengths = [len(chunk) for chunk in leaf.chunk(size)]
-        leaves[place] = torch.cat([leaf[:length] for length in lengths])
+        leaves[index] = torch.cat([leaf[:length] for length in lengths])
         return with_tensors(batch, leaves)
 
     return alter

@@ -56,7 +56,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
         remarks=remarks,
     )
-    stages = [_with_tolerance_of(stage, place, own) for place, stage in enumerate(main.stages)]
+    stages = [_with_tolerance_of(stage, index, own) for index, stage in enumerate(main.stages)]
     *earlier, last = stages
     expected.exact, expected.tolerance = last
     expected.snapshots = [exact for exact, _ in earlier]
@@ -83,12 +83,12 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
 
 
 def _with_tolerance_of(
-    stage: Measurement[Result], place: int, own: Measured | None
+    stage: Measurement[Result], index: int, own: Measured | None
 ) -> tuple[dict[Result, torch.Tensor], dict[Result, torch.Tensor]]:
     """Return exact values and tolerances; these as large as the step's own arithmetic needs, if that is less exact."""
     tolerance = dict(stage.tolerance)
-    if own is not None and place < len(own.stages):
-        for name, value in own.stages[place].tolerance.items():
+    if own is not None and index < len(own.stages):
+        for name, value in own.stages[index].tolerance.items():
             if name in tolerance and tolerance[name].shape == value.shape:
                 tolerance[name] = torch.maximum(tolerance[name], value)
     return stage.reference, tolerance

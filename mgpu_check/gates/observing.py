@@ -247,8 +247,8 @@ class _Watch:
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
                     self._seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
-                for place, parameter in enumerate(group["params"]):
-                    owner = names.get(id(parameter), f"parameter {place} of group {index}")
+                for number, parameter in enumerate(group["params"]):
+                    owner = names.get(id(parameter), f"parameter {number} of group {index}")
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
                             self._seen.values[Result("optimizer", f"{key} of {owner}{which}")] = plain_copy(value)

@@ -154,8 +154,8 @@ class _Runs:
         gradient is nothing but rounding errors.
         """
         slack: list[dict[Result, torch.Tensor]] = []
-        for place in range(len(self._exact.snapshots)):
-            stage = self._assess(place)
+        for index in range(len(self._exact.snapshots)):
+            stage = self._assess(index)
             slack.append(
                 {
                     name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
@@ -190,22 +190,22 @@ class _Runs:
             remarks.append(f"not all of it runs with its numbers perturbed: {type(self._failure).__name__}: {said}")
         if not self._moved:
             remarks.append("tolerances are those of one run: no perturbed one has left results to compare")
-        places = range(len(exact.snapshots)) if deep else ()
-        stages = [self._assess(place) for place in places]
+        indices = range(len(exact.snapshots)) if deep else ()
+        stages = [self._assess(index) for index in indices]
         return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
 
-    def _assess(self, place: int | None) -> Measurement[Result]:
+    def _assess(self, index: int | None) -> Measurement[Result]:
         """Assess what was left at the end, or after an optimizer step."""
 
         def stage(seen: Observation) -> Mapping[Result, torch.Tensor]:
-            return seen.values if place is None else seen.snapshots[place]
+            return seen.values if index is None else seen.snapshots[index]
 
         names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
         reference = {name: stage(self._exact)[name].double() for name in names}
 
         def usable(several: Sequence[Observation]) -> list[dict[Result, torch.Tensor]]:
             # Infinities and NaN that the step has on one device are compared as such, and measured as if they were zero.
-            held = [stage(one) for one in several if place is None or place < len(one.snapshots)]
+            held = [stage(one) for one in several if index is None or index < len(one.snapshots)]
             return [
                 {
                     name: torch.where(reference[name].isfinite() & values[name].isfinite(), values[name].double(), 0.0)

@@ -189,12 +189,12 @@ class Alternative:
     """Another batch that ranks may have taken together, and what one device gives for it.
 
     Attributes:
-        place: of "first part of a tensor": which tensor of the batch that is.
+        index: of "first-part-of-a-tensor": which tensor of the batch that is.
     """
 
     kind: Other
     values: Values
-    place: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True)

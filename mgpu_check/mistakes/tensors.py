@@ -127,7 +127,7 @@ class Tensors:
                 (
                     a
                     for a in other.hypotheses.alternatives
-                    if (a.kind, a.place) == (alternative.kind, alternative.place)
+                    if (a.kind, a.index) == (alternative.kind, alternative.index)
                 ),
                 None,
             )

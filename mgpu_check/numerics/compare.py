@@ -84,16 +84,16 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
     excess = torch.where(wrong, excess.nan_to_num(torch.inf), -1.0)
     indices = wrong.nonzero()
     worst = torch.unravel_index(excess.argmax(), got_.shape) if got_.dim() else ()
-    place = tuple(int(part) for part in worst)
+    index = tuple(int(part) for part in worst)
     return Difference(
         count=int(wrong.sum()),
         total=got_.numel(),
         first=tuple(indices[0].tolist()),
         last=tuple(indices[-1].tolist()),
-        worst=place,
-        got=got_[place].item(),
-        expected=expected_[place].item(),
-        tolerance=float(allowed[place]),
+        worst=index,
+        got=got_[index].item(),
+        expected=expected_[index].item(),
+        tolerance=float(allowed[index]),
         dtype=got_.dtype,
     )
 
@@ -108,12 +108,12 @@ def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[
         return []
     kind = INTEGER_OF_SIZE[got.element_size()]
     changed = plain(got).view(kind) ^ plain(expected).view(kind)
-    places = changed.nonzero()
+    indices = changed.nonzero()
     values = changed[changed != 0]
-    if not len(places) or bool((values & (values - 1)).any()):
+    if not len(indices) or bool((values & (values - 1)).any()):
         return []
     width = 8 * got.element_size()
     return [
-        (tuple(place.tolist()), (value % 2**width).bit_length() - 1)
-        for place, value in zip(places, values.tolist(), strict=True)
+        (tuple(index.tolist()), (value % 2**width).bit_length() - 1)
+        for index, value in zip(indices, values.tolist(), strict=True)
     ]

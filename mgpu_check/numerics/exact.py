@@ -39,12 +39,12 @@ def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: i
     band = most // count
     parts = []
     for rank in range(count):
-        place = (index + rank) % count
+        position = (index + rank) % count
         if band:
             within = torch.randint(0, band, (elements,), generator=generator)
-            magnitude = place * band + 1 + within
+            magnitude = position * band + 1 + within
         else:
-            magnitude = 1 + place % most
+            magnitude = 1 + position % most
         signed = dtype.is_floating_point or dtype.is_signed
         sign = 1 - 2 * torch.randint(0, 2, (elements,), generator=generator) if signed else 1
         part = (sign * magnitude).to(dtype)

@@ -61,9 +61,9 @@ class Scratch:
     @classmethod
     def new(cls, kind: Kind) -> Scratch:
         """Make a new directory. Remove what was left behind by others."""
-        place = Path(tempfile.gettempdir())
-        sweep(place)
-        return cls(Path(tempfile.mkdtemp(prefix=_prefix(kind), dir=place)))
+        directory = Path(tempfile.gettempdir())
+        sweep(directory)
+        return cls(Path(tempfile.mkdtemp(prefix=_prefix(kind), dir=directory)))
 
     @classmethod
     def named(cls, kind: Kind, name: str) -> Scratch:
@@ -102,14 +102,14 @@ class Scratch:
             os.close(descriptor)
 
 
-def sweep(place: Path) -> None:
-    """Remove the directories of this user in `place` that no process of this machine uses any more."""
+def sweep(directory: Path) -> None:
+    """Remove the directories of this user in `directory` that no process of this machine uses any more."""
     pattern = re.compile("|".join(re.escape(_prefix(kind)) for kind in get_args(Kind)))
     with contextlib.suppress(OSError):
-        for name in os.listdir(place):
+        for name in os.listdir(directory):
             if pattern.match(name):
                 with contextlib.suppress(OSError):
-                    _remove_unused(place / name)
+                    _remove_unused(directory / name)
 
 
 def _locked(path: Path) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 
-__all__ = ["HALTED", "Place", "clean", "place_of"]
+__all__ = ["HALTED", "Location", "clean", "location_of"]
 
 HALTED = "stopped by a signal, such as SIGSTOP, or by a debugger"
 """In place of the stacks of a process that does not run."""
@@ -21,8 +21,8 @@ _BACKWARD = "_engine_run_backward"
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place in the code where a rank was.
+class Location:
+    """The location in the code where a rank was.
 
     Attributes:
         collective: the one that it was in, if it was.
@@ -50,7 +50,7 @@ def _is_noise(line: str) -> bool:
     return bool(_NOISE.match(line)) or (frame is not None and is_engine(frame["file"]))
 
 
-def place_of(stacks: str) -> Place | None:
+def location_of(stacks: str) -> Location | None:
     """Return where the thread was that took the signal, which is the main one unless that cannot take any; it stands
     last.
     """
@@ -69,4 +69,4 @@ def place_of(stacks: str) -> Place | None:
     frame = next((frame for frame in others if not is_installed(frame["file"])), next(iter(others), None))
     if frame is None:
         return None
-    return Place(collective, frames[0]["function"], frame["file"], int(frame["line"]))
+    return Location(collective, frames[0]["function"], frame["file"], int(frame["line"]))

@@ -72,7 +72,7 @@ class Leasing:
         on_wait: told of a long wait.
 
     Attributes:
-        places: indices of the devices of the current test, or of the last one.
+        indices: of the devices of the current test, or of the last one.
         active: there is a test now.
     """
 
@@ -86,10 +86,10 @@ class Leasing:
         waits: list[float],
         on_wait: Callable[[str], None],
     ) -> None:
-        self.places: tuple[int, ...] = tuple(range(settings.gpus or 0))
+        self.indices: tuple[int, ...] = tuple(range(settings.gpus or 0))
         self.active = False
         self._waits = waits
-        self._all = self.places
+        self._all = self.indices
         self._real = settings.simulate is None
         self._whole = launched
         self._devices = tuple(devices)
@@ -99,7 +99,7 @@ class Leasing:
         if (self._real or directory is not None) and not launched:
             from mgpu_check.devices.leases import DeviceLeases
 
-            keys = keys_of(devices[: settings.gpus or 0]) if self._real else [str(place) for place in self._all]
+            keys = keys_of(devices[: settings.gpus or 0]) if self._real else [str(index) for index in self._all]
             self._leases = DeviceLeases(keys, None if self._real else directory, on_wait=on_wait)
 
     def check(self) -> None:
@@ -121,7 +121,7 @@ class Leasing:
             self.active = True
             return None
         if self._leases is None:
-            self.places = self._all[: count or len(self._all)]
+            self.indices = self._all[: count or len(self._all)]
         else:
             from mgpu_check.devices.leases import LeaseError  # it is loaded by now
 
@@ -129,12 +129,12 @@ class Leasing:
                 self._lease = self._leases.take(count or len(self._all), purpose)
             except LeaseError as error:
                 pytest.fail(str(error), pytrace=False)
-            self.places = self._lease.places
+            self.indices = self._lease.indices
             if self._lease.waited > _A_WAIT:
                 self._waits.append(self._lease.waited)
         self.active = True
         # Simulated devices are made in each rank anew: with the same slots, warm ranks serve, whichever were leased.
-        return tuple(Slot(0, index) for index in (self.places if self._real else range(len(self.places))))
+        return tuple(Slot(0, index) for index in (self.indices if self._real else range(len(self.indices))))
 
     def end(self) -> None:
         """Give the devices back."""

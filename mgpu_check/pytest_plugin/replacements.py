@@ -60,7 +60,7 @@ class Replacements:
         self._patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
         self._mocks: list[Any] = []
         self._undo = contextlib.ExitStack()
-        self._places = _Places()
+        self._paths = _ImportPaths()
 
     def start(self) -> None:
         """Watch from now on."""
@@ -114,18 +114,18 @@ class Replacements:
         if not found:
             return b""
         made = [self._replacement(*one, function) for one in found.values()]
-        self._places.forget_all_but([target for target, _, _ in found.values()])
+        self._paths.forget_all_but([target for target, _, _ in found.values()])
         known = tuple(one for one in made if one is not None)
         return pickling.dumps(known) if known else b""
 
     def _replacement(self, target: Any, item: bool, name: Any, function: Callable[..., Any]) -> _Replacement | None:
         if target is os.environ or (target is sys and name in _STREAMS):
             return None  # ranks have the variables anyway, and their own output
-        place = self._places.of(target)
-        return None if place is None else _replacement(place, target, item, name, function)
+        path = self._paths.of(target)
+        return None if path is None else _replacement(path, target, item, name, function)
 
 
-class _Places:
+class _ImportPaths:
     """Names by which other processes find an object.
 
     Remembered, because every call asks, and looks into all modules.
@@ -136,11 +136,11 @@ class _Places:
 
     def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
         """Return the module, and the names from there on; None where there are none, or it travels by value."""
-        known, modules, place = self._known.get(id(target), (None, 0, None))
+        known, modules, path = self._known.get(id(target), (None, 0, None))
         if known is not target or modules != len(sys.modules):
-            place = _place(target)
-            self._known[id(target)] = target, len(sys.modules), place
-        return place
+            path = _import_path(target)
+            self._known[id(target)] = target, len(sys.modules), path
+        return path
 
     def forget_all_but(self, targets: list[Any]) -> None:
         """Keep no object alive that is no longer asked for."""
@@ -158,9 +158,9 @@ def _noting(original: Callable[..., Any], note: Callable[[Any], object]) -> Call
 
 
 def _replacement(
-    place: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any, function: Callable[..., Any]
+    where: tuple[str, tuple[str, ...]], target: Any, item: bool, name: Any, function: Callable[..., Any]
 ) -> _Replacement | None:
-    module, path = place
+    module, path = where
     value = _value(target, item, name)
     if value is _MISSING:
         return _Replacement(module, path, item, name, None)
@@ -190,7 +190,7 @@ def _value(target: Any, item: bool, name: Any) -> Any:
     return getattr(target, name, _MISSING)
 
 
-def _place(target: Any) -> tuple[str, tuple[str, ...]] | None:
+def _import_path(target: Any) -> tuple[str, tuple[str, ...]] | None:
     """Return the names by which another process finds it; None where it does not, or gets it by value."""
     if isinstance(target, types.ModuleType):
         return (

@@ -117,7 +117,7 @@ def abandoning(session: GpuSession) -> Iterator[None]:
     elif kind == "xfail":
         pytest.xfail(reason)
     else:
-        # At the test's own place, not here.
+        # At the test's own line, not here.
         raise pytest.skip.Exception(reason, _use_item_location=True)
 
 
@@ -360,7 +360,7 @@ class GpuSession:
         """Describe the devices of the current test, in one line."""
         settings = self.settings
         if settings.simulate:
-            return f"SIMULATED {settings.simulate} x{len(self.leasing.places)}"
+            return f"SIMULATED {settings.simulate} x{len(self.leasing.indices)}"
         slots = [] if self._pool is None else self._pool.available
         own = [self.devices[slot.index] for slot in slots if slot.index < len(self.devices)]
         if settings.per_host:

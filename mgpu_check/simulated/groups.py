@@ -68,20 +68,20 @@ def connect(group: NcclGroup, index: int) -> None:
     key = f"mgpu_check/device/{known.attempts}/"
     known.attempts += 1
     group.store.set(f"{key}{rank}", mine)
-    taken = next((other for other, where in known.places.items() if where == mine and other != rank), None)
+    taken = next((other for other, where in known.devices.items() if where == mine and other != rank), None)
     if taken is not None:
-        # It has its communicator there: either all ranks change places, or it is not coming, and NCCL would wait for it.
+        # It has its communicator there: either all ranks change devices, or it is not coming, and NCCL would wait for it.
         try:
             group.store.wait([f"{key}{other}" for other in range(size)], _CHANGING_PLACES)
         except RuntimeError:
             raise _duplicate(mine, rank, taken) from None
-    known.places = {}
+    known.devices = {}
     for other in range(size):
         where = group.store.get(f"{key}{other}").decode()
-        first = next((earlier for earlier, place in known.places.items() if place == where), None)
+        first = next((earlier for earlier, device in known.devices.items() if device == where), None)
         if first is not None:
             raise _duplicate(where, other, first)
-        known.places[other] = where
+        known.devices[other] = where
     known.used.append(index)
 
 

@@ -78,7 +78,7 @@ class ProcessGroupNCCL:
         self.options = options
         self._group = group
         self.used: list[int] = []  # devices of this rank with a communicator, in order
-        self.places: dict[int, str] = {}  # of each rank, in the communicator that was made last
+        self.devices: dict[int, str] = {}  # of each rank, in the communicator that was made last
         self.attempts = 0  # communicators that were begun
         self.splits = 0
         self.counted_elsewhere = (

@@ -32,7 +32,7 @@ _set: Callable[[str, str, str], Any] = torch._C._set_fp32_precision_setter
 def kept() -> Precision:
     """Return the precision as it is now; equal to another if all is as it was then."""
     older = _said(torch.get_float32_matmul_precision), _said(torch._C._get_cudnn_allow_tf32)
-    newer = tuple(_get(*place) for place in (*_ABOVE, *_OPERATORS))
+    newer = tuple(_get(*setting) for setting in (*_ABOVE, *_OPERATORS))
     return older, newer, tuple(getattr(torch.backends.cuda.matmul, name) for name in _REDUCTIONS)
 
 
@@ -45,11 +45,11 @@ def put_back(precision: Precision) -> None:
         torch.set_float32_matmul_precision(matmul)
     if cudnn is not None:
         torch._C._set_cudnn_allow_tf32(cudnn)
-    for place in (*_ABOVE, *_OPERATORS):
-        if _get(*place) != values[place]:
-            _set(*place, "none")  # what has none of its own follows what stands above it
-            if _get(*place) != values[place]:
-                _set(*place, values[place])
+    for setting in (*_ABOVE, *_OPERATORS):
+        if _get(*setting) != values[setting]:
+            _set(*setting, "none")  # what has none of its own follows what stands above it
+            if _get(*setting) != values[setting]:
+                _set(*setting, values[setting])
     for name, value in zip(_REDUCTIONS, reductions, strict=True):
         if getattr(torch.backends.cuda.matmul, name) != value:
             setattr(torch.backends.cuda.matmul, name, value)
@@ -61,15 +61,15 @@ def exact() -> None:
     """
     torch.set_float32_matmul_precision("highest")
     torch._C._set_cudnn_allow_tf32(False)
-    for place in _OPERATORS:
-        if _get(*place) not in ("ieee", "none") or _get(*_above(place)) not in ("ieee", "none"):
-            _set(*place, "ieee")
+    for setting in _OPERATORS:
+        if _get(*setting) not in ("ieee", "none") or _get(*_above(setting)) not in ("ieee", "none"):
+            _set(*setting, "ieee")
     for name in _REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
 
 
-def _above(place: tuple[str, str]) -> tuple[str, str]:
-    return place[0], "all"
+def _above(setting: tuple[str, str]) -> tuple[str, str]:
+    return setting[0], "all"
 
 
 def _said(getter: Callable[[], Any]) -> Any:

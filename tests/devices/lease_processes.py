@@ -133,7 +133,7 @@ def live(name: int, plan: dict[str, Any], journal: Journal, directory: str) -> N
     for what, *arguments in plan["steps"]:
         if what == "take":
             held = mine.take(*arguments)
-            journal.write("has", name, *(mine.keys[place] for place in held.places))
+            journal.write("has", name, *(mine.keys[place] for place in held.indices))
         elif what == "give":
             assert held is not None
             journal.write("gives", name)

@@ -219,12 +219,12 @@ def test_a_queue_that_can_be_jumped_is_found_out(play):
 def test_the_devices_of_the_last_lease_come_first(tmp_path):
     first, second = (DeviceLeases("abcd", tmp_path) for _ in range(2))
     held = first.take(2)
-    assert held.places == (0, 1)
+    assert held.indices == (0, 1)
     other = second.take(1)
-    assert other.places == (2,)
+    assert other.indices == (2,)
     other.give_back()
     held.give_back()
-    assert second.take(2).places == (0, 2)
+    assert second.take(2).indices == (0, 2)
 
 
 @pytest.mark.parametrize("count", [0, -1, 5])
@@ -248,7 +248,7 @@ def test_after_a_while_who_holds_the_devices_is_told_and_then_an_error(tmp_path,
     with pytest.raises(LeaseError, match=f"nothing has moved for 0 s while {state}\n  device 1 is kept already"):
         waiting.take(2, "test_stuck")
     held.give_back()
-    assert waiting.take(2).places == (0, 1), "nothing is left behind"
+    assert waiting.take(2).indices == (0, 1), "nothing is left behind"
 
 
 def test_a_wait_can_be_interrupted_and_leaves_nothing_behind(tmp_path):
@@ -260,7 +260,7 @@ def test_a_wait_can_be_interrupted_and_leaves_nothing_behind(tmp_path):
         DeviceLeases("ab", tmp_path, sleep=interrupted).take(2)
     held.give_back()
     assert [path.name for path in tmp_path.glob("ticket-*")] == []
-    assert DeviceLeases("ab", tmp_path, sleep=interrupted).take(2).places == (0, 1)
+    assert DeviceLeases("ab", tmp_path, sleep=interrupted).take(2).indices == (0, 1)
 
 
 def test_giving_back_twice_frees_nobody_elses_devices(tmp_path):
@@ -345,7 +345,7 @@ def test_a_ticket_gets_a_number_that_nobody_had_who_was_waited_for(tmp_path):
     held = DeviceLeases("a", tmp_path).take(1)
     in_queue = FileLock(ticket)
     in_queue.acquire()
-    assert Joining("a", tmp_path, patience=0.0, sleep=lambda seconds: held.give_back()).take(1).places == (0,)
+    assert Joining("a", tmp_path, patience=0.0, sleep=lambda seconds: held.give_back()).take(1).indices == (0,)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"keys": 3}', '{"keys": ["other"], "since": "now"}'])

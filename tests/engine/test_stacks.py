@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mgpu_check.processes.stacks import clean, place_of
+from mgpu_check.processes.stacks import clean, location_of
 
 TEXT = """Thread 0x00007f0000000001 (most recent call first):
   File "/lib/python3.11/threading.py", line 1 in wait
@@ -23,41 +23,43 @@ def test_the_engines_frames_are_left_out():
 
 
 def test_the_collective_and_where_it_was_called():
-    place = place_of(TEXT)
-    assert place is not None
-    assert (place.collective, place.function, place.line) == ("barrier", "barrier", 38)
-    assert str(place) == "barrier (/home/train.py:38)"
+    location = location_of(TEXT)
+    assert location is not None
+    assert (location.collective, location.function, location.line) == ("barrier", "barrier", 38)
+    assert str(location) == "barrier (/home/train.py:38)"
 
 
 def test_no_collective():
-    place = place_of('Current thread 0x1 (most recent call first):\n  File "/home/train.py", line 3 in load\n')
-    assert place is not None
-    assert place.collective is None
-    assert str(place) == "load (/home/train.py:3)"
+    location = location_of('Current thread 0x1 (most recent call first):\n  File "/home/train.py", line 3 in load\n')
+    assert location is not None
+    assert location.collective is None
+    assert str(location) == "load (/home/train.py:3)"
 
 
 def test_nothing_to_read():
-    assert place_of("") is None
+    assert location_of("") is None
 
 
 def test_the_line_is_that_of_the_code_under_test_and_the_function_the_innermost():
-    place = place_of(
+    location = location_of(
         'Current thread 0x1 (most recent call first):\n  File "/env/lib/python3.11/re/__init__.py", line 166 in match\n'
         '  File "/env/lib/python3.11/site-packages/words/parse.py", line 7 in parse\n'
         '  File "/home/train.py", line 3 in load\n'
     )
-    assert str(place) == "match (/home/train.py:3)"
+    assert str(location) == "match (/home/train.py:3)"
 
 
 def test_what_is_installed_counts_where_nothing_else_is_on_the_stack():
-    place = place_of('Current thread 0x1 (most recent call first):\n  File "/lib/python3.11/re.py", line 1 in match\n')
-    assert str(place) == "match (/lib/python3.11/re.py:1)"
+    location = location_of(
+        'Current thread 0x1 (most recent call first):\n  File "/lib/python3.11/re.py", line 1 in match\n'
+    )
+    assert str(location) == "match (/lib/python3.11/re.py:1)"
 
 
 def test_the_reducer_of_ddp_waits_for_the_others():
-    place = place_of(
+    location = location_of(
         "Current thread 0x1 (most recent call first):\n"
         '  File "/env/site-packages/torch/nn/parallel/distributed.py", line 1550 in _pre_forward\n'
         '  File "/home/train.py", line 3 in step\n'
     )
-    assert place is not None and place.collective == "_pre_forward" and place.line == 3
+    assert location is not None and location.collective == "_pre_forward" and location.line == 3

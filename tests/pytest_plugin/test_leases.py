@@ -49,7 +49,7 @@ class Use:
     def __init__(self, request):
         session = request.config.stash[SESSION]
         self.name = request.node.name
-        self.devices = [str(session.devices[i].uuid) if session.devices else str(i) for i in session.leasing.places]
+        self.devices = [str(session.devices[i].uuid) if session.devices else str(i) for i in session.leasing.indices]
     def __enter__(self):
         note("begins", self.name, *self.devices)
     def __exit__(self, *error):

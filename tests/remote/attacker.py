@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from mgpu_check.engine.remote.credentials import Key, Stranger, new_secret, present, verify
 from mgpu_check.engine.remote.lines import line
 from mgpu_check.engine.remote.meeting import PREFIX, Meeting
-from mgpu_check.engine.remote.variables import Place, place_of
+from mgpu_check.engine.remote.variables import LaunchedProcess, launched_process_of
 
 NOBODY = 65534
 _TIMEOUT = 10.0
@@ -56,10 +56,10 @@ def guesses(said: str, variables: dict[str, str]) -> list[Key]:
     """Keys out of all that stands in the store, as it is and for the run, and some that a sloppy program might have."""
     secrets = [bytes.fromhex(found) for found in set(re.findall(r"(?:[0-9a-f]{2}){16,}", said))]
     secrets += [b"", bytes(32), said.encode(), json.loads(said)["said"].encode()]
-    place = place_of(variables)
-    assert place is not None
+    launched = launched_process_of(variables)
+    assert launched is not None
     keys = [Key(secret, "a guess") for secret in secrets]
-    return [*keys, *(key.of_run(place.identity) for key in keys)]
+    return [*keys, *(key.of_run(launched.identity) for key in keys)]
 
 
 def join(port: int, key_file: str, marker: str, variables: dict[str, str]) -> dict[str, Any]:
@@ -104,11 +104,11 @@ def command(port: int, marker: str, secret: str | None) -> dict[str, Any]:
     Args:
         secret: a key that is put into the store, too; None where there is none.
     """
-    place = Place("variables", 0, 2, None, None, None, "127.0.0.1", port)
+    launched = LaunchedProcess("variables", 0, 2, None, None, None, "127.0.0.1", port)
     key = Key(new_secret(), "the attacker")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(_TIMEOUT)
-        meeting = Meeting(place, 30.0, None if secret else key)
+        meeting = Meeting(launched, 30.0, None if secret else key)
         announced = meeting.announce("127.0.0.1", listener.getsockname()[1])
         print("ready", flush=True)
         found: dict[str, Any] = {"user": os.geteuid(), "obeyed": ""}

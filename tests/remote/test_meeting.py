@@ -15,20 +15,20 @@ from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, endpoint, new_secret
 from mgpu_check.engine.remote.joining import Refused, Run, connect
 from mgpu_check.engine.remote.meeting import Announced, End, Meeting
-from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.variables import LaunchedProcess
 from tests.remote.conftest import free_port
 
 USER = Key(new_secret(), "/home/user/key")
 HUB_KEY = Key(new_secret(), "this test")
 
 
-def place(rank: int, port: int, **more: Any) -> Place:
-    return Place("variables", rank, 2, None, None, None, "127.0.0.1", port, **more)
+def launched(rank: int, port: int, **more: Any) -> LaunchedProcess:
+    return LaunchedProcess("variables", rank, 2, None, None, None, "127.0.0.1", port, **more)
 
 
 @pytest.fixture
 def meeting() -> Meeting:
-    return Meeting(place(0, free_port()), 30.0, USER)
+    return Meeting(launched(0, free_port()), 30.0, USER)
 
 
 @pytest.fixture
@@ -115,12 +115,12 @@ def test_an_end_is_believed_of_that_driver_only(meeting: Meeting):
 
 def test_a_trusted_network_has_the_key_in_the_store():
     port = free_port()
-    trusting = Meeting(place(0, port), 30.0, None)
+    trusting = Meeting(launched(0, port), 30.0, None)
     announced = trusting.announce("127.0.0.1", 4711)
-    assert Meeting(place(1, port), 30.0, None).driver() == announced
+    assert Meeting(launched(1, port), 30.0, None).driver() == announced
     with pytest.raises(Stranger, match="--trust-network, which this process was started without"):
-        Meeting(place(1, port), 30.0, USER).driver()
-    Meeting(place(1, port), 30.0, USER).announce("127.0.0.1", 4711)
+        Meeting(launched(1, port), 30.0, USER).driver()
+    Meeting(launched(1, port), 30.0, USER).announce("127.0.0.1", 4711)
     with pytest.raises(Stranger, match="without --trust-network, which this process was started with"):
         trusting.driver()
 
@@ -128,12 +128,12 @@ def test_a_trusted_network_has_the_key_in_the_store():
 def test_a_process_with_another_key_is_refused_and_seen_by_the_driver(connections: Connections):
     """Hosts that do not share the file: both sides say so, the driver long before its agents are given up."""
     port = free_port()
-    meeting = Meeting(place(0, port), 30.0, USER)
+    meeting = Meeting(launched(0, port), 30.0, USER)
     meeting.announce("127.0.0.1", connections.port)
     warned: list[str] = []
     seen = threading.Event()
     connections.warn = lambda text: (warned.append(text), seen.set())[0]
-    other = Run(place(1, port), Key(new_secret(), "/home/other/key"), [], 5.0)
+    other = Run(launched(1, port), Key(new_secret(), "/home/other/key"), [], 5.0)
     with pytest.raises(
         Refused, match=r"another key than the one in /home/other/key.*--agent-key-file.*--trust-network"
     ):
@@ -189,19 +189,19 @@ def test_a_driver_that_dies_before_anybody_joins_is_waited_for_by_nobody(code: i
     """Neither by the agent that has started it, nor by the others, which that one tells."""
     port = free_port()
     monkeypatch.setattr("mgpu_check.engine.remote.joining.start_driver", lambda *_: Ended(code))
-    first = Run(place(0, port, final=True), USER, [], 600.0)
+    first = Run(launched(0, port, final=True), USER, [], 600.0)
     found = first.join()
     assert found == end
     first.note_end(end.code)
-    assert Run(place(1, port, final=True), USER, [], 600.0).join() == end
+    assert Run(launched(1, port, final=True), USER, [], 600.0).join() == end
 
 
 def test_the_first_agent_leaves_if_a_driver_of_an_earlier_attempt_goes_meanwhile(connections: Connections, monkeypatch):
     port = free_port()
-    meeting = Meeting(place(0, port), 30.0, USER)
+    meeting = Meeting(launched(0, port), 30.0, USER)
     announced = meeting.announce("127.0.0.1", free_port())  # nobody is there
-    run = Run(place(1, port), USER, [], 600.0)
-    run._place, run._driver = place(0, port), announced
+    run = Run(launched(1, port), USER, [], 600.0)
+    run._launched, run._driver = launched(0, port), announced
     assert run.join() == End(None)
 
 
@@ -233,7 +233,7 @@ def own_address() -> str | None:
 
 def test_the_driver_listens_no_wider_than_needed():
     def at(address: str, rendezvous: str = "", **more: Any) -> tuple[str, str]:
-        one = Place("torchrun", 0, 4, 0, 2, 0, address, 29500, **more)
+        one = LaunchedProcess("torchrun", 0, 4, 0, 2, 0, address, 29500, **more)
         listener, announced = listener_for(one, rendezvous)
         with listener:
             return listener.getsockname()[0], announced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mgpu_check.engine.remote.variables import Place, first_host, place_of
+from mgpu_check.engine.remote.variables import LaunchedProcess, first_host, launched_process_of
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -34,53 +34,53 @@ CLASSIC = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTE
 
 
 def test_of_torchrun():
-    place = Place("torchrun", 5, 8, 1, 4, 1, "alpha", 29500, has_store=True, final=False, run="none")
-    assert place_of(TORCHRUN) == place
+    launched = LaunchedProcess("torchrun", 5, 8, 1, 4, 1, "alpha", 29500, has_store=True, final=False, run="none")
+    assert launched_process_of(TORCHRUN) == launched
 
 
 @pytest.mark.parametrize(("name", "value", "attribute"), [("TORCHELASTIC_USE_AGENT_STORE", "False", "has_store")])
 def test_torchrun_may_keep_its_store_for_itself(name, value, attribute):
-    place = place_of({**TORCHRUN, name: value})
-    assert place is not None and getattr(place, attribute) is False
+    launched = launched_process_of({**TORCHRUN, name: value})
+    assert launched is not None and getattr(launched, attribute) is False
 
 
 def test_torchrun_without_restarts_is_final():
-    place = place_of({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})
-    assert place is not None and place.final
+    launched = launched_process_of({**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "0"})
+    assert launched is not None and launched.final
 
 
 def test_runs_of_one_user_are_told_apart():
     """What is shown to one run by the key of its user must mean nothing in another."""
     others = [{**TORCHRUN, "TORCHELASTIC_RUN_ID": "other"}, {**TORCHRUN, "MASTER_PORT": "29501"}, SLURM, CLASSIC]
     others += [{**SLURM, "SLURM_STEP_ID": "3", "MASTER_PORT": "29500"}, {**SLURM, "MASTER_PORT": "29500"}]
-    runs = [place_of(variables) for variables in (TORCHRUN, *others)]
+    runs = [launched_process_of(variables) for variables in (TORCHRUN, *others)]
     assert len({run.identity for run in runs if run is not None}) == len(runs)
 
 
 @pytest.mark.parametrize(("size", "alone"), [("4", True), ("8", False)])
 def test_torchrun_says_whether_all_are_on_one_machine(size: str, alone: bool):
-    place = place_of({**TORCHRUN, "RANK": "1", "WORLD_SIZE": size})
-    assert place is not None and place.alone is alone
+    launched = launched_process_of({**TORCHRUN, "RANK": "1", "WORLD_SIZE": size})
+    assert launched is not None and launched.alone is alone
 
 
 def test_of_srun():
-    place = place_of(SLURM)
-    assert place is not None
-    assert (place.launcher, place.rank, place.size, place.local_rank, place.node) == ("srun", 3, 4, 1, 1)
-    assert place.address == "gpu07"  # where rank 0 is, and not where srun was called
-    assert place.final
-    assert {place_of({**SLURM, "SLURM_PROCID": str(rank)}).port for rank in range(4)} == {place.port}  # type: ignore[union-attr]
-    assert 15_000 <= place.port < 31_000
+    launched = launched_process_of(SLURM)
+    assert launched is not None
+    assert (launched.launcher, launched.rank, launched.size, launched.local_rank, launched.node) == ("srun", 3, 4, 1, 1)
+    assert launched.address == "gpu07"  # where rank 0 is, and not where srun was called
+    assert launched.final
+    assert {launched_process_of({**SLURM, "SLURM_PROCID": str(rank)}).port for rank in range(4)} == {launched.port}  # type: ignore[union-attr]
+    assert 15_000 <= launched.port < 31_000
 
 
 def test_of_srun_with_an_address():
-    place = place_of({**SLURM, "MASTER_ADDR": "ib-gpu07", "MASTER_PORT": "12345"})
-    assert place is not None
-    assert (place.address, place.port) == ("ib-gpu07", 12345)
+    launched = launched_process_of({**SLURM, "MASTER_ADDR": "ib-gpu07", "MASTER_PORT": "12345"})
+    assert launched is not None
+    assert (launched.address, launched.port) == ("ib-gpu07", 12345)
 
 
 def test_of_the_classic_variables():
-    assert place_of(CLASSIC) == Place("variables", 1, 2, None, None, None, "job-master-0", 23456)
+    assert launched_process_of(CLASSIC) == LaunchedProcess("variables", 1, 2, None, None, None, "job-master-0", 23456)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_of_the_classic_variables():
     ],
 )
 def test_alone(environment):
-    assert place_of(environment) is None
+    assert launched_process_of(environment) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_alone(environment):
 )
 def test_variables_that_cannot_be(environment, text):
     with pytest.raises(ValueError, match=text):
-        place_of(environment)
+        launched_process_of(environment)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.variables import LaunchedProcess
 
 __all__ = ["is_loopback", "listen_at", "listener_for", "rendezvous_of", "words_of_parent"]
 
@@ -45,27 +45,27 @@ def is_loopback(host: str) -> bool:
     return bool(_LOCAL_NAMES.fullmatch(host)) if number is None else number.is_loopback
 
 
-def listener_for(place: Place, rendezvous: str = "") -> tuple[socket.socket, str]:
+def listener_for(launched: LaunchedProcess, rendezvous: str = "") -> tuple[socket.socket, str]:
     """Open a socket for the driver, on a free port; return it and the address at which all agents reach it.
 
     Args:
         rendezvous: the host at which the launcher's own processes meet, where that is known.
     """
-    if place.alone or is_loopback(place.address) or is_loopback(rendezvous):
-        given = [host for host in (place.address, rendezvous) if _number(host) is not None and is_loopback(host)]
+    if launched.alone or is_loopback(launched.address) or is_loopback(rendezvous):
+        given = [host for host in (launched.address, rendezvous) if _number(host) is not None and is_loopback(host)]
         for host in (*given, *_LOOPBACKS):
             with contextlib.suppress(OSError):
                 return listen_at(host), host
-    for host in (*_numbers_of(place.address), *_nearest_to(place.address)):
+    for host in (*_numbers_of(launched.address), *_nearest_to(launched.address)):
         with contextlib.suppress(OSError):
             # A name may be spelled as others know it, but its number here is not one of this machine alone.
-            return listen_at(host), place.address if "%" in host else host
+            return listen_at(host), launched.address if "%" in host else host
     # This machine knows its own name as one of itself alone, and cannot tell by which address the others reach it.
     if socket.has_dualstack_ipv6():
         return socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG
-        ), place.address
-    return socket.create_server(("", 0), backlog=_BACKLOG), place.address
+        ), launched.address
+    return socket.create_server(("", 0), backlog=_BACKLOG), launched.address
 
 
 def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

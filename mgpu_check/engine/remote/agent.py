@@ -21,7 +21,7 @@ from mgpu_check.engine.remote.joining import Refused, Run, connect
 from mgpu_check.engine.remote.keyfile import UnusableKey
 from mgpu_check.engine.remote.lines import Lines, line, shut, tune
 from mgpu_check.engine.remote.meeting import Announced, End
-from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.engine.remote.versions import versions
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes import prctl
@@ -44,14 +44,14 @@ _METHODS = frozenset(
 
 
 def main(
-    place: Place,
+    launched: LaunchedProcess,
     arguments: Sequence[str],
     preload: Sequence[str],
     simulate: str | None,
     timeout: float,
     key: Callable[[], Key | None],
 ) -> int:
-    """Be the agent at `place` until the run is over; its exit code.
+    """Be the agent of the process `launched` until the run is over; its exit code.
 
     Args:
         arguments: of the driver, which the agent of rank 0 starts.
@@ -59,26 +59,26 @@ def main(
         timeout: seconds to wait for a driver.
         key: gives the key of the user, None where the network is trusted; raises `UnusableKey`.
     """
-    if place.launcher == "torchrun" and not _bound_to_parent():
+    if launched.launcher == "torchrun" and not _bound_to_parent():
         return NO_DRIVER
     # Until there is a driver to tell, the agent just ends, even while it waits in the store; its fork server follows.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     code = exit_codes.of_earlier_attempt(os.environ)
     if code is not None:
-        exit_codes.leave(code, place, os.environ)
-        return exit_codes.share_of(code, place)
+        exit_codes.leave(code, launched, os.environ)
+        return exit_codes.share_of(code, launched)
     launcher = LocalLauncher(preload, simulate)
     launcher.start()  # it imports torch while this process does
     run: Run | None = None
     try:
         try:
-            run = Run(place, key(), arguments, max(timeout, _LEAST_TIMEOUT))
+            run = Run(launched, key(), arguments, max(timeout, _LEAST_TIMEOUT))
             joined = run.join()
         except (UnusableKey, Refused) as refusal:
-            return _leave_early(place, str(refusal), MISUSE)
+            return _leave_early(launched, str(refusal), MISUSE)
         except (StartupFailure, RuntimeError, OSError) as failure:  # of the store, too: torch raises RuntimeError
-            return _leave_early(place, str(failure), NO_DRIVER)
-        code = joined.code if isinstance(joined, End) else Agent(joined, launcher, place, run.driver).serve()
+            return _leave_early(launched, str(failure), NO_DRIVER)
+        code = joined.code if isinstance(joined, End) else Agent(joined, launcher, launched, run.driver).serve()
         run.note_end(code)
     finally:
         launcher.close()
@@ -86,13 +86,13 @@ def main(
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.process.wait(_END_TIMEOUT)
     if code is None:
-        return _leave_early(place, _end_of(run.process), NO_DRIVER)
-    exit_codes.leave(code, place, os.environ)
-    return exit_codes.share_of(code, place)
+        return _leave_early(launched, _end_of(run.process), NO_DRIVER)
+    exit_codes.leave(code, launched, os.environ)
+    return exit_codes.share_of(code, launched)
 
 
-def _leave_early(place: Place, why: str, code: int) -> int:
-    print(f"mgpu-check: rank {place.rank} on {socket.gethostname()}: {why}", file=sys.stderr)
+def _leave_early(launched: LaunchedProcess, why: str, code: int) -> int:
+    print(f"mgpu-check: rank {launched.rank} on {socket.gethostname()}: {why}", file=sys.stderr)
     return code
 
 
@@ -114,12 +114,14 @@ class _Left(Exception):
 
 
 class Agent:
-    """The processes of this place, for the driver that it has joined."""
+    """The processes that run here, for the driver that it has joined."""
 
-    def __init__(self, connection: socket.socket, launcher: LocalLauncher, place: Place, driver: Announced) -> None:
+    def __init__(
+        self, connection: socket.socket, launcher: LocalLauncher, launched: LaunchedProcess, driver: Announced
+    ) -> None:
         self.connection = connection
         self.launcher = launcher
-        self.place = place
+        self.launched = launched
         self.driver = driver
         self.lines = Lines()
         self.processes: dict[int, Process] = {}
@@ -153,17 +155,17 @@ class Agent:
         """Describe this agent to the driver."""
         import torch
 
-        place = self.place
+        launched = self.launched
         return {
-            "rank": place.rank,
-            "local_rank": place.local_rank,
-            "local_size": place.local_size,
-            "node": place.node,
+            "rank": launched.rank,
+            "local_rank": launched.local_rank,
+            "local_size": launched.local_size,
+            "node": launched.node,
             "host": socket.gethostname(),
-            "launcher": place.launcher,
-            "final": place.final,
-            "address": place.address,
-            "port": place.port,
+            "launcher": launched.launcher,
+            "final": launched.final,
+            "address": launched.address,
+            "port": launched.port,
             "devices": torch.cuda.device_count(),
             "versions": versions(),
         }
@@ -206,7 +208,7 @@ class Agent:
         with contextlib.suppress(OSError):
             self.say(event="leaving")
         self.launcher.close()
-        if self.place.rank != 0 or not self.place.final:
+        if self.launched.rank != 0 or not self.launched.final:
             raise SystemExit(128 + signal.SIGTERM)
         self.connection.settimeout(_END_TIMEOUT)
         with contextlib.suppress(OSError, EOFError, ValueError):

@@ -19,7 +19,7 @@ from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key
 from mgpu_check.engine.remote.current import become
 from mgpu_check.engine.remote.launcher import AgentLauncher
-from mgpu_check.engine.remote.variables import OF_LAUNCHERS, Place
+from mgpu_check.engine.remote.variables import OF_LAUNCHERS, LaunchedProcess
 from mgpu_check.engine.remote.versions import versions
 
 __all__ = ["Driver", "is_driver", "start_driver", "take_over"]
@@ -29,7 +29,7 @@ _PATIENCE = 300.0
 
 
 def start_driver(
-    place: Place, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
+    launched: LaunchedProcess, listener: socket.socket, key: Key, trusting: str, arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
     """Start the driver in a session of its own: torchrun ends this process with all of its group, to start it anew.
 
@@ -38,10 +38,10 @@ def start_driver(
     """
     read, write = os.pipe()
     # What becomes of this process says nothing; what becomes of torchrun does.
-    parent = os.pidfd_open(os.getppid()) if place.launcher == "torchrun" else None
+    parent = os.pidfd_open(os.getppid()) if launched.launcher == "torchrun" else None
     passed = [read, listener.fileno(), *([] if parent is None else [parent])]
-    told: dict[str, Any] = {"listener": listener.fileno(), "size": place.size, "parent": parent}
-    told |= {"key": key.secret.hex(), "trusting": trusting, "command": _command_of(place)}
+    told: dict[str, Any] = {"listener": listener.fileno(), "size": launched.size, "parent": parent}
+    told |= {"key": key.secret.hex(), "trusting": trusting, "command": _command_of(launched)}
     with os.fdopen(write, "w") as pipe:
         json.dump(told, pipe)
     gone = {name for name in os.environ if OF_LAUNCHERS.fullmatch(name)}
@@ -61,12 +61,12 @@ def start_driver(
                 os.close(fd)
 
 
-def _command_of(place: Place) -> list[str]:
-    """Return the words that launched the process at `place`, up to the name of this package."""
+def _command_of(launched: LaunchedProcess) -> list[str]:
+    """Return the words that launched this process, up to the name of this package."""
     plain = [sys.executable, "-m", "mgpu_check"]
-    if place.launcher == "srun":
-        return ["srun", f"--ntasks={place.size}", *plain]
-    if place.launcher == "torchrun":
+    if launched.launcher == "srun":
+        return ["srun", f"--ntasks={launched.size}", *plain]
+    if launched.launcher == "torchrun":
         words = words_of_parent()
         ends = [i for i, word in enumerate(words) if os.path.basename(word) in ("mgpu_check", "mgpu-check")]
         if not ends:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.variables import LaunchedProcess
 
 __all__ = ["leave", "of_earlier_attempt", "share_of"]
 
@@ -23,19 +23,19 @@ _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _KEY = "mgpu_check_exit_code"
 
 
-def share_of(code: int, place: Place) -> int:
-    """Return the exit code of the process at `place`, in a run that ends with `code`."""
-    return code if _leads(place) else 0
+def share_of(code: int, launched: LaunchedProcess) -> int:
+    """Return the exit code of the process `launched`, in a run that ends with `code`."""
+    return code if _leads(launched) else 0
 
 
-def _leads(place: Place) -> bool:
-    return place.local_rank == 0 if place.launcher == "torchrun" else place.rank == 0
+def _leads(launched: LaunchedProcess) -> bool:
+    return launched.local_rank == 0 if launched.launcher == "torchrun" else launched.rank == 0
 
 
-def leave(code: int, place: Place, environment: Mapping[str, str]) -> None:
+def leave(code: int, launched: LaunchedProcess, environment: Mapping[str, str]) -> None:
     """Tell torchrun, and the processes that it may start next, why this one exits with `code`."""
     name = environment.get(_VARIABLE)
-    if name is None or not _leads(place):
+    if name is None or not _leads(launched):
         return
     text = f"mgpu-check: pytest has ended with exit code {code}; its report stands in the output of rank 0"
     extra = {"py_callstack": text, "timestamp": str(int(time.time())), _KEY: code}

@@ -13,7 +13,7 @@ from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, presen
 from mgpu_check.engine.remote.driver import start_driver
 from mgpu_check.engine.remote.keyfile import REMEDY
 from mgpu_check.engine.remote.meeting import Announced, End, Meeting
-from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.errors import StartupFailure
 
 __all__ = ["Refused", "Run", "connect"]
@@ -60,7 +60,7 @@ class Run:
         driver: the one to join; to be asked for only after `join` has returned a connection.
     """
 
-    def __init__(self, place: Place, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
+    def __init__(self, launched: LaunchedProcess, key: Key | None, arguments: Sequence[str], timeout: float) -> None:
         """Meet the others; rank 0 starts the driver, unless one is left from an earlier attempt.
 
         Args:
@@ -71,12 +71,12 @@ class Run:
             RuntimeError, OSError: the store cannot be reached.
         """
         self.process: subprocess.Popen[bytes] | None = None
-        self._place = place
+        self._launched = launched
         self._timeout = timeout
-        self._meeting = Meeting(place, timeout, key)
+        self._meeting = Meeting(launched, timeout, key)
         self._own = key
         self._driver: Announced | None = None
-        if place.rank == 0:
+        if launched.rank == 0:
             self._driver = self._left() or self._start(arguments)
 
     @property
@@ -96,13 +96,13 @@ class Run:
 
     def _start(self, arguments: Sequence[str]) -> Announced:
         rendezvous = ""
-        if self._place.launcher == "torchrun":
+        if self._launched.launcher == "torchrun":
             rendezvous = rendezvous_of(words_of_parent(), os.environ.get("PET_RDZV_ENDPOINT", ""))
-        listener, address = listener_for(self._place, rendezvous)
+        listener, address = listener_for(self._launched, rendezvous)
         with listener:
             announced = self._meeting.announce(address, listener.getsockname()[1])
-            trusting = "" if self._own else f"{self._place.address}:{self._place.port}"
-            self.process = start_driver(self._place, listener, announced.key, trusting, arguments)
+            trusting = "" if self._own else f"{self._launched.address}:{self._launched.port}"
+            self.process = start_driver(self._launched, listener, announced.key, trusting, arguments)
         return announced
 
     def join(self) -> socket.socket | End:
@@ -118,11 +118,11 @@ class Run:
         while time.monotonic() < deadline:
             if self.process is not None and (code := self.process.poll()) is not None:
                 return End(code if code >= 0 else None)
-            if self._place.rank != 0:
+            if self._launched.rank != 0:
                 self._driver = self._announced()
             if self._driver is not None:
                 end = self._meeting.ended(self._driver)
-                if end is not None and (end.code is not None or self._place.final):
+                if end is not None and (end.code is not None or self._launched.final):
                     return end
                 if end is not None and gone != self._driver.name:
                     # It may be that of an earlier attempt, and the next is about to be announced.
@@ -131,7 +131,7 @@ class Run:
                 try:
                     return connect(self._driver)
                 except ConnectionRefusedError as error:
-                    if self._place.rank == 0 and self.process is None:
+                    if self._launched.rank == 0 and self.process is None:
                         return End(None)  # it was there a moment ago, and nobody but this agent would start another
                     reason = str(error) if end is None else reason
                 except (OSError, Stranger) as error:
@@ -166,7 +166,7 @@ class Run:
 
     def note_end(self, code: int | None) -> None:
         """Tell those that come late how the run has ended, `code` None if the driver is gone without a word."""
-        if self._place.rank == 0 and self._driver is not None:
+        if self._launched.rank == 0 and self._driver is not None:
             try:
                 self._meeting.end(self._driver, code)
             except RuntimeError:

@@ -75,7 +75,7 @@ class AgentLauncher:
             raise WrongLaunch(self._missing(missing))
         agents = [connections.agents[rank] for rank in range(connections.size)]
         self._compare(agents)
-        # Rank 0 itself may know the place as "localhost"; its neighbours on other hosts cannot.
+        # Rank 0 itself may know the host as "localhost"; its neighbours on other hosts cannot.
         beyond = next((agent for agent in agents if agent.host != agents[0].host), agents[0])
         self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
         by_node: dict[object, list[Agent]] = {}
@@ -89,8 +89,8 @@ class AgentLauncher:
             here.sort(key=lambda agent: (agent.told["local_rank"] or 0, agent.rank))
             name = names[index] if names.count(names[index]) == 1 else f"{names[index]} (node {index})"
             self.hosts.append(Host(name, tuple(agent.rank for agent in here)))
-            for place, agent in enumerate(here):
-                self._rank_at[Slot(index, place)] = agent.rank
+            for device, agent in enumerate(here):
+                self._rank_at[Slot(index, device)] = agent.rank
                 connections.host_names[agent.rank] = name
         return list(self._rank_at)
 

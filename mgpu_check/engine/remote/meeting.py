@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.engine.remote.addresses import is_loopback, listen_at
 from mgpu_check.engine.remote.credentials import Key, Stranger, WrongKey, new_secret
-from mgpu_check.engine.remote.variables import Place
+from mgpu_check.engine.remote.variables import LaunchedProcess
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -57,7 +57,7 @@ class End:
 class Meeting:
     """The place in the store where the driver is announced, and how it has ended. Imports torch."""
 
-    def __init__(self, place: Place, timeout: float, key: Key | None) -> None:
+    def __init__(self, launched: LaunchedProcess, timeout: float, key: Key | None) -> None:
         """Connect to the store; rank 0 makes it where the launcher has none.
 
         Args:
@@ -68,18 +68,18 @@ class Meeting:
         """
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._key = None if key is None else key.of_run(place.identity)
-        self._identity = place.identity
-        master = not place.has_store and place.rank == 0
+        self._key = None if key is None else key.of_run(launched.identity)
+        self._identity = launched.identity
+        master = not launched.has_store and launched.rank == 0
         own = None
-        if master and place.port and is_loopback(place.address):
+        if master and launched.port and is_loopback(launched.address):
             # By itself the store listens at all addresses of the machine.
-            own = listen_at(place.address, place.port).detach()
+            own = listen_at(launched.address, launched.port).detach()
         self._store: Store = PrefixStore(
             PREFIX,
             TCPStore(
-                place.address,
-                place.port,
+                launched.address,
+                launched.port,
                 is_master=master,
                 wait_for_workers=False,
                 timeout=datetime.timedelta(seconds=timeout),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OF_LAUNCHERS", "Place", "first_host", "place_of"]
+__all__ = ["OF_LAUNCHERS", "LaunchedProcess", "first_host", "launched_process_of"]
 
 OF_LAUNCHERS = re.compile(
     r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)"
@@ -20,8 +20,8 @@ _FIRST_PORT, _PORTS = 15_000, 16_000
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a process among those that were launched together.
+class LaunchedProcess:
+    """One of the processes that were launched together, as the variables describe it.
 
     Attributes:
         rank: of this process; `size`: how many there are.
@@ -54,24 +54,24 @@ class Place:
         return f"{self.launcher} {self.run} {self.port} {self.size}"
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
-    """Return the place that `environment` describes; None for a process that is alone.
+def launched_process_of(environment: Mapping[str, str]) -> LaunchedProcess | None:
+    """Return the launched process that `environment` describes; None for a process that is alone.
 
     Raises:
         ValueError: a variable is missing, or is no number.
     """
     variables = _Variables(environment)
     if "TORCHELASTIC_RUN_ID" in environment:
-        place = _of_torchrun(variables)
+        launched = _of_torchrun(variables)
     elif environment.get("SLURM_STEP_ID", "").isdecimal() and "SLURM_PROCID" in environment:
-        place = _of_srun(variables)
+        launched = _of_srun(variables)
     elif {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environment.keys():
-        place = _of_classic_variables(variables)
+        launched = _of_classic_variables(variables)
     else:
         return None
-    if not 0 <= place.rank < place.size:
-        raise ValueError(f"rank {place.rank} of {place.size}: {place.launcher} has set a rank that cannot be")
-    return place if place.size > 1 else None
+    if not 0 <= launched.rank < launched.size:
+        raise ValueError(f"rank {launched.rank} of {launched.size}: {launched.launcher} has set a rank that cannot be")
+    return launched if launched.size > 1 else None
 
 
 class _Variables:
@@ -95,8 +95,8 @@ class _Variables:
         return None
 
 
-def _of_torchrun(variables: _Variables) -> Place:
-    return Place(
+def _of_torchrun(variables: _Variables) -> LaunchedProcess:
+    return LaunchedProcess(
         "torchrun",
         rank=variables.number("RANK"),
         size=variables.number("WORLD_SIZE"),
@@ -112,12 +112,12 @@ def _of_torchrun(variables: _Variables) -> Place:
     )
 
 
-def _of_srun(variables: _Variables) -> Place:
+def _of_srun(variables: _Variables) -> LaunchedProcess:
     environment = variables.environment
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST") or ""
     alone = (variables.perhaps("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1) == 1
     job = variables.perhaps("SLURM_JOB_ID", "SLURM_JOBID") or 0
-    return Place(
+    return LaunchedProcess(
         "srun",
         rank=variables.number("SLURM_PROCID"),
         size=variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
@@ -133,8 +133,8 @@ def _of_srun(variables: _Variables) -> Place:
     )
 
 
-def _of_classic_variables(variables: _Variables) -> Place:
-    return Place(
+def _of_classic_variables(variables: _Variables) -> LaunchedProcess:
+    return LaunchedProcess(
         "variables",
         rank=variables.number("RANK"),
         size=variables.number("WORLD_SIZE"),

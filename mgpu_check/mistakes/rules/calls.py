@@ -31,8 +31,8 @@ def other_sizes(calls: Calls) -> Finding | None:
             return None
         fills = any(word in name for word in _FILLING for name in names)
         return Finding("uneven-gather", calls.parting) if fills else None
-    places = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
-    if len(places) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
+    sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
+    if len(sites) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
         return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(calls.told))
     return None
 
@@ -51,8 +51,8 @@ def enter_other_collectives(calls: Calls) -> Finding | None:
     """Name a decision per rank, where ranks have entered other collectives, or some have none left to enter."""
     if other_sizes(calls):
         return None
-    places = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
-    if not calls.parted and len(places) < 2 and not (places and calls.some_finished):
+    sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
+    if not calls.parted and len(sites) < 2 and not (sites and calls.some_finished):
         return None
     told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
     return Finding("decision-per-rank", told)

@@ -220,7 +220,7 @@ def first_shard_for_all(tensors: Tensors) -> Finding | None:
             return Finding(
                 "not-scattered",
                 f"{tensors.names[0]} is what one device gives when every shard has the first shard's values of tensor "
-                f"{other.place} of the batch",
+                f"{other.index} of the batch",
             )
     return None
 
@@ -257,5 +257,5 @@ def _same_rows(got: torch.Tensor, right: torch.Tensor) -> bool:
     rows, others = got.reshape(len(got), -1), right.reshape(len(right), -1)
     distance = (rows[:, None] - others[None]).abs().amax(-1)
     slack = _EQUAL * float(others.abs().max())
-    places = distance.argmin(1).tolist()
-    return bool((distance.amin(1) <= slack).all()) and sorted(places) == list(range(len(rows))) != places
+    order = distance.argmin(1).tolist()
+    return bool((distance.amin(1) <= slack).all()) and sorted(order) == list(range(len(rows))) != order
