@@ -50,11 +50,11 @@ def assert_allreduce_matches(
         )
     if not isinstance(results, Mapping) and len(held) != count:
         raise AllreduceMismatch(f"{what}: {len(held)} results for {count} contributions", ranks=range(len(held), count))
-    judged = (
-        (_judge(result, should.value, should.tolerance, should.parts, rank, count), rank)
+    texts = (
+        (_difference(result, should.value, should.tolerance, should.parts, rank, count), rank)
         for rank, result in sorted(held.items())
     )
-    found = grouped((text, rank) for text, rank in judged if text)
+    found = grouped((text, rank) for text, rank in texts if text)
     if not found:
         return
     wrong = sorted(rank for _, ranks in found for rank in ranks)
@@ -65,7 +65,7 @@ def assert_allreduce_matches(
     raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong)
 
 
-def _judge(
+def _difference(
     result: torch.Tensor,
     value: torch.Tensor,
     tolerance: torch.Tensor,

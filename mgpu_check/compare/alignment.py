@@ -160,7 +160,7 @@ class Aligned:
         return min(len(trace.steps) for trace in (self.one, *self.ranks))
 
     @property
-    def judged(self) -> int:
+    def compared(self) -> int:
         """The number of those before one device has what is no finite number: after that all are alike, and say nothing."""
         return min(self.steps, self.one.finite_steps)
 

@@ -17,7 +17,7 @@ from mgpu_check.compare.obstacles import SNAPSHOT, standing
 from mgpu_check.compare.processes import Run, run
 from mgpu_check.compare.rounding import Rounding, repeatability
 from mgpu_check.compare.trace import Trace
-from mgpu_check.compare.verdict import Verdict, judge, of_failure, refused, starts_its_own, without_steps
+from mgpu_check.compare.verdict import Verdict, of_failure, refused, starts_its_own, verdict_of, without_steps
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
 
@@ -109,12 +109,12 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
         return found
     repeat = repeatability(one.traces[0], again.traces[0])
     if repeat is not None and repeat.step == 0:
-        return judge(aligned, None, repeat)
+        return verdict_of(aligned, None, repeat)
     moved = _run(made, tell, "one device, moved by roundoffs", 1, moved=_SEED)
     if moved.failed:
         return of_failure(moved, moved.failed, one_device=True)
     made.rounding = Rounding(one.traces[0], [moved.traces[0], again.traces[0]])
-    return judge(aligned, made.rounding, repeat)
+    return verdict_of(aligned, made.rounding, repeat)
 
 
 def _several(made: Comparison, tell: Callable[[str], None]) -> Run:

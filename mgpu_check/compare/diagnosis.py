@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
-from mgpu_check.compare.first_difference import Diagnosis, Scene
+from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import DROPOUT, Obstacle, random_parts
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.rules.order import judged
@@ -12,20 +12,20 @@ from mgpu_check.mistakes.rules.order import judged
 __all__ = ["diagnose"]
 
 
-def diagnose(scene: Scene) -> Diagnosis:
+def diagnose(difference: FirstDifference) -> Diagnosis:
     """Diagnose the first step that parts ways."""
-    findings = judged(evidence_of(scene), most=1)
-    obstacles = _obstacles(scene, findings)
+    findings = judged(evidence_of(difference), most=1)
+    obstacles = _obstacles(difference, findings)
     return Diagnosis(
         not obstacles, findings, *((obstacles[0].why, [one.todo for one in obstacles]) if obstacles else ())
     )
 
 
-def _obstacles(scene: Scene, findings: list[Finding]) -> list[Obstacle]:
+def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
     """Return why the difference is none of the training step: what the step was given; nothing where it is one."""
     mistakes = {finding.mistake for finding in findings}
-    if scene.kind == "before":
-        if scene.apart["before"]:
+    if difference.kind == "before":
+        if difference.apart["before"]:
             return []
         return [
             Obstacle(
@@ -33,21 +33,21 @@ def _obstacles(scene: Scene, findings: list[Finding]) -> list[Obstacle]:
                 "seed every process alike before the model is built, and build it before random numbers are drawn",
             )
         ]
-    one, ranks = skips_of(scene.aligned.one, scene.step), skipped_steps(scene)
+    one, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
     if ranks.apart:
         return []
-    if (here := skips_of(scene.aligned.ranks[0], scene.step)) != one:
+    if (here := skips_of(difference.aligned.ranks[0], difference.step)) != one:
         return [
             Obstacle(
-                f"step {scene.step + 1}: GradScaler has skipped {len(one)} steps on one device, and {len(here)} on each rank",
+                f"step {difference.step + 1}: GradScaler has skipped {len(one)} steps on one device, and {len(here)} on each rank",
                 "begin with a smaller scale for the comparison: GradScaler(init_scale=1024.0)",
             )
         ]
-    samples = scene.samples
-    if samples.known and (not samples.same or scene.kind is None):
-        return other_samples(scene.aligned, scene.step, findings)
+    samples = difference.samples
+    if samples.known and (not samples.same or difference.kind is None):
+        return other_samples(difference.aligned, difference.step, findings)
     if "random-numbers-per-rank" in mistakes:
-        random = ", ".join(random_parts(scene.aligned.ranks[0], scene.step))
-        why = f"step {scene.step + 1}: {random} drops other elements on ranks than on one device"
+        random = ", ".join(random_parts(difference.aligned.ranks[0], difference.step))
+        why = f"step {difference.step + 1}: {random} drops other elements on ranks than on one device"
         return [Obstacle(why, DROPOUT)]
     return []

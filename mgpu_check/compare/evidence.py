@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mgpu_check.compare.alignment import Aligned
-from mgpu_check.compare.first_difference import Scene, updates
+from mgpu_check.compare.first_difference import FirstDifference, updates
 from mgpu_check.compare.obstacles import random_parts
 from mgpu_check.compare.trace import Trace
 from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
@@ -25,24 +25,24 @@ _NEAR = 1e-2
 """Of a factor: how far from 1 it says something, and how near to a number it is that number."""
 
 
-def evidence_of(scene: Scene) -> Evidence:
+def evidence_of(difference: FirstDifference) -> Evidence:
     """Return the evidence of why a step parts ways."""
-    world, samples = scene.aligned.world, scene.samples
-    if scene.kind == "before":
-        return Evidence(world, start=_start(scene), loads=_loads(scene))
-    skips = skipped_steps(scene)
+    world, samples = difference.aligned.world, difference.samples
+    if difference.kind == "before":
+        return Evidence(world, start=_start(difference), loads=_loads(difference))
+    skips = skipped_steps(difference)
     if skips.apart:
         return Evidence(world, decisions=[skips])
-    if samples.known and (not samples.same or scene.kind is None):
-        return of_samples(scene.aligned, scene.step)
-    if scene.kind == "gradient":
-        return _of_gradient(scene)
-    return _of_update(scene)
+    if samples.known and (not samples.same or difference.kind is None):
+        return of_samples(difference.aligned, difference.step)
+    if difference.kind == "gradient":
+        return _of_gradient(difference)
+    return _of_update(difference)
 
 
-def skipped_steps(scene: Scene) -> ByRank:
+def skipped_steps(difference: FirstDifference) -> ByRank:
     """Return the steps after which a GradScaler has skipped one, on each rank."""
-    skips = [skips_of(trace, scene.step) for trace in scene.aligned.ranks]
+    skips = [skips_of(trace, difference.step) for trace in difference.aligned.ranks]
     said = ", ".join(f"{len(found)} on rank {rank}" for rank, found in list(enumerate(skips))[:_SHOWN])
     return ByRank(skips, f"GradScaler has skipped steps: {said}")
 
@@ -94,92 +94,93 @@ def _repeated_epoch(aligned: Aligned, step: int) -> str:
     return ""
 
 
-def _start(scene: Scene) -> Start | None:
-    apart = scene.apart["before"]
+def _start(difference: FirstDifference) -> Start | None:
+    apart = difference.apart["before"]
     if not apart:
         return None
-    ranks = named(range(len(scene.aligned.ranks)))
+    ranks = named(range(len(difference.aligned.ranks)))
     return Start(f"before its first step, {ranks} differ in {few(apart, 3)}", "ranks start from other parameters")
 
 
-def _loads(scene: Scene) -> ByRank:
+def _loads(difference: FirstDifference) -> ByRank:
     """Return how often each rank has called load_state_dict until this step."""
-    ranks = scene.aligned.ranks
-    counts = [len([event for event in trace.of("restore") if event["after"] <= scene.step]) for trace in ranks]
+    ranks = difference.aligned.ranks
+    counts = [len([event for event in trace.of("restore") if event["after"] <= difference.step]) for trace in ranks]
     groups = grouped((count, trace.rank) for count, trace in zip(counts, ranks, strict=True))
     parts = [f"{count} time{'s' * (count != 1)} on {named(some)}" for count, some in groups]
     return ByRank(counts, "load_state_dict was called " + ", ".join(parts))
 
 
-def _of_gradient(scene: Scene) -> Evidence:
-    world, apart = scene.aligned.world, scene.apart["gradient"]
+def _of_gradient(difference: FirstDifference) -> Evidence:
+    world, apart = difference.aligned.world, difference.apart["gradient"]
     if apart:
-        told = (
-            f"at step {scene.step + 1} each rank goes into the optimizer with a gradient of its own for {few(apart, 3)}"
-        )
+        told = f"at step {difference.step + 1} each rank goes into the optimizer with a gradient of its own for {few(apart, 3)}"
         return Evidence(world, gradients_apart=told)
     pairs = []
-    for wrong in scene.wrong["gradient"]:
-        expected, here = scene.aligned.found(scene.step, "gradient", wrong.name)
+    for wrong in difference.wrong["gradient"]:
+        expected, here = difference.aligned.found(difference.step, "gradient", wrong.name)
         got = here[wrong.worst_rank]
         if got is not None and expected is not None and expected.norm:
             both = zip(got.samples, expected.samples, strict=True)
             pairs += [(g / expected.norm, e / expected.norm) for g, e in both]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
-    told = f"at step {scene.step + 1} the gradient is {factor:.4g} times that of one device" if factor else ""
+    told = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device" if factor else ""
     return Evidence(
         world,
-        norms=_norms(scene),
+        norms=_norms(difference),
         factor=Factor(factor, _NEAR, told, rough=True) if factor else None,
-        micro_batches=_micro_batches(scene),
-        normalizes=_normalizes(scene),
-        may_draw=_may_draw(scene),
-        uneven=_uneven(scene),
+        micro_batches=_micro_batches(difference),
+        normalizes=_normalizes(difference),
+        may_draw=_may_draw(difference),
+        uneven=_uneven(difference),
     )
 
 
-def _norms(scene: Scene) -> ByRank:
+def _norms(difference: FirstDifference) -> ByRank:
     """Return the norms that the first call of clip_grad_norm_ has found in which they differ: synchronized gradients
     have one norm.
     """
-    calls = [[e for e in trace.of("clip") if e["after"] == scene.step] for trace in scene.aligned.ranks]
+    calls = [[e for e in trace.of("clip") if e["after"] == difference.step] for trace in difference.aligned.ranks]
     for call in zip(*calls, strict=False):
         norms = [event["norm"] for event in call]
-        if max(norms) - min(norms) > scene.rounding.margin * 2.0**-22 * max(norms):
+        if max(norms) - min(norms) > difference.rounding.margin * 2.0**-22 * max(norms):
             said = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
             most = f"clip_grad_norm_(…, {call[0]['most']:g})"
             return ByRank(norms, f"{most} found the norms {said}: of gradients that were not yet the same")
     return ByRank()
 
 
-def _micro_batches(scene: Scene) -> int:
-    return max(len(trace.steps[scene.step].losses) for trace in scene.aligned.ranks)
+def _micro_batches(difference: FirstDifference) -> int:
+    return max(len(trace.steps[difference.step].losses) for trace in difference.aligned.ranks)
 
 
-def _normalizes(scene: Scene) -> str:
-    events = [event for event in scene.aligned.ranks[0].of("module") if event["after"] <= scene.step]
+def _normalizes(difference: FirstDifference) -> str:
+    events = [event for event in difference.aligned.ranks[0].of("module") if event["after"] <= difference.step]
     norms = sorted({name for event in events for name in event["batch_norms"]})
     if not norms:
         return ""
-    several = len(scene.aligned.ranks) > 1
-    part = f"{scene.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
+    several = len(difference.aligned.ranks) > 1
+    part = f"{difference.samples.counts[0]} samples on rank 0" if several else "the samples of each GPU"
     return f"the model has {', '.join(norms)} in training mode, over {part}"
 
 
-def _may_draw(scene: Scene) -> str:
-    random = random_parts(scene.aligned.ranks[0], scene.step)
+def _may_draw(difference: FirstDifference) -> str:
+    random = random_parts(difference.aligned.ranks[0], difference.step)
     return f"{', '.join(random)} draws a mask of its own on each rank" if random else ""
 
 
-def _uneven(scene: Scene) -> str:
-    counts, step = scene.samples.counts, scene.step
+def _uneven(difference: FirstDifference) -> str:
+    counts, step = difference.samples.counts, difference.step
     if all(counts) and len(set(counts)) > 1:
         parts = ", ".join(str(count) for count in counts[:8])
         return f"at step {step + 1} ranks saw {parts} samples, and their gradients count alike"
-    one, mean, _ = scene.aligned.losses(step)
-    if one is None or mean is None or scene.rounding.of_loss(step) * abs(one) >= abs(mean - one):
+    one, mean, _ = difference.aligned.losses(step)
+    if one is None or mean is None or difference.rounding.of_loss(step) * abs(one) >= abs(mean - one):
         return ""
-    if not scene.aligned.samples(step).known or common_factor([(mean, one)], least=_NEAR, of_largest=_LEFT) is None:
+    if (
+        not difference.aligned.samples(step).known
+        or common_factor([(mean, one)], least=_NEAR, of_largest=_LEFT) is None
+    ):
         return ""
     return (
         f"at step {step + 1}, from the same samples, the mean over ranks of their losses is {mean:.7g}, and the loss of one "
@@ -187,18 +188,18 @@ def _uneven(scene: Scene) -> str:
     )
 
 
-def _of_update(scene: Scene) -> Evidence:
+def _of_update(difference: FirstDifference) -> Evidence:
     """Return the gradients are right, and what the optimizer has made of them is not."""
-    world, step, apart = scene.aligned.world, scene.step + 1, scene.apart["parameter"]
-    loads, parted = _loads(scene), "the same gradient led elsewhere"
+    world, step, apart = difference.aligned.world, difference.step + 1, difference.apart["parameter"]
+    loads, parted = _loads(difference), "the same gradient led elsewhere"
     if loads.apart:
         return Evidence(world, loads=loads, parted=parted)
     if apart:
         told = f"at step {step} all ranks have the gradient of one device, and change {apart[0]} by other amounts"
         return Evidence(world, updates=told)
     pairs = []
-    for wrong in scene.wrong["parameter"]:
-        changes = updates(scene, wrong.name)
+    for wrong in difference.wrong["parameter"]:
+        changes = updates(difference, wrong.name)
         size = max((abs(wanted) for _, wanted in changes), default=0.0)
         pairs += [(got / size, wanted / size) for got, wanted in changes if size]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
@@ -208,4 +209,4 @@ def _of_update(scene: Scene) -> Evidence:
         f"at step {step} the gradient is that of one device, and the change {factor:.4g} times (a learning rate by world "
         "size?)"
     )
-    return Evidence(world, factor=Factor(factor, _NEAR, told, rough=True), micro_batches=_micro_batches(scene))
+    return Evidence(world, factor=Factor(factor, _NEAR, told, rough=True), micro_batches=_micro_batches(difference))

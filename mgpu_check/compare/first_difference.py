@@ -10,7 +10,7 @@ from mgpu_check.compare.rounding import Rounding
 from mgpu_check.compare.trace import Summary
 from mgpu_check.mistakes.report import Finding, Observable
 
-__all__ = ["KINDS", "Diagnosis", "Scene", "Wrong", "first_scene", "ratio_of", "updates"]
+__all__ = ["KINDS", "Diagnosis", "FirstDifference", "Wrong", "first_difference", "ratio_of", "updates"]
 
 KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter")
 _SAME_SIZE = 0.9  # deviations that are nearly the largest count as the largest
@@ -28,7 +28,7 @@ class Wrong:
 
 
 @dataclass
-class Scene:
+class FirstDifference:
     """A step (counted from 0) at which something is wrong.
 
     Attributes:
@@ -104,20 +104,20 @@ def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:
     return got.norm / expected.norm
 
 
-def first_scene(aligned: Aligned, rounding: Rounding) -> Scene | None:
+def first_difference(aligned: Aligned, rounding: Rounding) -> FirstDifference | None:
     """Return the first step at which a tensor is further off than rounding leads, or at which all ranks do the whole
     work.
 
     The last that is looked at is that at which one device first has a tensor that is not finite: its others say something.
     """
-    for step in range(min(aligned.judged + 1, aligned.steps)):
-        scene = _scene(aligned, rounding, step)
-        if scene.kind is not None or _whole_batch_on_each_rank(scene):
-            return scene
+    for step in range(min(aligned.compared + 1, aligned.steps)):
+        difference = _difference_at(aligned, rounding, step)
+        if difference.kind is not None or _whole_batch_on_each_rank(difference):
+            return difference
     return None
 
 
-def _scene(aligned: Aligned, rounding: Rounding, step: int) -> Scene:
+def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDifference:
     wrong: dict[Kind, list[Wrong]] = {kind: [] for kind in KINDS}
     apart: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
@@ -139,38 +139,38 @@ def _scene(aligned: Aligned, rounding: Rounding, step: int) -> Scene:
             first = next(iter(here.values()), None)
             if any(value != first and deviation(value, first, shape).size > tolerance for value in here.values()):
                 apart[kind].append(name)
-    return Scene(aligned, rounding, step, wrong, apart)
+    return FirstDifference(aligned, rounding, step, wrong, apart)
 
 
-def _whole_batch_on_each_rank(scene: Scene) -> bool:
+def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
     """Return whether each rank saw, at the first step, the very samples of one device, and trains the whole model.
 
     Ranks that hold a part of the model each do see all samples, and rightly so.
     """
-    aligned = scene.aligned
-    samples = scene.samples
+    aligned = difference.aligned
+    samples = difference.samples
     whole = all(
         trace.parameters[name].shape == aligned.parameter(name).shape and not trace.parameters[name].sharded
         for trace in aligned.ranks
         for name in aligned.names
         if name in trace.parameters
     )
-    return scene.step == 0 and whole and samples.repeated_on_each_rank and samples.ranks[0] == samples.one
+    return difference.step == 0 and whole and samples.repeated_on_each_rank and samples.ranks[0] == samples.one
 
 
-def updates(scene: Scene, name: str) -> list[tuple[float, float]]:
+def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
     """Return by how much this step has changed a parameter's kept elements: (on the first rank, on one device)."""
     found = []
-    for got, wanted in zip(_update(scene, name, 0), _update(scene, name, None), strict=False):
+    for got, wanted in zip(_update(difference, name, 0), _update(difference, name, None), strict=False):
         found.append((got, wanted))
     return found
 
 
-def _update(scene: Scene, name: str, rank: int | None) -> list[float]:
-    trace = scene.aligned.one if rank is None else scene.aligned.ranks[rank]
-    now = trace.steps[scene.step].parameters.get(name)
-    earlier = [of_kind(trace.steps[scene.step], "before").get(name)]
-    earlier += [step.parameters.get(name) for step in reversed(trace.steps[: scene.step])]
+def _update(difference: FirstDifference, name: str, rank: int | None) -> list[float]:
+    trace = difference.aligned.one if rank is None else difference.aligned.ranks[rank]
+    now = trace.steps[difference.step].parameters.get(name)
+    earlier = [of_kind(trace.steps[difference.step], "before").get(name)]
+    earlier += [step.parameters.get(name) for step in reversed(trace.steps[: difference.step])]
     before = next((summary for summary in earlier if summary is not None), None)
     if now is None or before is None:
         return []

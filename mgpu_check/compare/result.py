@@ -32,7 +32,7 @@ def curves(done: Comparison) -> dict[str, list[Any]]:
         found["one"].append(one)
         found["ranks"].append(mean)
         found["each"].append(each)
-        size, excess = _largest(done, aligned, step) if step < aligned.judged else (None, None)
+        size, excess = _largest(done, aligned, step) if step < aligned.compared else (None, None)
         found["deviation"].append(size)
         found["excess"].append(excess)
     return found

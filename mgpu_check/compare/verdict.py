@@ -9,14 +9,14 @@ from typing import Literal
 from mgpu_check.compare.alignment import Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.diagnosis import diagnose
-from mgpu_check.compare.first_difference import KINDS, Diagnosis, Scene, first_scene, ratio_of
+from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference, first_difference, ratio_of
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.mistakes.report import Report
 from mgpu_check.processes.rank_lists import few, named
 
-__all__ = ["Kind", "Verdict", "judge", "of_failure", "refused", "starts_its_own", "without_steps"]
+__all__ = ["Kind", "Verdict", "of_failure", "refused", "starts_its_own", "verdict_of", "without_steps"]
 
 Kind = Literal["equal", "differs", "not comparable"]
 
@@ -110,7 +110,7 @@ def starts_its_own(one_device: bool) -> Verdict:
     )
 
 
-def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) -> Verdict:
+def verdict_of(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) -> Verdict:
     """Judge runs that all came to their ends.
 
     Args:
@@ -120,16 +120,16 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
     if repeat is not None and (rounding is None or repeat.step == 0):
         return _not_repeatable(repeat)
     assert rounding is not None
-    steps = aligned.judged
-    scene = first_scene(aligned, rounding)
+    steps = aligned.compared
+    difference = first_difference(aligned, rounding)
     if (
         repeat is not None
-        and (scene is None or repeat.step <= scene.step)
+        and (difference is None or repeat.step <= difference.step)
         and (repeat.step < steps or steps == aligned.steps)
     ):
         return _not_repeatable(repeat)
-    if scene is not None:
-        return _of_scene(scene)
+    if difference is not None:
+        return _of_difference(difference)
     if steps == 0:
         return refused(
             f"not a number from the first step on: on one device {_not_finite(aligned)}",
@@ -143,7 +143,7 @@ def judge(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) ->
 
 def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
     """Judge runs that part ways nowhere: whether that says something, and of what."""
-    steps = aligned.judged
+    steps = aligned.compared
     if not aligned.held:
         one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
         return refused(
@@ -184,7 +184,7 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
 
 def _says_nothing(aligned: Aligned) -> Verdict | None:
     """Return whether runs agree for no merit: nothing was learned, or what they were given is not the same."""
-    steps = range(aligned.judged)
+    steps = range(aligned.compared)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
     if not any(gradient is not None and gradient.norm for gradient in gradients):
         return refused(
@@ -211,7 +211,7 @@ def _says_nothing(aligned: Aligned) -> Verdict | None:
 
 def _not_finite(aligned: Aligned) -> str:
     """Return what first is no finite number on one device."""
-    step = aligned.one.steps[aligned.judged]
+    step = aligned.one.steps[aligned.compared]
     return next(
         f"{_TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
         for kind in KINDS
@@ -258,52 +258,52 @@ def _of_counts(aligned: Aligned, counts: list[int]) -> Verdict:
     numbers = sorted(set(counts))
     said = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     equal = f"the {aligned.steps} that they share are equal"
-    if aligned.judged < aligned.steps:
-        equal = f"of those that they share the first {aligned.judged} are equal, and after that nothing is a number"
+    if aligned.compared < aligned.steps:
+        equal = f"of those that they share the first {aligned.compared} are equal, and after that nothing is a number"
     report = Report(f"differs: one device makes {one} optimizer steps, the ranks {said}; {equal}")
-    return Verdict("differs", report, step=aligned.steps + 1, compared=aligned.judged)
+    return Verdict("differs", report, step=aligned.steps + 1, compared=aligned.compared)
 
 
-def _of_scene(scene: Scene) -> Verdict:
-    found: Diagnosis = diagnose(scene)
+def _of_difference(difference: FirstDifference) -> Verdict:
+    found: Diagnosis = diagnose(difference)
     kind: Kind = "differs" if found.comparable else "not comparable"
-    main = scene.main
-    expected, here = scene.aligned.found(scene.step, main.kind, main.name) if main else (None, {})
+    main = difference.main
+    expected, here = difference.aligned.found(difference.step, main.kind, main.name) if main else (None, {})
     ratio = ratio_of(here.get(main.worst_rank), expected) if main else None
-    headline = f"{kind}: step {scene.step + 1}: {_said(scene, ratio)}"
+    headline = f"{kind}: step {difference.step + 1}: {_said(difference, ratio)}"
     if found.why:
         headline = f"{kind}: {found.why}"
     remarks = _todo(found.todo)
     if not found.findings and found.comparable:
         remarks.append("no known pattern fits")
     if found.why and main:
-        remarks.append(f"first to differ: {_said(scene, ratio)}")
-    observables = scene.observables() if found.comparable else []  # of other samples they say nothing
-    report = Report(headline, {}, observables, found.findings, remarks + _remarks(scene.aligned, None))
-    apart = scene.apart[scene.kind] if scene.kind else []
+        remarks.append(f"first to differ: {_said(difference, ratio)}")
+    observables = difference.observables() if found.comparable else []  # of other samples they say nothing
+    report = Report(headline, {}, observables, found.findings, remarks + _remarks(difference.aligned, None))
+    apart = difference.apart[difference.kind] if difference.kind else []
     return Verdict(
         kind,
         report,
-        step=scene.step + 1,
+        step=difference.step + 1,
         parameter=main.name if main else (apart[0] if apart else None),
-        tensor=scene.kind,
-        ranks=main.ranks if main else tuple(trace.rank for trace in scene.aligned.ranks),
+        tensor=difference.kind,
+        ranks=main.ranks if main else tuple(trace.rank for trace in difference.aligned.ranks),
         ratio=ratio,
-        compared=scene.step,
+        compared=difference.step,
     )
 
 
-def _said(scene: Scene, ratio: float | None) -> str:
-    main, world = scene.main, scene.aligned.world
-    if scene.kind is None:
+def _said(difference: FirstDifference, ratio: float | None) -> str:
+    main, world = difference.main, difference.aligned.world
+    if difference.kind is None:
         return f"all {world} ranks do the work of one device: each sees its whole batch"
-    tensor = _TENSORS[scene.kind]
+    tensor = _TENSORS[difference.kind]
     if main is None:
-        return f"{tensor.format(scene.apart[scene.kind][0])} differs between ranks"
-    where = named(main.ranks) if len(scene.aligned.ranks) > 1 else scene.aligned.where
+        return f"{tensor.format(difference.apart[difference.kind][0])} differs between ranks"
+    where = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
     times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "another"
     agree = "" if len(main.ranks) < 2 else (
-        "; the ranks disagree" if main.name in scene.apart[scene.kind] else "; the ranks agree with each other"
+        "; the ranks disagree" if main.name in difference.apart[difference.kind] else "; the ranks agree with each other"
     )  # fmt: skip
     return f"{tensor.format(main.name)} is {times} on {where} ({main.worst}){agree}"
 
@@ -323,7 +323,7 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
     held_in_parts = [name for name in aligned.names if name not in aligned.held]
     if held_in_parts:
         remarks.append(f"not compared, because no rank holds the whole of them: {few(held_in_parts, 5)}")
-    for step in range(aligned.judged):
+    for step in range(aligned.compared):
         samples = aligned.samples(step)
         if samples.known and not samples.same and any(part != samples.one for part in samples.ranks):
             remarks.append(
@@ -331,7 +331,7 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
                 "ranks, though what they lead to is the same: are some padded, or counted twice?"
             )
             break
-    for step in range(aligned.judged):
+    for step in range(aligned.compared):
         one, mean, _ = aligned.losses(step)
         if one is None or mean is None or abs(mean - one) <= rounding.of_loss(step) * abs(one):
             continue

@@ -14,7 +14,7 @@ from mgpu_check.processes.clock import Clock
 __all__ = ["agree", "collect", "send"]
 
 # How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
-# longer as long as they compute. It decides only how much of the others' story is told, never the verdict.
+# longer as long as they compute. It decides only how much of the others' story is told, never the outcome.
 _LEAST_GRACE, _MOST_GRACE = 0.05, 2.0
 
 _NOTHING_YET = object()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
-from mgpu_check.gates.worlds import World, check_count, noting, sizes_of, world_sizes_of
+from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
 from mgpu_check.mistakes.report import Finding, Observable, Report
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.processes.scratch import Scratch
@@ -23,7 +23,7 @@ _SHOWN = 4
 
 
 def assert_evaluation_agrees(
-    ranks: World,
+    ranks: RanksFixture,
     step: Callable[..., Any],
     *,
     build: Callable[[], nn.Module],
@@ -85,7 +85,7 @@ def assert_evaluation_agrees(
                 raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
 
 
-def _run(ranks: World, program: Any, size: int, *, measure: bool) -> list[Compared]:
+def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list[Compared]:
     __tracebackhide__ = True
     from mgpu_check.gates.evaluation import compare_ranks, train_and_evaluate
 

@@ -45,11 +45,11 @@ def traced(model: Any, trace: Trace) -> Iterator[None]:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
         trace.events.append(Event("step", type(optimizer).__name__, "", {"rates": rates}))
 
-    watch = _Watch(model, trace)
+    recorder = _EventRecorder(model, trace)
     hook = register_optimizer_step_post_hook(stepped)
     before, of_threads = sys.getprofile(), threading.getprofile()
-    threading.setprofile(watch)
-    sys.setprofile(watch)
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
     notes = Notes()
     try:
         with notes:
@@ -58,12 +58,12 @@ def traced(model: Any, trace: Trace) -> Iterator[None]:
         trace.drawn = tuple(notes.drawn)
         sys.setprofile(before)
         threading.setprofile(of_threads)
-        watch.on = False  # in threads that are still there
+        recorder.on = False  # in threads that are still there
         hook.remove()
 
 
-class _Watch:
-    """A profile function."""
+class _EventRecorder:
+    """Records events of one rank, as a profile function."""
 
     def __init__(self, model: Any, trace: Trace) -> None:
         self._trace = trace
@@ -213,23 +213,23 @@ def _site(frame: types.FrameType) -> str:
     return ""
 
 
-def _nothing(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _nothing(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {}
 
 
-def _seed(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {"seed": int(local["seed"])}
 
 
-def _backward(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     loss = local["self"].detach()
     said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
     # By what ranks can tell whether they hold the same parameters; of a DTensor each holds its own part.
-    whole = [(name, value.detach()) for name, value in watch.parameters() if not hasattr(value, "full_tensor")]
+    whole = [(name, value.detach()) for name, value in recorder.parameters() if not hasattr(value, "full_tensor")]
     return said | {"parameters": {name: float(as_real(value).double().sum()) for name, value in whole}}
 
 
-def _sampler(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _sampler(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     dataset = local["dataset"]
     return {
         "samples": len(dataset),
@@ -240,21 +240,21 @@ def _sampler(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
     }
 
 
-def _iterates(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _iterates(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     sampler = local["self"]
     return {"epoch": int(sampler.epoch), "shuffle": bool(sampler.shuffle), "seed": int(sampler.seed)}
 
 
-def _epoch(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _epoch(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {"epoch": int(local["epoch"])}
 
 
-def _split(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _split(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     own = local["generator"]
     return {"own_generator": own is not None and own is not torch.default_generator}
 
 
-def _loader(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _loader(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     loader = local["self"]
     streams = isinstance(loader.dataset, data.IterableDataset)
     return {
@@ -264,20 +264,20 @@ def _loader(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
     }
 
 
-def _schedule(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _schedule(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     metric = local.get("metrics")
     return {} if metric is None else {"metric": float(metric)}
 
 
-def _wrap(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _wrap(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {
-        "parameters": watch.names_in(local["module"]),
+        "parameters": recorder.names_in(local["module"]),
         "find_unused": bool(local.get("find_unused_parameters")),
         "static": bool(local.get("static_graph")),
     }
 
 
-def _forward(local: Mapping[str, Any], watch: _Watch) -> dict[str, Any]:
+def _forward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     inputs = local.get("inputs", ())
     return {"lists": any(isinstance(value, (list, tuple)) for value in inputs)}
 
@@ -287,7 +287,7 @@ def _code(function: Any) -> types.CodeType:
     return code
 
 
-Read = Callable[[Mapping[str, Any], _Watch], dict[str, Any]]
+Read = Callable[[Mapping[str, Any], _EventRecorder], dict[str, Any]]
 
 _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (clip_grad.clip_grad_norm_, "clip", "clip_grad_norm_", _nothing),

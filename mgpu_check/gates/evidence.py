@@ -27,7 +27,7 @@ def evidence_of(tensors: Tensors) -> Evidence:
         tensors=tensors,
         start=start,
         loads=_loads(tensors),
-        parted="ranks part ways later" if tensors.verdict.split and _held(tensors) else "",
+        parted="ranks part ways later" if tensors.relations.split and _held(tensors) else "",
         decisions=[_steps(tensors), _rates(tensors)],
         grounds=[_metrics(tensors)],
         factor=_factor(tensors),

@@ -10,11 +10,11 @@ from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.evidence import calls_of, evidence_of
 from mgpu_check.gates.program import wants_world_size
-from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, judge, repeats
+from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, relations_of, repeats
 from mgpu_check.gates.running import run_traced
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
-from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Trace, Verdict
+from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
 from mgpu_check.mistakes.report import Finding, Observable, Report
 from mgpu_check.mistakes.rules.order import judged, judged_calls
 from mgpu_check.mistakes.tensors import Tensors
@@ -32,7 +32,7 @@ _LIKELY = 2
 
 def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
     """Return the report of a failure; runs the step a few more times."""
-    if failed.verdict is None:
+    if failed.relations is None:
         assert failed.error is not None
         return _report_of_error(trials, failed.scenario, failed.error)
     tensors = _gather(trials, failed, sizes)
@@ -74,13 +74,13 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
         seen, traces = [one for one, _ in pairs], [trace for _, trace in pairs]
     except (CheckFailure, RankHang):  # it does not fail in the same way each time
         seen = failed.seen
-    verdict = judge(expected, seen, trials.kinds, trials.tolerance)
-    if verdict.holds:
-        assert failed.verdict is not None
-        seen, verdict = failed.seen, failed.verdict
-    _repeat(trials, scenario, expected, seen, verdict)
-    elsewhere = _at_another_size(trials, scenario, expected, seen, verdict, sizes)
-    _in_other_order(trials, scenario, seen, verdict)
+    relations = relations_of(expected, seen, trials.kinds, trials.tolerance)
+    if relations.holds:
+        assert failed.relations is not None
+        seen, relations = failed.seen, failed.relations
+    _repeat(trials, scenario, expected, seen, relations)
+    elsewhere = _at_another_size(trials, scenario, expected, seen, relations, sizes)
+    _in_other_order(trials, scenario, seen, relations)
     windows = max((len(trace.of("backward")) for trace in traces), default=1) // max(1, scenario.steps)
     try:
         hypotheses = trials.ranks.run(run_hypotheses, program, scenario, max(1, windows), size=1)[0]
@@ -91,7 +91,7 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
     alone = (
         expected.own is not None
         and not shardwise
-        and not judge(expected, [expected.own], trials.kinds, trials.tolerance).holds
+        and not relations_of(expected, [expected.own], trials.kinds, trials.tolerance).holds
     )
     small = _when_small(trials, scenario)
     return Tensors(
@@ -99,7 +99,7 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
         scenario.samples,
         scenario.steps,
         expected,
-        verdict,
+        relations,
         seen,
         traces,
         hypotheses,
@@ -127,8 +127,8 @@ def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[
             hypotheses = trials.ranks.run(run_hypotheses, trials.program, other, windows, size=1)[0]
         except (CheckFailure, RankHang):
             continue
-        verdict = judge(expected, seen, trials.kinds, trials.tolerance)
-        found.append(Tensors(other.world_size, other.samples, other.steps, expected, verdict, seen, (), hypotheses))
+        relations = relations_of(expected, seen, trials.kinds, trials.tolerance)
+        found.append(Tensors(other.world_size, other.samples, other.steps, expected, relations, seen, (), hypotheses))
     return found
 
 
@@ -138,20 +138,20 @@ def _when_small(trials: Trials, scenario: Scenario) -> bool | None:
         return None
     small = replace(scenario, change="scaled", factor=_SMALL)
     try:
-        return judge(trials.expected(small), trials.on_ranks(small), trials.kinds, trials.tolerance).holds
+        return relations_of(trials.expected(small), trials.on_ranks(small), trials.kinds, trials.tolerance).holds
     except (CheckFailure, RankHang):
         return None
 
 
 def _repeat(
-    trials: Trials, scenario: Scenario, expected: Expected, seen: Sequence[Observation], verdict: Verdict
+    trials: Trials, scenario: Scenario, expected: Expected, seen: Sequence[Observation], relations: Relations
 ) -> None:
     try:
         again = trials.on_ranks(scenario, whole=True)
     except (CheckFailure, RankHang):
-        verdict.remarks.append("a second run fails")
+        relations.remarks.append("a second run fails")
         return
-    repeats(verdict, expected, seen, again, trials.tolerance)
+    repeats(relations, expected, seen, again, trials.tolerance)
 
 
 def _at_another_size(
@@ -159,7 +159,7 @@ def _at_another_size(
     scenario: Scenario,
     expected: Expected,
     seen: Sequence[Observation],
-    verdict: Verdict,
+    relations: Relations,
     sizes: Sequence[int],
 ) -> tuple[int, Observation] | None:
     """Return what rank 0 leaves at the next other world size; add whether each observable is the same there."""
@@ -171,15 +171,15 @@ def _at_another_size(
     except (CheckFailure, RankHang):
         return None
     low, high = sorted((other, scenario.world_size))
-    for name, relations in verdict.relations.items():
+    for name, held in relations.held.items():
         if name == RANDOM:
             continue
         allowed = 2 * allowed_for(expected, name, trials.tolerance)
-        relations[f"same at {low} and {high}"] = close(there.values.get(name), seen[0].values.get(name), allowed)
+        held[f"same at {low} and {high}"] = close(there.values.get(name), seen[0].values.get(name), allowed)
     return other, there
 
 
-def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observation], verdict: Verdict) -> None:
+def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observation], relations: Relations) -> None:
     """Find out whether it matters which rank a sample lands on, where it does not matter to one device."""
     if scenario.batches or scenario.change or scenario.samples < 2:
         return
@@ -189,32 +189,32 @@ def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observati
         there = trials.on_ranks(permuted)
     except (CheckFailure, RankHang):
         return
-    for name, relations in verdict.relations.items():
+    for name, held in relations.held.items():
         exact, moved = one.exact.get(name), other.exact.get(name)
         if exact is None or moved is None or exact.shape != moved.shape:
             continue
         allowed = allowed_for(one, name, trials.tolerance) + allowed_for(other, name, trials.tolerance)
         if difference(exact, moved, allowed) is None:
-            relations["any order"] = close(there[0].values.get(name), seen[0].values.get(name), 2 * allowed)
+            held["any order"] = close(there[0].values.get(name), seen[0].values.get(name), 2 * allowed)
 
 
 def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequence[Finding]) -> Report:
-    verdict = tensors.verdict
-    wrong = [name for name in verdict.relations if name in verdict.wrong or name in verdict.split] or [
-        name for name, relations in verdict.relations.items() if False in relations.values()
+    relations = tensors.relations
+    wrong = [name for name in relations.held if name in relations.wrong or name in relations.split] or [
+        name for name, held in relations.held.items() if False in held.values()
     ]
-    parted = sum(verdict.relations[name].get(PARITY) is False for name in wrong)
+    parted = sum(relations.held[name].get(PARITY) is False for name in wrong)
     first = _first_parting(tensors)
     where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""
     ranks = "1 rank" if scenario.world_size == 1 else f"{scenario.world_size} ranks"
     devices = f"{scenario.world_size} devices" if trials.program.single_process else ranks
     what = (
-        f"{parted} of {len(verdict.relations)} results on {devices} differ from one device"
+        f"{parted} of {len(relations.held)} results on {devices} differ from one device"
         if parted
-        else f"{len(wrong)} of {len(verdict.relations)} results differ between ranks, or from run to run"
+        else f"{len(wrong)} of {len(relations.held)} results differ between ranks, or from run to run"
     )
     observables = [
-        Observable(str(name), relations, verdict.details.get(name, "")) for name, relations in verdict.relations.items()
+        Observable(str(name), held, relations.details.get(name, "")) for name, held in relations.held.items()
     ]
     return Report(
         f"{trials.name} does not scale: {what}{where}",
@@ -232,7 +232,7 @@ def _first_parting(tensors: Tensors) -> str:
         for step, exact in enumerate(tensors.expected.snapshots):
             allowed = tensors.expected.allowances[step]
             for name, value in exact.items():
-                if name not in tensors.verdict.wrong or (name.kind == "grads") is not of_gradients:
+                if name not in tensors.relations.wrong or (name.kind == "grads") is not of_gradients:
                     continue
                 for rank, one in enumerate(tensors.seen):
                     if step >= len(one.snapshots):
@@ -245,7 +245,7 @@ def _first_parting(tensors: Tensors) -> str:
 def _patterns(tensors: Tensors) -> Iterator[str]:
     """Describe what the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
     for name in tensors.names[:1]:
-        for rank in tensors.verdict.wrong[name][:1]:
+        for rank in tensors.relations.wrong[name][:1]:
             got, exact = tensors.seen[rank].values.get(name), tensors.expected.exact[name]
             if got is not None and got.shape == exact.shape:
                 for line in diagnose(got, exact, tensors.expected.tolerance[name], rank=rank):
@@ -258,5 +258,5 @@ def _remarks(tensors: Tensors, unexplained: bool) -> Iterator[str]:
         yield from _patterns(tensors)
     if tensors.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
-    yield from tensors.verdict.remarks
+    yield from tensors.relations.remarks
     yield from tensors.expected.remarks

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.coverage import Accepted, Coverage, Visits, coverage_of, same_orders
-from mgpu_check.gates.worlds import World, check_count, noting, world_sizes_of
+from mgpu_check.gates.worlds import RanksFixture, check_count, noting, world_sizes_of
 from mgpu_check.mistakes.report import Finding, Observable, Report
 from mgpu_check.processes.rank_lists import named
 
@@ -21,7 +21,7 @@ _EPOCHS_DIFFER = "epochs differ"
 
 
 def assert_loader_covers(
-    ranks: World,
+    ranks: RanksFixture,
     make_loader: Callable[[Rank], Any],
     *,
     epochs: int = 2,
@@ -96,7 +96,7 @@ def assert_loader_covers(
     for size in sizes if not alone.workers else sorted({1, *sizes}):
         visits = visits_of(size)
         again = visits_of(size) if size == repeated_at else None
-        _judge(expected, alone, visits, again, accepted, shuffled)
+        _check(expected, alone, visits, again, accepted, shuffled)
 
 
 def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
@@ -130,7 +130,7 @@ def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
     return union
 
 
-def _judge(
+def _check(
     expected: Counter[Hashable],
     alone: Visits,
     visits: Sequence[Visits],

@@ -85,7 +85,7 @@ def observe(
     call = None if traced else make()
     seed_everything(scenario.seed + 1)
     before = torch.get_rng_state()
-    with _default_dtype(double), _Watch(modules, seen, deep, nudge) as watch, around(model):
+    with _default_dtype(double), _StepRecorder(modules, seen, deep, nudge) as recorder, around(model):
         call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
         for number, batch in enumerate(batches):
             if number:
@@ -97,7 +97,7 @@ def observe(
     after = torch.get_rng_state()
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     _take_state(seen, modules)
-    watch.take_optimizers(modules)
+    recorder.take_optimizers(modules)
     seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
     return seen
 
@@ -178,8 +178,8 @@ def _take(seen: Observation, name: Result, value: Any) -> None:
         )
 
 
-class _Watch:
-    """While it is entered: which optimizers step, and what DistributedDataParallel is called."""
+class _StepRecorder:
+    """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], seen: Observation, deep: bool | str, nudge: Nudge | None
@@ -190,7 +190,7 @@ class _Watch:
         self._stack = contextlib.ExitStack()
         self._gradients: dict[Result, torch.Tensor] = {}
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _StepRecorder:
         self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
         self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
@@ -247,8 +247,8 @@ class _Watch:
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
                     self._seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
-                for number, parameter in enumerate(group["params"]):
-                    owner = names.get(id(parameter), f"parameter {number} of group {index}")
+                for position, parameter in enumerate(group["params"]):
+                    owner = names.get(id(parameter), f"parameter {position} of group {index}")
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
                             self._seen.values[Result("optimizer", f"{key} of {owner}{which}")] = plain_copy(value)

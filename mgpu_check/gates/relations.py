@@ -6,12 +6,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.mistakes.observed import Expected, Observation, Verdict
+from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.numerics.compare import Difference, difference, show
 from mgpu_check.processes.rank_lists import grouped, named
 
-__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "allowed_for", "close", "judge", "repeats"]
+__all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "allowed_for", "close", "relations_of", "repeats"]
 
 PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 RANDOM = Result("rng", "state of the random numbers")
@@ -20,12 +20,12 @@ RANDOM = Result("rng", "state of the random numbers")
 _SHARDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
 
 
-def judge(
+def relations_of(
     expected: Expected,
     seen: Sequence[Observation],
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
-) -> Verdict:
+) -> Relations:
     """Compare what each rank has left with what one device has, and ranks with each other.
 
     Args:
@@ -34,7 +34,7 @@ def judge(
         tolerance: what the user grants, as a fraction of the largest magnitude of a tensor: for all, or by name; None
             for what was measured.
     """
-    verdict = Verdict()
+    relations = Relations()
     first = seen[0]
     left_out = _left_out(expected, first)
     returns = any(name.kind == "returned" for name in first.values)
@@ -43,36 +43,36 @@ def judge(
         if kind not in kinds:
             continue
         if kind in left_out:
-            verdict.skipped[name] = left_out[kind]
+            relations.skipped[name] = left_out[kind]
             continue
         if kind in _SHARDED and returns and _is_sharded(expected, seen, name):
-            verdict.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
+            relations.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
             continue
-        relations: dict[str, bool | None] = {}
+        held: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
-        relations[PARITY] = _parity(verdict, expected, seen, name, allowed)
-        relations[AGREE] = _agreement(verdict, seen, name, allowed)
-        relations[FINITE] = _finite(expected, seen, name)
-        verdict.relations[name] = relations
+        held[PARITY] = _parity(relations, expected, seen, name, allowed)
+        held[AGREE] = _agreement(relations, seen, name, allowed)
+        held[FINITE] = _finite(expected, seen, name)
+        relations.held[name] = held
     if "rng" in kinds and (expected.single.draws or any(one.draws for one in seen)):
-        _take_random_state(verdict, seen)
+        _take_random_state(relations, seen)
     if "returned" in kinds:
-        _judge_texts(verdict, expected, seen)
-    verdict.remarks += sorted({f"not judged: {reason}" for reason in verdict.skipped.values()})
-    return verdict
+        _take_texts(relations, expected, seen)
+    relations.remarks += sorted({f"not judged: {reason}" for reason in relations.skipped.values()})
+    return relations
 
 
 def repeats(
-    verdict: Verdict,
+    relations: Relations,
     expected: Expected,
     seen: Sequence[Observation],
     again: Sequence[Observation],
     tolerance: float | Mapping[str, float] | None,
 ) -> None:
-    """Add to `verdict` whether a second run has left the same."""
-    for name, relations in verdict.relations.items():
+    """Add to `relations` whether a second run has left the same."""
+    for name, held in relations.held.items():
         if name == RANDOM:
-            relations[REPEATS] = all(one.rng == other.rng for one, other in zip(seen, again, strict=True))
+            held[REPEATS] = all(one.rng == other.rng for one, other in zip(seen, again, strict=True))
             continue
         if name in expected.undetermined:
             continue  # rounding decides it, and some kernels add up in no fixed order
@@ -81,10 +81,10 @@ def repeats(
             or close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
             for one, other in zip(seen, again, strict=True)
         ]
-        relations[REPEATS] = all(same)
-        if not all(same) and name not in verdict.details:
+        held[REPEATS] = all(same)
+        if not all(same) and name not in relations.details:
             ranks = [rank for rank, equal in enumerate(same) if not equal]
-            verdict.details[name] = f"a second run gives other values, {named(ranks)}"
+            relations.details[name] = f"a second run gives other values, {named(ranks)}"
 
 
 def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
@@ -99,26 +99,26 @@ def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.T
     return difference(one, other, allowed) is None
 
 
-def _judge_texts(verdict: Verdict, expected: Expected, seen: Sequence[Observation]) -> None:
-    """Judge whatever was returned that is no number: equal, or not."""
+def _take_texts(relations: Relations, expected: Expected, seen: Sequence[Observation]) -> None:
+    """Compare whatever was returned that is no number: equal, or not."""
     for name in {**expected.single.others, **seen[0].others}:
         text = expected.single.others.get(name)
         wrong = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
-        verdict.relations[name] = {PARITY: not wrong}
+        relations.held[name] = {PARITY: not wrong}
         if wrong:
-            verdict.details[name] = f"got {seen[wrong[0]].others.get(name)}, expected {text}, {named(wrong)}"
-            verdict.wrong[name] = wrong
+            relations.details[name] = f"got {seen[wrong[0]].others.get(name)}, expected {text}, {named(wrong)}"
+            relations.wrong[name] = wrong
 
 
-def _take_random_state(verdict: Verdict, seen: Sequence[Observation]) -> None:
-    """Judge random state: ranks may draw from streams of their own, on purpose; that is told, and only a second run
+def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> None:
+    """Compare random state: ranks may draw from streams of their own, on purpose; that is told, and only a second run
     must do the same.
     """
     groups = grouped((one.rng, rank) for rank, one in enumerate(seen))
-    verdict.relations[RANDOM] = {}
+    relations.held[RANDOM] = {}
     if len(groups) > 1:
         told = "; ".join(named(ranks) for _, ranks in groups)
-        verdict.remarks.append(
+        relations.remarks.append(
             f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
         )
 
@@ -209,15 +209,15 @@ def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, fl
 
 
 def _parity(
-    verdict: Verdict, expected: Expected, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
+    relations: Relations, expected: Expected, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
 ) -> bool | None:
     first = seen[0]
     if name not in expected.single.values or name in expected.undetermined:
         return None
     right = expected.exact.get(name, expected.single.values[name])
     if name not in first.values:
-        verdict.wrong[name] = list(range(len(seen)))
-        verdict.details[name] = "missing on rank 0"
+        relations.wrong[name] = list(range(len(seen)))
+        relations.details[name] = "missing on rank 0"
         return False
     found: dict[int, str] = {}
     for rank, one in enumerate(seen):
@@ -234,15 +234,15 @@ def _parity(
             found[rank] = _describe(off)
     if not found:
         return True
-    verdict.wrong[name] = sorted(found)
+    relations.wrong[name] = sorted(found)
     some = next(iter(found))
     ranks = "" if len(found) == len(seen) else f", {named(found)}"
-    verdict.details[name] = found[some] + ranks
+    relations.details[name] = found[some] + ranks
     return False
 
 
 def _agreement(
-    verdict: Verdict, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
+    relations: Relations, seen: Sequence[Observation], name: Result, allowed: torch.Tensor | float
 ) -> bool | None:
     if len(seen) == 1:
         return None
@@ -253,10 +253,10 @@ def _agreement(
     values = [one.values.get(name) for one in seen]
     if all(close(value, values[0], allowed) for value in values):
         return True
-    verdict.split.append(name)
-    if name not in verdict.details:
+    relations.split.append(name)
+    if name not in relations.details:
         others = [rank for rank, value in enumerate(values) if not close(value, values[0], allowed)]
-        verdict.details[name] = f"other values than on rank 0 on {named(others)}"
+        relations.details[name] = f"other values than on rank 0 on {named(others)}"
     return False
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.restored import Entries, explained
-from mgpu_check.gates.worlds import World, check_count, check_tolerance, noting, world_sizes_of
+from mgpu_check.gates.worlds import RanksFixture, check_count, check_tolerance, noting, world_sizes_of
 from mgpu_check.mistakes.report import Report
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.scratch import Scratch
@@ -26,7 +26,7 @@ _SPREAD, _PAIRS = 6.0, 2
 
 
 def assert_resume_continues(
-    ranks: World,
+    ranks: RanksFixture,
     train: Callable[[Rank, Path, int, int], Any],
     *,
     steps: int = 3,
@@ -83,7 +83,9 @@ def assert_resume_continues(
             _check(ranks, train, steps, size, tolerance, root)
 
 
-def _check(ranks: World, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path) -> None:
+def _check(
+    ranks: RanksFixture, train: Callable[..., Any], steps: int, size: int, tolerance: float | None, root: Path
+) -> None:
     __tracebackhide__ = True
     from mgpu_check.gates.states import Part, compare, train_and_keep
 

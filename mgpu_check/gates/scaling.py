@@ -18,7 +18,7 @@ from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.trial import Trial, Trials
-from mgpu_check.gates.worlds import World, check_tolerance, world_sizes_of
+from mgpu_check.gates.worlds import RanksFixture, check_tolerance, world_sizes_of
 from mgpu_check.mistakes.results import KINDS
 
 __all__ = ["assert_metric_scales", "assert_step_scales"]
@@ -35,7 +35,7 @@ _MOST_SHRINKS = 40
 
 
 def assert_step_scales(
-    ranks: World,
+    ranks: RanksFixture,
     step: Callable[..., Any],
     *,
     build: Callable[[], Any],
@@ -92,7 +92,7 @@ def assert_step_scales(
 
 
 def assert_metric_scales(
-    ranks: World,
+    ranks: RanksFixture,
     metric: Callable[..., Any],
     *,
     build: Callable[[], Any],
@@ -119,7 +119,7 @@ def assert_metric_scales(
 
 
 def _assert_scales(
-    ranks: World,
+    ranks: RanksFixture,
     program: Program,
     batch: Callable[[int], Any] | st.SearchStrategy[Any],
     world_sizes: Iterable[int] | None,

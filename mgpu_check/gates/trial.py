@@ -10,11 +10,11 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.gates.batches import tensors_of
 from mgpu_check.gates.measuring import largest_factor, measure
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
-from mgpu_check.gates.relations import judge, repeats
+from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.gates.worlds import World
-from mgpu_check.mistakes.observed import Expected, Observation, Verdict
+from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.memory import digest_of
 
@@ -29,14 +29,14 @@ class Trial:
 
     Attributes:
         expected: what one device gives.
-        verdict: what does not hold; None where ranks did not return.
+        relations: what does not hold; None where ranks did not return.
         seen: what each rank has left.
         error: what ranks have raised.
     """
 
     scenario: Scenario
     expected: Expected
-    verdict: Verdict | None
+    relations: Relations | None
     seen: Sequence[Observation] = ()
     error: RankFailure | None = None
 
@@ -45,8 +45,8 @@ class Trial:
         """The ranks that are wrong; all where all are."""
         if self.error is not None:
             return self.error.ranks
-        assert self.verdict is not None
-        wrong = {rank for ranks in self.verdict.wrong.values() for rank in ranks}
+        assert self.relations is not None
+        wrong = {rank for ranks in self.relations.wrong.values() for rank in ranks}
         return tuple(sorted(wrong or range(self.scenario.world_size)))
 
 
@@ -66,7 +66,7 @@ class Trials:
 
     def __init__(
         self,
-        ranks: World,
+        ranks: RanksFixture,
         program: Program,
         kinds: Collection[str],
         tolerance: float | Mapping[str, float] | None,
@@ -121,27 +121,29 @@ class Trials:
         try:
             seen = self.on_ranks(scenario)
             self._check(expected, seen)
-            verdict = judge(expected, seen, self.kinds, self.tolerance)
-            if not verdict.holds and not all(one.values for one in seen):
+            relations = relations_of(expected, seen, self.kinds, self.tolerance)
+            if not relations.holds and not all(one.values for one in seen):
                 # Checksums tell that ranks differ, values by how much.
                 seen = self.on_ranks(scenario, whole=True)
-                verdict = judge(expected, seen, self.kinds, self.tolerance)
-            if verdict.holds and scenario.world_size not in self._repeated:
+                relations = relations_of(expected, seen, self.kinds, self.tolerance)
+            if relations.holds and scenario.world_size not in self._repeated:
                 self._repeated.add(scenario.world_size)
-                self._repeat(scenario, expected, seen, verdict)
+                self._repeat(scenario, expected, seen, relations)
         except RankFailure as error:
             return Trial(scenario, expected, None, error=error)
         self.completed[scenario.world_size] += 1
-        return None if verdict.holds else Trial(scenario, expected, verdict, seen)
+        return None if relations.holds else Trial(scenario, expected, relations, seen)
 
-    def _repeat(self, scenario: Scenario, expected: Expected, seen: Sequence[Observation], verdict: Verdict) -> None:
+    def _repeat(
+        self, scenario: Scenario, expected: Expected, seen: Sequence[Observation], relations: Relations
+    ) -> None:
         again = self.on_ranks(scenario)
         alike = all(
             one.digests == other.digests and one.rng == other.rng for one, other in zip(seen, again, strict=True)
         )
         if not alike and not all(one.values for one in (*seen, *again)):
             seen, again = self.on_ranks(scenario, whole=True), self.on_ranks(scenario, whole=True)
-        repeats(verdict, expected, seen, again, self.tolerance)
+        repeats(relations, expected, seen, again, self.tolerance)
 
     def _refuse(self, scenario: Scenario, why: str) -> None:
         self._refusals.setdefault(scenario.world_size, why)
@@ -193,7 +195,7 @@ class Trials:
         """
         if scenario.change == "scaled" and not expected.finite:
             return False
-        return expected.own is None or judge(expected, [expected.own], self.kinds, self.tolerance).holds
+        return expected.own is None or relations_of(expected, [expected.own], self.kinds, self.tolerance).holds
 
     def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
         """Run the step at the scenario's world size."""

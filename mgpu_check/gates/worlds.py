@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 from mgpu_check.errors import RankFailure, RankHang
 
-__all__ = ["World", "check_count", "check_tolerance", "noting", "sizes_of", "world_sizes_of"]
+__all__ = ["RanksFixture", "check_count", "check_tolerance", "noting", "sizes_of", "world_sizes_of"]
 
 
-class World(Protocol):
+class RanksFixture(Protocol):
     """The part of the fixture `ranks` that a gate needs."""
 
     @property
@@ -32,7 +32,7 @@ class World(Protocol):
         ...
 
 
-def world_sizes_of(ranks: World, world_sizes: Iterable[int] | None) -> list[int]:
+def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> list[int]:
     """Return the world sizes to compare with one rank, in ascending order, each once.
 
     Args:

@@ -1,4 +1,4 @@
-"""The classes of mistakes that the gate tells apart, each with what to do about it and a page that explains it."""
+"""The classes of mistakes that are known by name, each with what to do about it and a page that explains it."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ __all__ = [
     "Hypotheses",
     "Observation",
     "Other",
+    "Relations",
     "Trace",
-    "Verdict",
 ]
 
 
@@ -97,11 +97,11 @@ class Expected:
 
 
 @dataclass
-class Verdict:
+class Relations:
     """The relations that hold for each observable.
 
     Attributes:
-        relations: result -> relation -> whether it holds; None where it does not apply or cannot be told.
+        held: result -> relation -> whether it holds; None where it does not apply or cannot be told.
         details: result -> element, values and ratio, of what is wrong.
         wrong: result -> the ranks whose value is not that of one device.
         split: what ranks do not agree on.
@@ -109,7 +109,7 @@ class Verdict:
         remarks: what else there is to know.
     """
 
-    relations: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
+    held: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
     details: dict[Result, str] = field(default_factory=dict)
     wrong: dict[Result, list[int]] = field(default_factory=dict)
     split: list[Result] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        return all(value is not False for relations in self.relations.values() for value in relations.values())
+        return all(value is not False for held in self.held.values() for value in held.values())
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Write the report of the gate: every observable with the relations that hold for it, the smallest case, the likely
-cause.
+"""Write the report of a failure: every observable with the relations that hold for it, the smallest case, the likely
+causes.
 """
 
 from __future__ import annotations

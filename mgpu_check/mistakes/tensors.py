@@ -15,8 +15,8 @@ from mgpu_check.mistakes.observed import (
     Expected,
     Hypotheses,
     Observation,
+    Relations,
     Trace,
-    Verdict,
 )
 from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.numerics.factors import common_factor, evenly
@@ -57,7 +57,7 @@ class Tensors:
     samples: int
     steps: int
     expected: Expected
-    verdict: Verdict
+    relations: Relations
     seen: Sequence[Observation]
     traces: Sequence[Trace]
     hypotheses: Hypotheses
@@ -72,7 +72,7 @@ class Tensors:
         without texts.
         """
         values = self.expected.single.values.keys() | self.seen[0].values.keys()
-        return [name for name in self.verdict.wrong if not kinds or (name.kind in kinds and name in values)]
+        return [name for name in self.relations.wrong if not kinds or (name.kind in kinds and name in values)]
 
     @property
     def names(self) -> list[Result]:
@@ -83,17 +83,17 @@ class Tensors:
     @property
     def gradient_like(self) -> bool:
         """True if what differs is gradients, or parameters, rather than metrics."""
-        return not self.wrong("returned") or bool(self.verdict.skipped) or bool(self.wrong("grads", "params"))
+        return not self.wrong("returned") or bool(self.relations.skipped) or bool(self.wrong("grads", "params"))
 
     @property
     def broken(self) -> list[Result]:
         """The results that are wrong by not being finite where they are on one device."""
-        return [name for name in self.wrong() if self.verdict.relations[name].get("finite") is False]
+        return [name for name in self.wrong() if self.relations.held[name].get("finite") is False]
 
     @property
     def account(self) -> bool:
         """True if what the step returns stands for gradients or parameters."""
-        return any(name.kind in ("grads", "params") for name in self.verdict.skipped)
+        return any(name.kind in ("grads", "params") for name in self.relations.skipped)
 
     def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
         for rank, trace in enumerate(self.traces):
@@ -183,7 +183,7 @@ class Tensors:
         if self.elsewhere is None:
             return None
         size, seen = self.elsewhere
-        there = Tensors(self.size, self.samples, self.steps, self.expected, self.verdict, [seen], (), self.hypotheses)
+        there = Tensors(self.size, self.samples, self.steps, self.expected, self.relations, [seen], (), self.hypotheses)
         ratio = there._factor(self.names, {})
         return None if ratio is None else (size, ratio)
 

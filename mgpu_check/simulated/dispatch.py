@@ -92,12 +92,12 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
             mixed = True
     if mixed:
-        value = item = None  # judge() counts the references to each operand
-        verdict = mismatch.judge(func, args, kwargs)
-        if verdict is NotImplemented:
+        value = item = None  # check() counts the references to each operand
+        answer = mismatch.check(func, args, kwargs)
+        if answer is NotImplemented:
             return NotImplemented
-        if verdict is not None:
-            return verdict.decompose(args, kwargs)
+        if answer is not None:
+            return answer.decompose(args, kwargs)
     if device is None:
         with _no_dispatch():
             return func(*args, **kwargs)

@@ -17,7 +17,7 @@ import torch
 
 from mgpu_check.simulated.tensor import SimulatedTensor, type_name
 
-__all__ = ["Decompose", "allows_scalars", "calibrate", "judge"]
+__all__ = ["Decompose", "allows_scalars", "calibrate", "check"]
 
 _CONVOLUTIONS = frozenset({"convolution", "_convolution", "convolution_overrideable"})
 _INDEXING = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
@@ -87,7 +87,7 @@ def allows_scalars(func: torch._ops.OpOverload) -> bool:
     return full not in _rules().methods and name not in _rules().through
 
 
-def judge(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Decompose | None:
+def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> Decompose | None:
     """Raise CUDA's error for these operands; return None where they may meet after all.
 
     NotImplemented: a tensor type that has its own dispatch is among them, and it decides. :class:`Decompose`: see there.

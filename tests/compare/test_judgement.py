@@ -16,7 +16,7 @@ from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
-from mgpu_check.compare.verdict import Verdict, judge, without_steps
+from mgpu_check.compare.verdict import Verdict, verdict_of, without_steps
 
 NAMES = ("net.weight", "net.bias")
 RATE = 0.1
@@ -88,7 +88,7 @@ def verdict(change=lambda training: None, world: int = 2, one=lambda training: N
         one(training)
         change(training)
     reference = single.trace()
-    return judge(Aligned(reference, [t.trace() for t in ranks]), Rounding(reference, [moved.trace()]), None)
+    return verdict_of(Aligned(reference, [t.trace() for t in ranks]), Rounding(reference, [moved.trace()]), None)
 
 
 def mistakes(change, **options) -> tuple[str, ...]:
@@ -450,7 +450,7 @@ def test_bfloat16_is_refused_with_advice():
     moved.gradient = lambda number: [g * 1.3 for g in gradients(number)]
     rough(single)
     reference = single.trace()
-    found = judge(Aligned(reference, [rank.trace()]), Rounding(reference, [moved.trace()]), None)
+    found = verdict_of(Aligned(reference, [rank.trace()]), Rounding(reference, [moved.trace()]), None)
     assert found.kind == "not comparable" and found.report.headline.endswith("would show: Linear gives bfloat16")
     assert found.report.remarks == [f"do: {FLOAT32}"]
 
@@ -462,7 +462,7 @@ def test_several_devices_of_one_process():
         two.gradient = lambda number: [g * factor for g in gradients(number)]
         two.events = module(norms=["BatchNorm1d"]) if factor == 1.5 else []
         reference = one.trace()
-        return judge(Aligned(reference, [two.trace()], 2), Rounding(reference, [moved.trace()]), None)
+        return verdict_of(Aligned(reference, [two.trace()], 2), Rounding(reference, [moved.trace()]), None)
 
     assert "equal: 3 steps on 2 GPUs of one process train the same 2 parameters" in replicas(1.0).report.headline
     doubled = replicas(2.0)
@@ -533,10 +533,10 @@ def test_numbers_that_ranks_have_where_one_device_has_none():
     no_numbers(2)(single)
     no_numbers(2)(moved)
     reference, ranks = single.trace(), [Training(rank, 2).trace() for rank in range(2)]
-    found = judge(Aligned(reference, ranks), Rounding(reference, [moved.trace()]), None)
+    found = verdict_of(Aligned(reference, ranks), Rounding(reference, [moved.trace()]), None)
     assert (found.kind, found.step, found.tensor, found.ranks) == ("differs", 3, "gradient", (0, 1))
     # Where rounding makes numbers of them, too, that tells nothing.
-    found = judge(Aligned(reference, ranks), Rounding(reference, [Training().trace()]), None)
+    found = verdict_of(Aligned(reference, ranks), Rounding(reference, [Training().trace()]), None)
     assert (found.kind, found.compared) == ("equal", 2)
 
 
@@ -562,8 +562,8 @@ def test_what_follows_the_last_numbers_is_not_asked_to_repeat_itself():
         no_numbers(2)(training)
     reference, *ranks = (training.trace() for training in runs)
     aligned, rounding = Aligned(reference, ranks), Rounding(reference, [reference])
-    assert judge(aligned, rounding, Repeat(2, "")).kind == "equal"
-    assert judge(aligned, rounding, Repeat(1, "")).kind == "not comparable"
+    assert verdict_of(aligned, rounding, Repeat(2, "")).kind == "equal"
+    assert verdict_of(aligned, rounding, Repeat(1, "")).kind == "not comparable"
 
 
 def test_another_number_of_steps_after_the_last_numbers():
@@ -614,7 +614,7 @@ def test_where_rounding_has_taken_over():
     reference = single.trace()
     # The first eight steps are taken together, so that the small numbers of a small model cannot be right by chance.
     rounding = Rounding(reference, [moved.trace()])
-    found = judge(Aligned(reference, [Training(r, 2, 6).trace() for r in range(2)]), rounding, None)
+    found = verdict_of(Aligned(reference, [Training(r, 2, 6).trace() for r in range(2)]), rounding, None)
     assert found.kind == "not comparable" and "rounding alone" in found.report.headline
 
 
@@ -632,7 +632,7 @@ def of_three(drown) -> Verdict:
     for trace in traces:
         with_a_third(trace)
     drown(traces[1])
-    return judge(Aligned(traces[0], traces[2:]), Rounding(traces[0], [traces[1]]), None)
+    return verdict_of(Aligned(traces[0], traces[2:]), Rounding(traces[0], [traces[1]]), None)
 
 
 @pytest.mark.parametrize("value", [math.nan, 0.3])

@@ -510,9 +510,9 @@ def test_more_than_rounding_is_not(ranks):
 
 def test_what_rounding_decides_need_not_repeat():
     from mgpu_check.gates.relations import REPEATS, repeats
-    from mgpu_check.mistakes.observed import Expected, Observation, Verdict
+    from mgpu_check.mistakes.observed import Expected, Observation, Relations
 
     one, other = (Observation(values={"n": n, "m": n}, digests={"n": str(n), "m": str(n)}) for n in torch.arange(2))
-    verdict = Verdict(relations={"n": {}, "m": {}})
-    repeats(verdict, Expected(one, None, undetermined={"n"}), [one], [other], None)
-    assert verdict.relations == {"n": {}, "m": {REPEATS: False}}
+    relations = Relations(held={"n": {}, "m": {}})
+    repeats(relations, Expected(one, None, undetermined={"n"}), [one], [other], None)
+    assert relations.held == {"n": {}, "m": {REPEATS: False}}

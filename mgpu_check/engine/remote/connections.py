@@ -19,7 +19,7 @@ from typing import Any
 from mgpu_check.engine.remote.credentials import Key
 from mgpu_check.engine.remote.lines import line, shut, tune
 from mgpu_check.engine.remote.listener import Listener
-from mgpu_check.engine.remote.members import Agent, AgentGone, Launch, Launched
+from mgpu_check.engine.remote.members import AgentGone, Launch, Launched, RemoteAgent
 from mgpu_check.errors import StartupFailure
 
 __all__ = ["Connections"]
@@ -50,7 +50,7 @@ class Connections:
         """
         self.size = size
         self.patience = patience
-        self.agents: dict[int, Agent] = {}
+        self.agents: dict[int, RemoteAgent] = {}
         self.over: str | None = None
         self.lost = 0
         self.complete = False
@@ -64,7 +64,7 @@ class Connections:
         self._numbers = itertools.count(1)
         self.port: int = listener.getsockname()[1]
         self._parent = parent
-        self._left: list[Agent] = []
+        self._left: list[RemoteAgent] = []
         self._untold: list[str] = []
         self._first = ""
         self._selector = selectors.DefaultSelector()
@@ -98,7 +98,7 @@ class Connections:
             self.changed.wait_for(lambda: not missing() or self.over is not None, timeout)
             return missing()
 
-    def launch(self, rank: int) -> tuple[Agent, int, Future[Launched]]:
+    def launch(self, rank: int) -> tuple[RemoteAgent, int, Future[Launched]]:
         """Have the agent of `rank` start a process."""
         with self.changed:
             agent = self.agents.get(rank)
@@ -109,7 +109,7 @@ class Connections:
         agent.send(do="launch", id=number)
         return agent, number, launch.future
 
-    def ask(self, agent: Agent, process: int, method: str, *arguments: Any) -> Future[Any]:
+    def ask(self, agent: RemoteAgent, process: int, method: str, *arguments: Any) -> Future[Any]:
         """Have an agent call a method of its `Process`."""
         number = next(self._numbers)
         future: Future[Any] = Future()
@@ -121,7 +121,7 @@ class Connections:
         agent.send(do="call", id=process, method=method, arguments=arguments, request=number)
         return future
 
-    def watch(self, agent: Agent, process: int, ended: Callable[[int | None], None]) -> None:
+    def watch(self, agent: RemoteAgent, process: int, ended: Callable[[int | None], None]) -> None:
         """Have `ended` called, by `collect`, with the exit code of a process; None if its agent is lost first."""
         with self.changed:
             agent.processes[process] = ended
@@ -230,7 +230,7 @@ class Connections:
             launch.connection = connection
             launch.complete()
             return
-        agent = Agent(connection, message["agent"])
+        agent = RemoteAgent(connection, message["agent"])
         if not 0 <= agent.rank < self.size:
             raise ValueError("a rank that is none of this run")
         tune(connection, control=True)
@@ -255,7 +255,7 @@ class Connections:
         if address in self.refused or len(self.refused) < _MOST_WARNINGS:
             self.refused[address] += 1
 
-    def _listen(self, agent: Agent) -> None:
+    def _listen(self, agent: RemoteAgent) -> None:
         if agent.gone is not None:
             return
         try:
@@ -270,7 +270,7 @@ class Connections:
         except (EOFError, OSError, ValueError, LookupError, TypeError):
             self._lose(agent, "was lost")
 
-    def _take(self, agent: Agent, message: dict[str, Any]) -> None:
+    def _take(self, agent: RemoteAgent, message: dict[str, Any]) -> None:
         event = message["event"]
         if event == "launched":
             launch = agent.launches[message["id"]]
@@ -290,11 +290,11 @@ class Connections:
         elif event == "leaving":
             self._lose(agent, _LEFT)
 
-    def name(self, agent: Agent) -> str:
+    def name(self, agent: RemoteAgent) -> str:
         """Return the name of an agent's host in reports."""
         return self.host_names.get(agent.rank, agent.host)
 
-    def _note_end(self, agent: Agent, process: int, code: int | None) -> None:
+    def _note_end(self, agent: RemoteAgent, process: int, code: int | None) -> None:
         call = agent.processes.pop(process, None)
         if call is None:
             agent.exits[process] = code  # it died before the main thread could ask for it
@@ -303,7 +303,7 @@ class Connections:
             with contextlib.suppress(BlockingIOError):
                 self._ends_write.send(b"\0")
 
-    def _lose(self, agent: Agent, how: str) -> None:
+    def _lose(self, agent: RemoteAgent, how: str) -> None:
         self._selector.unregister(agent.connection)
         with self.changed:
             if self.agents.get(agent.rank) is agent:

@@ -11,7 +11,7 @@ from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.process import Process
 from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.keyfile import REMEDY
-from mgpu_check.engine.remote.members import Agent, AgentGone, Launched
+from mgpu_check.engine.remote.members import AgentGone, Launched, RemoteAgent
 from mgpu_check.engine.remote.process import RemoteProcess
 from mgpu_check.errors import StartupFailure
 from mgpu_check.processes.channel import Channel
@@ -78,7 +78,7 @@ class AgentLauncher:
         # Rank 0 itself may know the host as "localhost"; its neighbours on other hosts cannot.
         beyond = next((agent for agent in agents if agent.host != agents[0].host), agents[0])
         self._store = f"tcp://{beyond.told['address']}:{beyond.told['port']}"
-        by_node: dict[object, list[Agent]] = {}
+        by_node: dict[object, list[RemoteAgent]] = {}
         for agent in agents:
             node = agent.told["node"]
             by_node.setdefault(agent.host if node is None else node, []).append(agent)
@@ -115,7 +115,7 @@ class AgentLauncher:
             return ""
         return f"; refused, because they have another key than this run: processes at {', '.join(refused)}; {REMEDY}"
 
-    def _compare(self, agents: Sequence[Agent]) -> None:
+    def _compare(self, agents: Sequence[RemoteAgent]) -> None:
         for agent in agents:
             for what, here in self._versions.items():
                 there = agent.told["versions"].get(what)
@@ -136,7 +136,7 @@ class AgentLauncher:
         connections = self.connections
         wanted = [self._rank_at[slot] for slot in slots]
         self._await(wanted)
-        asked: list[tuple[Agent, int, Future[Launched]]] = []
+        asked: list[tuple[RemoteAgent, int, Future[Launched]]] = []
         launched: list[Process] = []
         try:
             try:

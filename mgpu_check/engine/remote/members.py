@@ -11,7 +11,7 @@ from typing import Any
 
 from mgpu_check.engine.remote.lines import Lines, line, shut
 
-__all__ = ["Agent", "AgentGone", "Launch", "Launched"]
+__all__ = ["AgentGone", "Launch", "Launched", "RemoteAgent"]
 
 
 class AgentGone(Exception):
@@ -47,8 +47,8 @@ class Launch:
                 self.connection.close()
 
 
-class Agent:
-    """An agent that has joined.
+class RemoteAgent:
+    """An agent that has joined, as the driver knows it.
 
     Attributes:
         host: name of its host.

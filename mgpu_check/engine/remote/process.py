@@ -9,7 +9,7 @@ from typing import Any
 
 from mgpu_check.engine.process import STACKS_TIMEOUT, Process
 from mgpu_check.engine.remote.connections import Connections
-from mgpu_check.engine.remote.members import Agent, AgentGone
+from mgpu_check.engine.remote.members import AgentGone, RemoteAgent
 from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.record import Record, parse
 
@@ -22,7 +22,9 @@ _NOBODY_KNOWS = 75
 class RemoteProcess(Process):
     """A process of another host: its agent answers what a local process finds in its files."""
 
-    def __init__(self, connections: Connections, agent: Agent, number: int, pid: int, connection: Channel) -> None:
+    def __init__(
+        self, connections: Connections, agent: RemoteAgent, number: int, pid: int, connection: Channel
+    ) -> None:
         self.pid = pid
         self.connection = connection
         self.exit_code: int | None = None

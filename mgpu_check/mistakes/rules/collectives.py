@@ -130,12 +130,12 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
 
 def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
     """Name a reduce or gather whose destination alone has what is right."""
-    for _, event in tensors.events("collective") if tensors.verdict.split else ():
+    for _, event in tensors.events("collective") if tensors.relations.split else ():
         if event.name not in ("reduce", "gather", "gather_object") or "dst" not in event.details:
             continue
         right = event.details["dst"]
-        for name in tensors.verdict.split:
-            if right not in tensors.verdict.wrong.get(name, []):
+        for name in tensors.relations.split:
+            if right not in tensors.relations.wrong.get(name, []):
                 told = f"{_where(event)} delivers to rank {right} only: {name} is right there, and not elsewhere"
                 return Finding("value-of-one-rank", told)
     return None
@@ -171,7 +171,7 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
 
 def parted_by_group(tensors: Tensors) -> Finding | None:
     """Name a group where ranks agree with each other in groups of one size, and not with those of another group."""
-    split = tensors.verdict.split
+    split = tensors.relations.split
     if not split or tensors.size < 4:
         return None
     parts = [grouped((one.digests.get(name), rank) for rank, one in enumerate(tensors.seen)) for name in split]
@@ -198,7 +198,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
     own = [
         name
         for name in tensors.names
-        if name in tensors.verdict.split and name.kind != "buffers" and _is_own(tensors, name)
+        if name in tensors.relations.split and name.kind != "buffers" and _is_own(tensors, name)
     ]
     if not own or not tensors.traces:
         return None
@@ -250,7 +250,7 @@ def read_too_early(tensors: Tensors) -> Finding | None:
     """Name an asynchronous collective where something is not finite, as the simulated node makes what is read early."""
     broken = tensors.broken
     waited = [event for _, event in tensors.events("collective") if event.details.get("asynchronous")]
-    unsteady = [name for name, relations in tensors.verdict.relations.items() if relations.get("repeats") is False]
+    unsteady = [name for name, held in tensors.relations.held.items() if held.get("repeats") is False]
     if not waited or not (broken or unsteady):
         return None
     seen = "not finite, as what is read before wait()" if broken else "another in a second run"

@@ -244,7 +244,7 @@ def other_order(tensors: Tensors) -> Finding | None:
         right = tensors.expected.exact.get(name)
         if right is None and name in tensors.expected.single.values:
             right = tensors.expected.single.values[name].double()
-        got = tensors.seen[tensors.verdict.wrong[name][0]].values.get(name)
+        got = tensors.seen[tensors.relations.wrong[name][0]].values.get(name)
         if right is None or got is None or right.shape != got.shape or not right.dim() or len(right) < 2:
             continue
         if _same_rows(got.double(), right):

@@ -81,7 +81,7 @@ def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
 def updates_on_some(tensors: Tensors) -> Finding | None:
     """Name the value of one rank, where only some have updated a parameter."""
     odd = next(iter(_updated_unlike(tensors)), None)
-    if odd is None or odd not in tensors.verdict.split:
+    if odd is None or odd not in tensors.relations.split:
         return None
     before = tensors.expected.single.initial[odd.of]
     updated = [
@@ -134,8 +134,8 @@ def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
 
 def right_on_one_rank(tensors: Tensors) -> Finding | None:
     """Name the value of one rank, where one alone is right."""
-    for name in tensors.verdict.split:
-        wrong = tensors.verdict.wrong.get(name, [])
+    for name in tensors.relations.split:
+        wrong = tensors.relations.wrong.get(name, [])
         right = [rank for rank in range(tensors.size) if rank not in wrong]
         if wrong and len(right) == 1:
             return Finding("value-of-one-rank", f"{name} is right on rank {right[0]}, and not on the other ranks")
@@ -149,7 +149,7 @@ def broadcasts_what_is_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding 
         from_rank_0: look at broadcasts of rank 0, as many right programs have them; else at those of others.
     """
     sent = next((event for _, event in tensors.events("collective") if event.name == "broadcast"), None)
-    wrong = [name for name in tensors.wrong() if name not in tensors.verdict.split]
+    wrong = [name for name in tensors.wrong() if name not in tensors.relations.split]
     if sent is None or not wrong or from_rank_0 is bool(source := sent.details.get("src", 0)):
         return None
     return Finding(
@@ -166,7 +166,7 @@ def buffers_alone_drift(tensors: Tensors) -> Finding | None:
 
 def buffers_drift(tensors: Tensors) -> Finding | None:
     """Name buffers that differ between ranks."""
-    drifted = [name for name in tensors.verdict.split if name.kind == "buffers"]
+    drifted = [name for name in tensors.relations.split if name.kind == "buffers"]
     return Finding("buffers-drift", f"{drifted[0]} differs between ranks") if drifted else None
 
 

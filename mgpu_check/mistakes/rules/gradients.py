@@ -79,7 +79,7 @@ def clips_parts(tensors: Tensors) -> Finding | None:
 
 def limits_another_norm(tensors: Tensors) -> Finding | None:
     """Name clipping where ranks agree on what is right for small batches only."""
-    if not tensors.right_when_small or not tensors.gradient_like or tensors.verdict.split or tensors.wrong_alone:
+    if not tensors.right_when_small or not tensors.gradient_like or tensors.relations.split or tensors.wrong_alone:
         return None
     return Finding(
         "clipped-before-synchronization",
@@ -137,7 +137,7 @@ def uneven_parts(evidence: Evidence) -> Finding | None:
 def wrong_where_uneven(tensors: Tensors) -> Finding | None:
     """Name a mean of means where ranks agree on something that is wrong only with different numbers of samples."""
     samples, size = tensors.samples, tensors.size
-    if not samples or samples % size == 0 or tensors.verdict.split or not tensors.names:
+    if not samples or samples % size == 0 or tensors.relations.split or not tensors.names:
         return None
     return Finding(
         "mean-of-means",
@@ -158,7 +158,7 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
             local = [
                 name
                 for name in tensors.names
-                if name in tensors.verdict.split and tensors.is_combined(division, "own", factor, [name])
+                if name in tensors.relations.split and tensors.is_combined(division, "own", factor, [name])
             ]
             if local:
                 verb = "is" if len(local) == 1 else "are"
@@ -169,7 +169,9 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
 def differs_from_rank_to_rank(tensors: Tensors) -> Finding | None:
     """Name what is not synchronized, where gradients, or what stands for them, differ from rank to rank."""
     local = [
-        name for name in tensors.verdict.split if name.kind == "grads" or (tensors.account and name.kind == "returned")
+        name
+        for name in tensors.relations.split
+        if name.kind == "grads" or (tensors.account and name.kind == "returned")
     ]
     if not local or each_rank_its_own(tensors):
         return None

@@ -25,7 +25,7 @@ _BEGUN = (
     "# mgpu-check: the run has not ended\n\nIt was killed, or could not begin: what it has printed says why. "
     "Nothing is proven.\n"
 )
-_VERDICTS = {
+_RESULTS = {
     pytest.ExitCode.OK: "passed",
     pytest.ExitCode.TESTS_FAILED: "FAILED",
     pytest.ExitCode.INTERRUPTED: "INTERRUPTED",
@@ -150,15 +150,15 @@ class _Page:
 
 
 def _verdict(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """State the verdict in one clause. A run in which nothing has run is no success; one that is simulated says so."""
-    known = exit_status in {int(status) for status in _VERDICTS}
-    verdict = _VERDICTS[pytest.ExitCode(exit_status)] if known else f"exit code {exit_status}"
-    if verdict == "passed" and not outcomes.of("passed", "xpassed", "xfailed"):
-        verdict = "nothing was run"
+    """State the result in one clause. A run in which nothing has run is no success; one that is simulated says so."""
+    known = exit_status in {int(status) for status in _RESULTS}
+    result = _RESULTS[pytest.ExitCode(exit_status)] if known else f"exit code {exit_status}"
+    if result == "passed" and not outcomes.of("passed", "xpassed", "xfailed"):
+        result = "nothing was run"
     settings = session.settings
     if settings.simulate and settings.asked:
-        verdict += f" on {settings.gpus} SIMULATED GPUs"
-    return verdict
+        result += f" on {settings.gpus} SIMULATED GPUs"
+    return result
 
 
 def _header(session: GpuSession) -> list[str]:
