@@ -11,7 +11,7 @@ from torch import nn
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, plain
 
 __all__ = ["assert_replicas_agree", "fingerprint"]
 
@@ -59,8 +59,7 @@ def assert_replicas_agree(
 
 def fingerprint(tensor: torch.Tensor) -> int:
     """Return 64 bits that depend on every bit of the values of `tensor`: any single element that changes, changes them."""
-    words = plain(tensor).reshape(-1)
-    words = torch.view_as_real(words).reshape(-1) if words.is_complex() else words
+    words = as_real(plain(tensor)).reshape(-1)
     if words.dtype == torch.bool:
         words = words.to(torch.int8)
     integers = words.view(INTEGER_OF_SIZE[words.element_size()]).long()

@@ -57,14 +57,14 @@ class Rounding:
         for kind in _KINDS:
             for name, parameter in one.parameters.items():
                 apart = [self._apart(s, kind, name, parameter.shape) for s in range(steps)]
-                self._grown[kind, name] = _envelope(apart)
+                self._grown[kind, name] = _grown(apart)
         self._medians = {
             kind: [statistics.median(self._grown[kind, n][s] for n in one.parameters) for s in range(steps)]
             for kind in _KINDS
             if one.parameters
         }
         losses = [_relative([t.steps[s].loss for t in others], one.steps[s].loss) for s in range(steps)]
-        self._losses = _envelope(losses)
+        self._losses = _grown(losses)
 
     def _apart(self, step: int, kind: Kind, name: str, shape: tuple[int, ...]) -> float:
         expected = of_kind(self._one.steps[step], kind).get(name)
@@ -111,8 +111,11 @@ class Rounding:
 _KINDS: tuple[Kind, ...] = ("gradient", "parameter")
 
 
-def _envelope(apart: list[float]) -> list[float]:
-    """Return what was reached up to each step, and in any of the first few."""
+def _grown(apart: list[float]) -> list[float]:
+    """Return what was reached up to each step, and in any of the first few.
+
+    It is over steps and of whole tensors, so it is not what `numerics.envelopes` finds for elements.
+    """
     grown: list[float] = []
     reached = max((x for x in apart[:_WINDOW] if math.isfinite(x)), default=0.0)
     for value in apart:

@@ -15,14 +15,16 @@ from torch.utils._pytree import tree_leaves
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.gates.observing import plain_copy
 from mgpu_check.gates.program import bound
-from mgpu_check.gates.states import digest_of_value
+from mgpu_check.gates.states import digest_of_value, is_real
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference, show
+from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.tensors import as_real
 
 __all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
 
@@ -125,26 +127,17 @@ def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
     """Return how far rounding errors may move each element of the answers: by Monte Carlo arithmetic, see `Perturbed`."""
     seed_everything(_SEED + 1000 + rank.index)
-    usual = {n: v.double() for n, v in _answer(program, model, batch).items() if _is_real(v)}
+    usual = {n: v.double() for n, v in _answer(program, model, batch).items() if is_real(v)}
     spread = deviations(sum(value.numel() for value in usual.values()))
-    moved = {name: torch.zeros_like(value) for name, value in usual.items()}
     generator = torch.Generator().manual_seed(_SEED)
-    for sign in (1, -1) * PAIRS:
+
+    def perturbed(sign: int) -> dict[str, Any]:
         seed_everything(_SEED + 1000 + rank.index)
         # The model answers in its own dtypes: float64 stands for itself, not for a narrower one.
         with Perturbed(sign * spread, generator, unit_roundoff(torch.float64)):
-            answers = _answer(program, model, batch)
-        for name, value in usual.items():
-            if name in answers and answers[name].shape == value.shape:
-                moved[name] = torch.maximum(moved[name], (answers[name].double() - value).abs().nan_to_num(0.0))
-    # A few draws may understate an element, not all of the tensor.
-    return {
-        name: value.clamp_min(float(value.square().mean().sqrt())) for name, value in moved.items() if value.numel()
-    }
+            return _answer(program, model, batch)
 
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+    return envelopes(usual, map(perturbed, (1, -1) * PAIRS))
 
 
 def compare_ranks(directory: Path, size: int) -> list[Compared]:
@@ -187,7 +180,7 @@ def _detail(
         texts = [_kind(value) if isinstance(value, torch.Tensor) else repr(value)[:40] for value in values]
         return _said(texts, owners), False
     if values[0].is_complex():
-        values, granted = [torch.view_as_real(value.resolve_conj()) for value in values], None
+        values, granted = [as_real(value) for value in values], None
     first = values[0]
     rounding = granted is not None and all(difference(values[i], first, 2 * granted) is None for i in wrong)
     found = next(filter(None, (difference(values[i], first) for i in wrong)), None)

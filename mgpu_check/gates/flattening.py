@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = ["Opaque", "flattened", "own_part"]
 
@@ -34,8 +34,7 @@ class Opaque(ValueError):
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy on the CPU; of a tensor that is spread over ranks (a DTensor) this rank's part."""
     local = tensor.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
-    return plain(local if local.layout == torch.strided else local.to_dense()).clone()
+    return copied(local.to_local() if hasattr(local, "to_local") else local)
 
 
 def flattened(

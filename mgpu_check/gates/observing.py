@@ -22,10 +22,9 @@ from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, 
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
-from mgpu_check.numerics.memory import digest_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.seeds import seed_everything
-from mgpu_check.torch_hooks.tensors import as_real
+from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
 
 __all__ = ["Nudge", "observe", "plain_copy"]
 
@@ -114,12 +113,7 @@ def plain_copy(value: torch.Tensor) -> torch.Tensor:
     ones.
     """
     value = value.detach()
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    if value.layout != torch.strided:
-        value = value.to_dense()
-    value = value.to("cpu", copy=True).contiguous()
-    return as_real(value)
+    return as_real(copied(value.full_tensor() if hasattr(value, "full_tensor") else value))
 
 
 def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:

@@ -13,9 +13,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from mgpu_check.gates.coverage import Epoch, Visits
-from mgpu_check.numerics.memory import bytes_of
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.torch_hooks.tensors import as_real, plain
+from mgpu_check.torch_hooks.tensors import as_real, bytes_of, plain
 
 __all__ = ["Key", "MakeLoader", "visit"]
 

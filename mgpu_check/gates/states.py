@@ -16,12 +16,13 @@ import torch
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference
-from mgpu_check.numerics.memory import digest_of
+from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.seeds import seed_everything
+from mgpu_check.torch_hooks.tensors import as_real, digest_of
 
-__all__ = ["Entry", "Part", "Row", "Train", "compare", "digest_of_value", "kept", "load", "train_and_keep"]
+__all__ = ["Entry", "Part", "Row", "Train", "compare", "digest_of_value", "is_real", "kept", "load", "train_and_keep"]
 
 Train = Callable[[Rank, Path, int, int], Any]
 
@@ -155,7 +156,9 @@ def compare(
     """
     new, old = load(got, rank), load(earlier, rank)
     first, second = load(runs[0], rank), load(runs[-1], rank)
-    moved_runs = [load(run, rank) for run in perturbed]
+    moves = envelopes(
+        {entry: value for entry, value in first.items() if is_real(value)}, (load(run, rank) for run in perturbed)
+    )
     rows = []
     for entry in dict.fromkeys([*first, *second, *new]):
         noise = _noise(first.get(entry), second.get(entry)) if (entry in first) == (entry in second) else None
@@ -166,7 +169,7 @@ def compare(
         elif entry not in new or entry not in first:
             same, detail = False, "is missing" if entry in first else "is there, where it should not be"
         else:
-            granted = _ROOM * noise + _envelope(first[entry], [run.get(entry) for run in moved_runs])
+            granted = _ROOM * noise + _BOTH * moves.get(entry, 0.0)
             detail = _difference(new[entry], first[entry], granted, tolerance)
             same = not detail
         moved = entry not in old or bool(_difference(first.get(entry), old[entry], 0.0, None))
@@ -192,8 +195,7 @@ def _noise(one: Any, other: Any) -> float | None:
         return None
     if digest_of_value(one) == digest_of_value(other):
         return 0.0
-    if one.is_complex():
-        one, other = torch.view_as_real(one.resolve_conj()), torch.view_as_real(other.resolve_conj())
+    one, other = as_real(one), as_real(other)
     if not one.dtype.is_floating_point:
         return None
     same = (one == other) | (one.isnan() & other.isnan())  # infinities, too
@@ -215,18 +217,9 @@ def _explained(value: Any, tolerance: float) -> float:
     return max(_EXPLAINED, _ROUNDOFFS * roundoff, tolerance) * largest
 
 
-def _envelope(usual: Any, moved: list[Any]) -> torch.Tensor | float:
-    """Return how far rounding errors lead each element, from runs that have some; 0 for what is no floating-point
-    number.
-    """
-    if not isinstance(usual, torch.Tensor) or not usual.dtype.is_floating_point or not usual.numel():
-        return 0.0
-    envelope = torch.zeros(usual.shape, dtype=torch.float64)
-    for value in moved:
-        if isinstance(value, torch.Tensor) and value.shape == usual.shape:
-            envelope = torch.maximum(envelope, (value.double() - usual.double()).abs().nan_to_num(0.0))
-    # A few draws may understate an element, not all of the tensor.
-    return _BOTH * envelope.clamp_min(float(envelope.square().mean().sqrt()))
+def is_real(value: Any) -> bool:
+    """Return whether it is a tensor of floating-point numbers."""
+    return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
@@ -236,8 +229,7 @@ def _difference(got: Any, expected: Any, granted: torch.Tensor | float, toleranc
         return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"got {tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
-    if expected.is_complex():
-        got, expected = torch.view_as_real(got.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+    got, expected = as_real(got), as_real(expected)
     if tolerance is not None and expected.dtype.is_floating_point and expected.numel():
         granted = tolerance * float(expected.double().abs().max())
     found = difference(got, expected, granted)

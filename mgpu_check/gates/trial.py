@@ -16,7 +16,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
-from mgpu_check.numerics.memory import digest_of
+from mgpu_check.torch_hooks.tensors import digest_of
 
 __all__ = ["Trial", "Trials"]
 

@@ -28,6 +28,7 @@ from typing import Generic, TypeVar
 import torch
 
 from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.envelopes import estimate, farthest, root_mean_square
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.tensors import plain
@@ -137,8 +138,10 @@ def assess(
         spread: see `deviations`.
     """
     exact = {name: plain(value).double() for name, value in reference.items()}
-    errors = {name: _farthest(value, [single[name] for single in singles]) for name, value in exact.items()}
-    envelope = {name: _envelope(_farthest(value, [one[name] for one in moved])) for name, value in exact.items()}
+    errors = {name: farthest(value, [single[name] for single in singles]) for name, value in exact.items()}
+    envelope = {
+        name: estimate(farthest(value, [one[name] for one in moved]), crosswise=True) for name, value in exact.items()
+    }
     amplification = _amplification(envelope, errors, spread)
     rounding = {name: spread * roundoff * value.abs() for name, value in exact.items()}
     # From the parallel step to a single-device one, and from there to the reference.
@@ -149,20 +152,12 @@ def assess(
     return Measurement(exact, tolerance, amplification)
 
 
-def _farthest(value: torch.Tensor, others: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return how far, element by element, any of the others is from `value`."""
-    distance = torch.zeros_like(value)
-    for other in others:
-        distance = torch.maximum(distance, (plain(other).double() - value).abs())
-    return distance
-
-
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Grant an error that was seen in one element to all elements, in proportion to their size.
 
     Errors of long sums grow with the sum; in which elements they are large depends on the order of summation.
     """
-    size = reference.abs() + _rms(reference)
+    size = reference.abs() + root_mean_square(reference)
     if not size.numel() or not bool((size > 0).all()):
         return errors
     return (errors / size).max() * size
@@ -176,7 +171,10 @@ def _amplification(
     A few elements may happen to be right. Their ratio is therefore raised to what it can be, given what it is seen to
     be, up to the largest ratio of all results.
     """
-    seen = {name: spread * _rms(errors[name]) / _rms(value) if _rms(value) else 0.0 for name, value in envelope.items()}
+    seen = {}
+    for name, value in envelope.items():
+        size = root_mean_square(value)
+        seen[name] = spread * root_mean_square(errors[name]) / size if size else 0.0
     largest = max([1.0, *seen.values()])
     return {
         name: max(1.0, min(largest, ratio / math.sqrt(_least_mean_square(errors[name].numel()))))
@@ -193,28 +191,6 @@ def _least_mean_square(count: int) -> float:
     below = -3.719  # the quantile 1e-4 of the standard normal distribution
     root = 1 - 2 / (9 * max(count, 1)) + below * math.sqrt(2 / (9 * max(count, 1)))
     return max(root, 1e-3) ** 3
-
-
-def _rms(value: torch.Tensor) -> float:
-    return float(value.square().mean().sqrt()) if value.numel() else 0.0
-
-
-def _envelope(moved: torch.Tensor) -> torch.Tensor:
-    """Turn what a few perturbations moved into an estimate for each element that its own few draws cannot understate.
-
-    At least the root mean square over the tensor; and, where rows (outputs) and columns (inputs) differ, what the row
-    and the column of the element suggest together.
-    """
-    mean = _rms(moved)
-    if not mean:
-        return moved
-    envelope = moved.clamp_min(mean)
-    if moved.dim() > 1:
-        matrix = moved.flatten(1)
-        rows = matrix.square().mean(1, keepdim=True).sqrt()
-        columns = matrix.square().mean(0, keepdim=True).sqrt()
-        envelope = torch.maximum(envelope, (rows * columns / mean).reshape(moved.shape))
-    return envelope
 
 
 @contextlib.contextmanager

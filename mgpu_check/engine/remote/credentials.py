@@ -3,6 +3,10 @@
 Everything here has a fixed size and is compared as bytes; nothing that a stranger sends is parsed. The key itself is never
 sent. What is shown holds for one connection only: it covers fresh random numbers of both sides, the run, and the address
 at which the driver listens, so that who stands in between and hands on what both say is no further.
+
+The challenge of `multiprocessing.connection` would not do: its listener waits for each stranger in turn, without a deadline,
+so that one who says nothing keeps all agents out. Its proofs cover neither the run nor the address, and are HMAC-MD5 up to
+Python 3.11.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.numerics.memory import bytes_of, digest_of
+from mgpu_check.torch_hooks.tensors import bytes_of, copied, digest_of
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,12 @@ def test_the_same(tensor, same):
 )
 def test_not_the_same(one, other):
     assert digest_of(one) != digest_of(other)
+
+
+def test_a_copy_has_memory_of_its_own():
+    for tensor in (torch.ones(2, 3), torch.ones(2, 3).t(), torch.eye(2).to_sparse(), torch.ones(2) + 1j):
+        copy = copied(tensor.requires_grad_())
+        assert copy.is_contiguous() and copy.layout == torch.strided and not copy.requires_grad
+        expected = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        assert torch.equal(copy, expected)
+        assert copy.data_ptr() != expected.data_ptr()
