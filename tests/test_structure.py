@@ -16,12 +16,12 @@ PACKAGE = Path(mgpu_check.__file__).parent
 
 # The floors, from the ground up. A room may import those on lower floors, and itself; never one on its own floor.
 FLOORS = [
-    {"errors", "settings", "version", "devices", "processes", "recipes", "simulated"},
+    {"errors", "settings", "version", "devices", "processes", "recipes"},
     {"torch_hooks"},
-    {"numerics", "rank_side"},
-    {"engine", "faults", "mistakes", "specs"},
-    {"checks", "gates", "strategies"},
-    {"compare", "pytest_plugin", "suite"},
+    {"numerics", "simulated"},
+    {"mistakes", "rank_side", "specs"},
+    {"checks", "engine", "faults", "strategies"},
+    {"compare", "gates", "pytest_plugin", "suite"},
     {"cli", "startup"},
 ]
 LOOSE = {"__init__", "__main__", "errors", "settings", "version"}

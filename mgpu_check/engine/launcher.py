@@ -40,7 +40,7 @@ PRELOAD = (
     "mgpu_check.rank_side.worker",
 )
 
-SIMULATION = ("mgpu_check.torch_hooks.collectives:install_simulated", "mgpu_check.simulated")
+SIMULATION = ("mgpu_check.simulated.collectives:record", "mgpu_check.simulated")
 PREPARED = ("mgpu_check.simulated:prepare",)  # on a node that hides the real devices
 
 _GLANCE = 0.5  # seconds after which one who does not answer is looked at

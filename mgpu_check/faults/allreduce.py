@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import comm
 
-from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as recipe
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
 
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.faults.registry import fault
 from mgpu_check.recipes import devices
+from mgpu_check.torch_hooks.patches import replaced
 
 VISIBILITY = "mgpu_check.checks.visibility"
 

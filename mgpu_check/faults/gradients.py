@@ -13,10 +13,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as reducing
 from mgpu_check.recipes import training
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import plain
 
 _BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.9e-4

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
 
 Function = Callable[..., Any]
 

@@ -6,9 +6,8 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["PROPERTIES", "Fault", "all_faults", "fault", "planted", "replaced"]
+__all__ = ["PROPERTIES", "Fault", "all_faults", "fault", "planted"]
 
 PROPERTIES = ("fixtures", "scatter", "allreduce", "gradients", "mismatch")
 """The properties of the packaged suite; `mgpu_check.faults.<property>` holds the faults of each."""
@@ -70,23 +69,3 @@ def planted(name: str) -> Iterator[None]:
         raise ValueError(f"fault {name!r} is unknown; choose one of {', '.join(faults)}")
     with contextlib.contextmanager(faults[name].plant)():
         yield
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Set attribute `name` of `owner` to `value`, and back on exit; one that was inherited is inherited again.
-
-    Raises:
-        AttributeError: `owner` has no such attribute.
-    """
-    getattr(owner, name)
-    own = name in vars(owner)
-    before = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import _functions, comm, scatter_gather
 
-from mgpu_check.faults.registry import fault, replaced
+from mgpu_check.faults.registry import fault
 from mgpu_check.recipes import batches
+from mgpu_check.torch_hooks.patches import replaced
 
 Shards = tuple[torch.Tensor, ...]
 

@@ -24,7 +24,6 @@ from mgpu_check.simulated.methods import install_methods
 from mgpu_check.simulated.modules import install_modules
 from mgpu_check.simulated.native import install_native
 from mgpu_check.simulated.parallel import install_parallel
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.profiling import install_profiling
 from mgpu_check.simulated.random import ambient_generator, device_generators, install_random
 from mgpu_check.simulated.reducer import install_reducer
@@ -36,6 +35,7 @@ from mgpu_check.simulated.tensor import tag
 from mgpu_check.simulated.transfer import on_host_copy
 from mgpu_check.simulated.typed import install_typed
 from mgpu_check.simulated.wrappers import install_wrappers
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["prepare", "simulated_device_count", "simulated_node"]
 
@@ -104,7 +104,7 @@ def _enter(n: int, backing: torch.device) -> Patches:
     node = _node(n, backing)
     # Before there is a node whose devices that would use.
     mismatch.calibrate(lambda t: tag(t, torch.device("cuda", 0)))
-    patches = Patches()
+    patches = Patches(sparing="mgpu_check.simulated")
     enter_node(node)
     try:
         on_host_copy(late_host_copy)

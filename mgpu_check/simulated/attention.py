@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.tensor import SimulatedTensor
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["attention_functions", "install_attention"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.tensor import SimulatedTensor
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["KNOWN", "install_autocast"]
 

@@ -20,11 +20,12 @@ from mgpu_check.simulated.functional import group_of, install_functional
 from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
 from mgpu_check.simulated.late import LateWork, Staging
 from mgpu_check.simulated.parsing import PARSERS
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor
+from mgpu_check.torch_hooks.collectives import recorded_method, recorded_wait
+from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["install_collectives", "watch"]
+__all__ = ["install_collectives", "record"]
 
 # What NCCL has no type for, by the names that it prints.
 _NO_NCCL_TYPE = {torch.int16: "Short", torch.uint16: "UInt16", torch.uint32: "UInt32", torch.uint64: "UInt64"}
@@ -190,18 +191,20 @@ def _end_coalescing(original: Callable[..., object]) -> Callable[..., object]:
     return end
 
 
-Around = Callable[[str, Callable[..., object]], Callable[..., object]]
-
-_around: list[Around] = []
+_recording = False
 
 
-def watch(around: Around) -> None:
-    """Have ``around(name, method)`` put around each method of the simulation, to see calls before they begin."""
-    _around.append(around)
+def record() -> None:
+    """Write a collective down, in nodes that are entered from now on, before the simulation does what may wait for other
+    ranks.
+    """
+    global _recording
+    _recording = True
+    Patches().wrap(LateWork, "wait", recorded_wait)
 
 
-def _watched(name: str, method: Callable[..., object]) -> Callable[..., object]:
-    return functools.reduce(lambda inner, around: around(name, inner), _around, method)
+def _recorded(name: str, method: Callable[..., object]) -> Callable[..., object]:
+    return recorded_method(name, method) if _recording else method
 
 
 def _refuse_host(group: Any) -> None:
@@ -216,8 +219,8 @@ def install_collectives(patches: Patches) -> None:
     for name, parse in PARSERS.items():
         original = getattr(_pg, name, None)
         if original is not None:
-            patches.set(_pg, name, _watched(name, _method(original, parse)))
+            patches.set(_pg, name, _recorded(name, _method(original, parse)))
     install_functional(patches.replace, _refuse_host)
-    patches.set(_pg, "barrier", _watched("barrier", _barrier(_pg.barrier)))
-    patches.set(_pg, "_start_coalescing", _start_coalescing(_pg._start_coalescing))
-    patches.set(_pg, "_end_coalescing", _end_coalescing(_pg._end_coalescing))
+    patches.set(_pg, "barrier", _recorded("barrier", _barrier(_pg.barrier)))
+    patches.wrap(_pg, "_start_coalescing", _start_coalescing)
+    patches.wrap(_pg, "_end_coalescing", _end_coalescing)

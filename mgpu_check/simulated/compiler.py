@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.simulated.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_compiler"]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_composites"]
 

@@ -10,12 +10,12 @@ import torch._subclasses
 import torch.utils._device
 import torch.utils._python_dispatch
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.simulated.transfer import move
 from mgpu_check.simulated.unwritten import EMPTY, never_written, require
 from mgpu_check.simulated.wrappers import convert_local, is_distributed
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_factories"]
 
@@ -219,8 +219,8 @@ def install_factories(patches: Patches) -> None:
         original = getattr(torch.fft, name)
         patches.replace(original, _from_sizes(original))
     for name in _NEW:
-        patches.set(torch.Tensor, name, _new(getattr(torch.Tensor, name)))
-    patches.set(torch.Tensor, "new_tensor", _guarded_new_tensor(torch.Tensor.new_tensor))
+        patches.wrap(torch.Tensor, name, _new)
+    patches.wrap(torch.Tensor, "new_tensor", _guarded_new_tensor)
 
 
 def _guarded_new_tensor(method: Maker) -> Maker:

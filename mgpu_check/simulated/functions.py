@@ -12,9 +12,9 @@ from collections.abc import Callable
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.streams import as_on, chosen_streams
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_functions"]
 
@@ -82,4 +82,4 @@ def install_functions(patches: Patches) -> None:
     """Replace what runs forward and backward of functions that are written in Python."""
     patches.set(Function, "apply", _apply(vars(Function)["apply"]))
     patches.set(BackwardCFunction, "apply", _backward(vars(BackwardCFunction)["apply"]))
-    patches.set(torch.Tensor, "register_hook", _hook(torch.Tensor.register_hook))
+    patches.wrap(torch.Tensor, "register_hook", _hook)

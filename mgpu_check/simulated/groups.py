@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mgpu_check.simulated.nccl import NcclOptions, ProcessGroupNCCL, on_construction
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import to_real
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
 
@@ -251,7 +251,7 @@ def install_groups(patches: Patches) -> None:
     _groups.clear()
     on_construction(_constructed)
     patches.at_exit(_groups.clear)
-    patches.set(c10d, "_new_process_group_helper", _helper(c10d._new_process_group_helper))
+    patches.wrap(c10d, "_new_process_group_helper", _helper)
     patches.replace(dist.is_nccl_available, _is_nccl_available)
     if vars(c10d)["default_pg_nccl_timeout"] is None:
         patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
@@ -263,8 +263,8 @@ def install_groups(patches: Patches) -> None:
         patches.set(owner, "ProcessGroupNCCL", ProcessGroupNCCL)
     for name in ("_get_backend", "get_backend"):
         if hasattr(_pg, name):
-            patches.set(_pg, name, _backend_for(getattr(_pg, name)))
+            patches.wrap(_pg, name, _backend_for)
     patches.set(_pg, "_device_types", _device_types(vars(_pg)["_device_types"]))
-    patches.set(_pg, "split_group", _split(_pg.split_group))
+    patches.wrap(_pg, "split_group", _split)
     for name in ("name", "_get_backend_name"):
-        patches.set(_pg, name, _name(getattr(_pg, name)))
+        patches.wrap(_pg, name, _name)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, simulated_device
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["LAZY", "TARGET", "install_lazy", "uninitialized_on"]
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.simulated.transfer import move
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_libraries", "library_functions"]
 

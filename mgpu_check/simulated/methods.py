@@ -9,11 +9,11 @@ import torch
 
 from mgpu_check.simulated.host_copies import late_host_copy
 from mgpu_check.simulated.lazy import LAZY, install_lazy, uninitialized_on
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import move
 from mgpu_check.simulated.wrappers import convert_local, is_distributed
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["PINNED", "become", "install_methods"]
 
@@ -304,7 +304,7 @@ def install_methods(patches: Patches) -> None:
         ("pin_memory", _pin_memory),
         ("is_pinned", _is_pinned),
     ):
-        patches.set(torch.Tensor, name, wrap(getattr(torch.Tensor, name)))
+        patches.wrap(torch.Tensor, name, wrap)
     patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))
     patches.set(torch.Tensor, "data", _data(_base.data))
     patches.set(torch.Tensor, "grad", _grad(_base.grad))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from mgpu_check.simulated.lazy import TARGET
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_modules"]
 
@@ -123,8 +123,8 @@ def install_modules(patches: Patches) -> None:
         "_group_tensors_by_device_and_dtype",
         _group(torch._C._group_tensors_by_device_and_dtype),  # type: ignore[arg-type]
     )
-    patches.set(torch.nn.Module, "_apply", _apply(torch.nn.Module._apply))
-    patches.set(torch._C._nn, "_parse_to", _parse_to(torch._C._nn._parse_to))
+    patches.wrap(torch.nn.Module, "_apply", _apply)
+    patches.wrap(torch._C._nn, "_parse_to", _parse_to)
     for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
         module = importlib.import_module(name)  # torch.optim hides the name of its submodule
         patches.set(module, "_foreach_supported_types", [*module._foreach_supported_types, SimulatedTensor])

@@ -19,8 +19,8 @@ from mgpu_check.simulated import streams
 from mgpu_check.simulated.allocator import allocator_functions, memory_info
 from mgpu_check.simulated.attention import attention_functions
 from mgpu_check.simulated.libraries import install_libraries, library_functions
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["HARMLESS", "REFUSED", "concerns_devices", "install_native", "refused", "refused_class", "simulated_names"]
 

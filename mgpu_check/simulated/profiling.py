@@ -10,7 +10,7 @@ import torch.autograd.profiler as profiler
 import torch.autograd.profiler_legacy as legacy
 from torch._C._profiler import ProfilerActivity, ProfilerState
 
-from mgpu_check.simulated.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_profiling"]
 
@@ -43,7 +43,7 @@ def _no_ranges(self: profiler.emit_nvtx) -> profiler.emit_nvtx:
 
 def install_profiling(patches: Patches) -> None:
     """Replace what would ask a driver for events."""
-    patches.set(profiler.profile, "__init__", _host_only(profiler.profile.__init__))
-    patches.set(legacy.profile, "__init__", _without_devices(legacy.profile.__init__))
+    patches.wrap(profiler.profile, "__init__", _host_only)
+    patches.wrap(legacy.profile, "__init__", _without_devices)
     patches.set(profiler.emit_nvtx, "__enter__", _no_ranges)
     patches.set(profiler.emit_nvtx, "__exit__", lambda self, *_: None)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, current_index, device_index, simulated_device, untraced_device
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["ambient_generator", "device_generators", "device_of", "install_random", "lent"]
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from mgpu_check.simulated.groups import NO_CPU, connect, nccl_of
 from mgpu_check.simulated.late import LateFuture, LateWork
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_reducer"]
 
@@ -141,9 +141,9 @@ def install_reducer(patches: Patches) -> None:
         patches.replace(getattr(_c10d, name), wrap(getattr(_c10d, name)))
     patches.replace(torch.futures.collect_all, _finishing(torch.futures.collect_all))
     reducer = _c10d.Reducer
-    patches.set(reducer, "__init__", _made(reducer.__init__))
-    patches.set(reducer, "_set_forward_pass_work_handle", _forward_work(reducer._set_forward_pass_work_handle))
-    patches.set(reducer, "_install_post_backward_futures", _finishing(reducer._install_post_backward_futures))
+    patches.wrap(reducer, "__init__", _made)
+    patches.wrap(reducer, "_set_forward_pass_work_handle", _forward_work)
+    patches.wrap(reducer, "_install_post_backward_futures", _finishing)
     bucket = _c10d.GradBucket
-    patches.set(bucket, "buffer", _bucket_buffer(bucket.buffer))
-    patches.set(bucket, "gradients", _bucket_gradients(bucket.gradients))
+    patches.wrap(bucket, "buffer", _bucket_buffer)
+    patches.wrap(bucket, "gradients", _bucket_gradients)

@@ -12,7 +12,6 @@ from mgpu_check.simulated import streams
 from mgpu_check.simulated.allocator import device_memory
 from mgpu_check.simulated.masks import uuid_of
 from mgpu_check.simulated.native import refused, refused_class
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import (
     Node,
     active_node,
@@ -22,6 +21,7 @@ from mgpu_check.simulated.state import (
     set_current_index,
     untraced_device,
 )
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_runtime", "native_names"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.jit._builtins
 
-from mgpu_check.simulated.patches import Patches
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_scripting"]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from mgpu_check.simulated.memory import BLOCK, Block, block_of
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.unwritten import never_written_bytes
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_storage"]
 

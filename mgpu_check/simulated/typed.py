@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 
 from mgpu_check.simulated.native import refused
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.tensor import TYPE_NAMES, SimulatedTensor
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_typed"]
 
@@ -92,7 +92,7 @@ def install_typed(patches: Patches) -> None:
             if hasattr(owner, name):
                 body = {"__module__": owner.__name__, "dtype": dtype, "layout": layout}
                 patches.set(owner, name, _Typed(name, (), body))
-    patches.set(torch.Tensor, "new", _new(torch.Tensor.new))
+    patches.wrap(torch.Tensor, "new", _new)
     patches.replace(torch.set_default_tensor_type, _default_type(torch.set_default_tensor_type))
     patches.at_exit(lambda: torch.set_default_device(None) if _on_a_device() else None)
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.distributed import device_mesh
 
-from mgpu_check.simulated.patches import Patches
 from mgpu_check.simulated.state import active_node, device_index, simulated_device
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["convert_local", "install_wrappers", "is_distributed"]
 
@@ -126,7 +126,7 @@ def _mesh(patches: Patches, original: Callable[..., None]) -> Callable[..., None
             if hasattr(schema, _FAKE):
                 patches.set(schema, _FAKE, _fake)
             tracker = importlib.import_module(f"{_DTENSOR}._random").OffsetBasedRNGTracker
-            patches.set(tracker, "_distribute_region", _region(tracker._distribute_region))
+            patches.wrap(tracker, "_distribute_region", _region)
         original(self, *args, **kwargs)
 
     return init

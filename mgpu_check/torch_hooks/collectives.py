@@ -10,7 +10,6 @@ import functools
 import inspect
 import mmap
 import os
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +27,9 @@ from mgpu_check.processes.protocol import ANY, COLLECTIVE, Flow, Group
 from mgpu_check.torch_hooks.arguments import compared, group_of, option, shown
 from mgpu_check.torch_hooks.flows import FLOWS, Flows
 from mgpu_check.torch_hooks.group_methods import METHODS, MethodForm
+from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["RECORDED", "Agreement", "Recorder", "install", "recorder"]
+__all__ = ["RECORDED", "Agreement", "Recorder", "install", "recorded_method", "recorded_wait", "recorder"]
 
 # The parameter that says what a rank contributes, or receives, by which ranks can be compared.
 _COLLECTIVES = {
@@ -296,44 +296,32 @@ class _FunctionForm:
 
 
 def install() -> None:
-    """Replace the functions, wherever they have a name by now. Once, before the code under test is imported."""
-    replaced: dict[int, Any] = {}
+    """Replace the functions, wherever torch has a name for them by now. Once, before the code under test is imported."""
+    patches = Patches(among="torch.")
     for module, forms in _TABLES:
         for name in forms:
             function = getattr(module, name, None)  # torch's versions differ in which they have
             if function is not None:
-                replaced[id(function)] = _recorded(function, forms)
-    for module_name, found in list(sys.modules.items()):
-        if module_name.startswith("torch."):
-            for name, value in list(vars(found).items()):
-                if id(value) in replaced:
-                    setattr(found, name, replaced[id(value)])
+                patches.replace(function, _recorded(function, forms))
+    patches.apply()
     for name in METHODS:
-        method = getattr(dist.ProcessGroup, name, None)
-        if method is not None:
-            setattr(dist.ProcessGroup, name, _recorded_method(name, method))
-    _record_waits(dist.Work)
+        if hasattr(dist.ProcessGroup, name):
+            patches.wrap(dist.ProcessGroup, name, functools.partial(recorded_method, name))
+    patches.wrap(dist.Work, "wait", recorded_wait)
 
 
-def _record_waits(kind: Any) -> None:
-    wait = kind.wait
+def recorded_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method of a work by which one waits for it."""
 
     @functools.wraps(wait)
     def waiting(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         return recorder.wait(wait, work, args, kwargs)
 
-    kind.wait = waiting
+    return waiting
 
 
-def install_simulated() -> None:
-    """Write a collective down, on a simulated node, before the simulation does what may wait for other ranks."""
-    from mgpu_check.simulated import collectives, late
-
-    _record_waits(late.LateWork)
-    collectives.watch(_recorded_method)
-
-
-def _recorded_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def recorded_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method of a process group that has that name; return one that is no collective as it is."""
     if name not in METHODS:
         return method
     return _around(method, MethodForm(name, METHODS[name][0] in _SYMMETRIC))

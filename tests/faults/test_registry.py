@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mgpu_check.faults.registry import PROPERTIES, all_faults, fault, planted, replaced
+from mgpu_check.faults.registry import PROPERTIES, all_faults, fault, planted
 
 
 def test_every_property_has_at_least_four_faults():
@@ -57,25 +57,3 @@ def test_two_faults_of_one_name_are_refused():
     with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
         all_faults()
         fault("scatter", "another", caught_by=())(shards_swapped)
-
-
-class Owner:
-    @staticmethod
-    def static() -> int:
-        return 1
-
-
-class Heir(Owner):
-    pass
-
-
-def test_replaced_puts_back_what_was_there():
-    before = vars(Owner)["static"]
-    with replaced(Owner, "static", staticmethod(lambda: 2)):
-        assert Owner.static() == 2
-    assert vars(Owner)["static"] is before
-    with replaced(Heir, "static", staticmethod(lambda: 3)):
-        assert Heir.static() == 3
-    assert "static" not in vars(Heir)
-    with pytest.raises(AttributeError), replaced(Owner, "absent", 1):
-        pass
