@@ -24,6 +24,7 @@ from mgpu_check.compare.perturb import Perturbation
 from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, summaries
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install"]
 
@@ -50,9 +51,11 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
-    hooked = torch.optim.Optimizer.profile_hook_step  # what calls the hooks around a step
-    torch.optim.Optimizer.profile_hook_step = staticmethod(recorder.watched_step(hooked))  # type: ignore[method-assign]
-    torch.autograd.backward = recorder.watched_backward(torch.autograd.backward)  # Tensor.backward calls it, too
+    patches = Patches()  # for as long as the process lives
+    patches.wrap(
+        torch.optim.Optimizer, "profile_hook_step", recorder.watched_step
+    )  # what calls the hooks around a step
+    patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
     watched.install(recorder, world)
     started.install(fd)
     if entered is not None:

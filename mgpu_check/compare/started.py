@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mgpu_check.compare.trace import Writer
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install"]
 
@@ -26,7 +27,7 @@ _HOME = str(Path(__file__).parents[2])
 def install(fd: int) -> None:
     """Have "starts" noted in the trace `fd` by each process that is started from now on and makes a process group."""
     for kind in (popen_spawn_posix.Popen, popen_forkserver.Popen):
-        kind._launch = _with_watch(kind._launch, fd)  # type: ignore[union-attr]
+        Patches().wrap(kind, "_launch", functools.partial(_with_watch, fd=fd))
 
 
 def _with_watch(launch: Any, fd: int) -> Any:

@@ -1,7 +1,8 @@
 """Note calls in the script's process that explain a difference, each as it happens; they are otherwise left alone.
 
 Gradient clipping, checkpoints, samplers, seeds, dropout, gradient scaling, process groups, processes that the script starts, and
-the directory that those leave behind. The functions are replaced as soon as torch is imported, before the script can take them by name.
+the directory that those leave behind. The functions are replaced as soon as torch is imported, before the script can take them by name,
+and under all names that torch has for them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import functools
 import multiprocessing.util
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check.compare.summaries import whole
+from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["generators", "in_a_group", "install", "rank_and_world"]
 
@@ -61,24 +62,29 @@ def generators() -> tuple[list[int], ...]:
     return tuple(state.tolist() for state in states)
 
 
-def install(witness: Witness, world: int) -> None:
-    """Have `witness` told of each of those calls, in a world of `world` ranks."""
+def install(witness: Witness, world: int) -> Patches:
+    """Have `witness` told of each of those calls, in a world of `world` ranks. Returns what would undo that."""
     note = witness.note
-    _clipping(note)
-    _checkpoints(note)
-    _samplers(note, world)
-    _seeds(note)
-    _random(note)
-    _groups(witness)
-    _starts(witness)
-    _temporary(note)
-    step = torch.amp.GradScaler.step
+    patches = Patches(among="torch")
+    _clipping(patches, note)
+    _checkpoints(patches, note)
+    _samplers(patches, note, world)
+    _seeds(patches, note)
+    _random(patches, note)
+    _groups(patches, witness)
+    _starts(patches, witness)
+    _temporary(patches, note)
 
-    @functools.wraps(step)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return witness.scaled_step(lambda: step(*args, **kwargs))
+    def scaled(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return witness.scaled_step(lambda: step(*args, **kwargs))
 
-    torch.amp.GradScaler.step = watched  # type: ignore[method-assign]
+        return watched
+
+    patches.wrap(torch.amp.GradScaler, "step", scaled)
+    patches.apply()
+    return patches
 
 
 def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
@@ -93,12 +99,11 @@ def _after(original: Callable[..., Any], told: Callable[..., None]) -> Callable[
     return call
 
 
-def _clipping(note: Note) -> None:
+def _clipping(patches: Patches, note: Note) -> None:
     def clipped(norm: Any, parameters: Any, max_norm: float = 0.0, *args: Any, **kwargs: Any) -> None:
         note("clip", norm=float(whole(norm)), most=float(max_norm))
 
-    watched = _after(clip_grad.clip_grad_norm_, clipped)
-    clip_grad.clip_grad_norm_ = torch.nn.utils.clip_grad_norm_ = watched
+    patches.replace(clip_grad.clip_grad_norm_, _after(clip_grad.clip_grad_norm_, clipped))
 
 
 def _path(file: Any) -> str | None:
@@ -109,7 +114,7 @@ def _path(file: Any) -> str | None:
         return None
 
 
-def _checkpoints(note: Note) -> None:
+def _checkpoints(patches: Patches, note: Note) -> None:
     def loaded(result: Any, f: Any = None, *args: Any, **kwargs: Any) -> None:
         note("load", file=_path(f))
 
@@ -126,13 +131,16 @@ def _checkpoints(note: Note) -> None:
     def restored(result: Any, owner: Any, *args: Any, **kwargs: Any) -> None:
         note("restore", of=type(owner).__name__)
 
-    os.path.exists, os.path.isfile = _after(os.path.exists, asked), _after(os.path.isfile, asked)
-    torch.load, torch.save = _after(torch.load, loaded), _after(torch.save, saved)
-    for owner in (torch.nn.Module, torch.optim.Optimizer):
-        owner.load_state_dict = _after(owner.load_state_dict, restored)  # type: ignore[method-assign]
+    for owner, name, told in (
+        *((os.path, "exists", asked), (os.path, "isfile", asked)),
+        *((torch.nn.Module, "load_state_dict", restored), (torch.optim.Optimizer, "load_state_dict", restored)),
+    ):
+        patches.wrap(owner, name, functools.partial(_after, told=told))
+    patches.replace(torch.load, _after(torch.load, loaded))
+    patches.replace(torch.save, _after(torch.save, saved))
 
 
-def _samplers(note: Note, world: int) -> None:
+def _samplers(patches: Patches, note: Note, world: int) -> None:
     iterations: dict[int, int] = {}
     told: set[int] = set()
     kept: list[Any] = []  # what is known by its id must stay alive
@@ -163,10 +171,11 @@ def _samplers(note: Note, world: int) -> None:
         )
         return iterate(self)
 
-    DistributedSampler.set_epoch, DistributedSampler.__iter__ = watched_set_epoch, watched  # type: ignore[method-assign]
+    patches.set(DistributedSampler, "set_epoch", watched_set_epoch)
+    patches.set(DistributedSampler, "__iter__", watched)
 
 
-def _seeds(note: Note) -> None:
+def _seeds(patches: Patches, note: Note) -> None:
     told: list[int] = []
 
     def seeded(result: Any, *args: Any, **kwargs: Any) -> None:
@@ -174,10 +183,10 @@ def _seeds(note: Note) -> None:
             told.append(1)
             note("seed")
 
-    torch.manual_seed = torch.random.manual_seed = _after(torch.manual_seed, seeded)
+    patches.replace(torch.manual_seed, _after(torch.manual_seed, seeded))
 
 
-def _groups(witness: Witness) -> None:
+def _groups(patches: Patches, witness: Witness) -> None:
     """Watch the default process group: a script that never makes one has one process, whatever it was launched with.
 
     A process that was forked by the script and makes one is a rank that the script has started itself.
@@ -195,21 +204,21 @@ def _groups(witness: Witness) -> None:
         original(*args, **kwargs)
         witness.note("group", size=torch.distributed.get_world_size(), rank=torch.distributed.get_rank())
 
-    c10d.init_process_group = torch.distributed.init_process_group = watched
+    patches.replace(original, watched)
 
 
-def _starts(witness: Witness) -> None:
+def _starts(patches: Patches, witness: Witness) -> None:
     """Watch `torch.multiprocessing.spawn`, by which a script starts its ranks itself."""
-    import torch.multiprocessing as mp
+    from torch.multiprocessing.spawn import spawn, start_processes
 
     def starting(*args: Any, **kwargs: Any) -> None:
         witness.wait("starts")
 
-    for module in (mp, sys.modules["torch.multiprocessing.spawn"]):
-        module.spawn = module.start_processes = starting  # type: ignore[attr-defined]
+    patches.replace(spawn, starting)
+    patches.replace(start_processes, starting)
 
 
-def _temporary(note: Note) -> None:
+def _temporary(patches: Patches, note: Note) -> None:
     """Watch the directory of `multiprocessing`, which it removes at the end of a process, but not of one that was
     killed.
     """
@@ -220,11 +229,10 @@ def _temporary(note: Note) -> None:
             made.append(directory)
             note("temporary", directory=directory)
 
-    multiprocessing.util.get_temp_dir = _after(multiprocessing.util.get_temp_dir, told)
+    patches.wrap(multiprocessing.util, "get_temp_dir", functools.partial(_after, told=told))
 
 
-def _random(note: Note) -> None:
-    functional = torch.nn.functional
+def _random(patches: Patches, note: Note) -> None:
     seen: list[float] = []
 
     def dropped(result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
@@ -232,4 +240,4 @@ def _random(note: Note) -> None:
             seen.append(p)
             note("random", what=f"dropout(p={p:g})")
 
-    functional.dropout = _after(functional.dropout, dropped)
+    patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, told=dropped))

@@ -11,10 +11,10 @@ from torch.nn.parallel import comm
 
 from mgpu_check.checks.training import assert_data_parallel_agrees, assert_step_by_hand_agrees
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
-from mgpu_check.faults.registry import replaced
 from mgpu_check.recipes import allreduce
 from mgpu_check.simulated import simulated_node
 from mgpu_check.specs.models import TrainingSpec
+from mgpu_check.torch_hooks.patches import replaced
 
 
 @pytest.fixture

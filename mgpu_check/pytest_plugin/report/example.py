@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mgpu_check.pytest_plugin.report.replay import FLAG
+from mgpu_check.torch_hooks.patches import replaced
 
 __all__ = ["apply", "blob_of_this", "check", "is_final", "keeping_steps"]
 
@@ -85,14 +86,11 @@ def keeping_steps() -> Iterator[None]:
     last time, and one that hangs is run once.
     """
     stateful: Any = sys.modules.get("hypothesis.stateful")
-    before = {name: getattr(stateful, name) for name in _OBSERVED if hasattr(stateful, name)}
-    try:
-        for name in before:
-            setattr(stateful, name, _OBSERVED[name])
+    with contextlib.ExitStack() as stack:
+        for name, value in _OBSERVED.items():
+            if hasattr(stateful, name):
+                stack.enter_context(replaced(stateful, name, value))
         yield
-    finally:
-        for name, value in before.items():
-            setattr(stateful, name, value)
 
 
 def is_final() -> bool:
