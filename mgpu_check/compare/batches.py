@@ -10,7 +10,7 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.evidence import of_samples
 from mgpu_check.compare.obstacles import Obstacle, divided
 from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.rules.order import judged
+from mgpu_check.mistakes.rules.order import findings_of
 
 __all__ = ["other_samples", "others_from_the_start"]
 
@@ -28,7 +28,7 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     starts = [trace.steps[0].before for trace in aligned.ranks]
     if not samples.known or samples.same or not few or any(start != starts[0] for start in starts):
         return []
-    findings = judged(of_samples(aligned, 0), most=1)
+    findings = findings_of(of_samples(aligned, 0), most=1)
     return [] if findings else other_samples(aligned, 0, findings)
 
 

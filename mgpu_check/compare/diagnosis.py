@@ -7,14 +7,14 @@ from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import DROPOUT, Obstacle, random_parts
 from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.rules.order import judged
+from mgpu_check.mistakes.rules.order import findings_of
 
 __all__ = ["diagnose"]
 
 
 def diagnose(difference: FirstDifference) -> Diagnosis:
     """Diagnose the first step that parts ways."""
-    findings = judged(evidence_of(difference), most=1)
+    findings = findings_of(evidence_of(difference), most=1)
     obstacles = _obstacles(difference, findings)
     return Diagnosis(
         not obstacles, findings, *((obstacles[0].why, [one.todo for one in obstacles]) if obstacles else ())

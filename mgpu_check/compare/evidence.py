@@ -196,7 +196,8 @@ def _of_update(difference: FirstDifference) -> Evidence:
         return Evidence(world, loads=loads, parted=parted)
     if apart:
         told = f"at step {step} all ranks have the gradient of one device, and change {apart[0]} by other amounts"
-        return Evidence(world, updates=told)
+        _, updated = difference.aligned.found(difference.step, "parameter", apart[0])
+        return Evidence(world, decisions=[ByRank(list(updated.values()), told)])
     pairs = []
     for wrong in difference.wrong["parameter"]:
         changes = updates(difference, wrong.name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
-from mgpu_check.mistakes.report import Finding, Observable, Report
+from mgpu_check.mistakes.evidence import Evidence, Start
+from mgpu_check.mistakes.report import Observable, Report
+from mgpu_check.mistakes.rules.order import findings_of
 from mgpu_check.processes.rank_lists import few, named
 from mgpu_check.processes.scratch import Scratch
 
@@ -20,6 +23,8 @@ __all__ = ["assert_evaluation_agrees"]
 
 _PER_RANK = 4
 _SHOWN = 4
+_LIKELY = 3
+"""Causes that a report names."""
 
 
 def assert_evaluation_agrees(
@@ -80,7 +85,7 @@ def assert_evaluation_agrees(
             if _wrong(compared) and not _of(compared, "parameter", "buffer"):
                 compared = _run(ranks, program, size, measure=True)
             if wrong := _wrong(compared):
-                report = _report(compared, wrong, {"world size": size, "samples": samples, "steps": steps})
+                report = _report(compared, wrong, {"world size": size, "samples": samples, "steps": steps}, size)
                 at_fault = sorted({rank for row in wrong for rank in row.wrong})
                 raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
 
@@ -118,34 +123,41 @@ def _wrong(compared: Sequence[Compared]) -> list[Compared]:
     return [row for row in _of(compared, "answer", "repeated") if not row.rounding]
 
 
-def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object]) -> Report:
+def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int) -> Evidence:
+    """Return why ranks answer otherwise. What comes first explains what comes later, so no more is told than that."""
     initial, parameters, buffers = (_of(compared, kind) for kind in ("initial", "parameter", "buffer"))
-    repeated = [row for row in wrong if row.kind == "repeated"]
-    findings, remarks = [], []
+    repeated = _of(wrong, "repeated")
+    evidence = Evidence(size)
     if initial:
-        evidence = f"before the first step, {_listed(initial)}"
-        findings.append(Finding("different-initialization", evidence))
+        told = f"before the first step, {_listed(initial)}"
+        evidence = replace(evidence, start=Start(told, told))
     elif parameters:
-        evidence = f"equal before the first step, and different after the last: {_listed(parameters)}"
-        findings.append(Finding("gradients-not-synchronized", evidence))
+        told = f"equal before the first step, and different after the last: {_listed(parameters)}"
+        evidence = replace(evidence, gradients_apart=told)
     if buffers and not initial:
-        findings.append(Finding("buffers-drift", _listed(buffers)))
+        evidence = replace(evidence, buffers_apart=_listed(buffers))
+    if repeated:
+        told = (
+            f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; is "
+            "dropout on (model.eval() undone, functional.dropout without training=), or anything drawn?"
+        )
+        return replace(evidence, answers_change=told)
+    if initial or parameters or buffers:
+        return evidence
+    told = f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {wrong[0].detail}"
+    return replace(evidence, answers_apart=told)
+
+
+def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object], size: int) -> Report:
+    parameters, buffers, repeated = _of(compared, "parameter"), _of(compared, "buffer"), _of(wrong, "repeated")
+    evidence = _evidence(compared, wrong, size)
+    remarks = []
+    if evidence.buffers_apart:
         remarks.append(
             "DistributedDataParallel broadcasts buffers before a forward pass in training, so that running statistics "
             "differ after the last one: before evaluation, broadcast them (torch.distributed.broadcast of each of "
             "model.buffers() from rank 0), or train with torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
         )
-    if repeated:
-        evidence = (
-            f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; is "
-            "dropout on (model.eval() undone, functional.dropout without training=), or anything drawn?"
-        )
-        findings.append(Finding("evaluation-differs", evidence))
-    elif not findings:
-        evidence = (
-            f"parameters and buffers are equal on all ranks, to the bit, and the answers are not: {wrong[0].detail}"
-        )
-        findings.append(Finding("evaluation-differs", evidence))
     observables = []
     for row in compared:
         if row.kind in ("parameter", "buffer", "answer"):
@@ -162,7 +174,7 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
         + ("" if first.kind == "repeated" else f": {first.detail}"),
         case,
         observables,
-        findings,
+        findings_of(evidence, _LIKELY),
         remarks,
     )
 

@@ -16,7 +16,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
 from mgpu_check.mistakes.report import Finding, Observable, Report
-from mgpu_check.mistakes.rules.order import judged, judged_calls
+from mgpu_check.mistakes.rules.order import findings_of, findings_of_calls
 from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
@@ -36,7 +36,7 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
         assert failed.error is not None
         return _report_of_error(trials, failed.scenario, failed.error)
     tensors = _gather(trials, failed, sizes)
-    return _report(trials, failed.scenario, tensors, judged(evidence_of(tensors), _LIKELY))
+    return _report(trials, failed.scenario, tensors, findings_of(evidence_of(tensors), _LIKELY))
 
 
 def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Report, list[str]]:
@@ -46,7 +46,7 @@ def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Repor
     report = Report(
         f"{name} does not scale: {lines[0]}",
         scenario.described,
-        findings=judged_calls(calls_of(account, scenario, lines, hung=True), _LIKELY),
+        findings=findings_of_calls(calls_of(account, scenario, lines, hung=True), _LIKELY),
         remarks=["terminates: NO", *lines[1:]],
     )
     return report, [] if account is None else account.blocks()
@@ -58,7 +58,7 @@ def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> 
     return Report(
         f"{trials.name} does not scale: {lines[0]}",
         scenario.described,
-        findings=judged_calls(calls_of(account, scenario, lines, hung=False), 1),
+        findings=findings_of_calls(calls_of(account, scenario, lines, hung=False), 1),
         remarks=["terminates: NO, as it does on one device", *lines[1:]],
     )
 

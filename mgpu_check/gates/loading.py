@@ -7,9 +7,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
-from mgpu_check.gates.coverage import Accepted, Coverage, Visits, coverage_of, same_orders
+from mgpu_check.gates.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, world_sizes_of
-from mgpu_check.mistakes.report import Finding, Observable, Report
+from mgpu_check.mistakes.report import Observable, Report
+from mgpu_check.mistakes.rules.order import distinct, findings_of_loader
+from mgpu_check.mistakes.samples import Accepted, Loader
 from mgpu_check.processes.rank_lists import named
 
 if TYPE_CHECKING:
@@ -142,12 +144,14 @@ def _check(
     __tracebackhide__ = True
     labels = {sample: text for visit in (*visits, alone) for sample, text in visit.labels.items()}
     workers = max(visit.workers for visit in visits)
-    epochs = []
+    evidence, epochs = [], []
     for number in range(len(alone.epochs)):
         parts = [visit.epochs[number] for visit in visits]
-        coverage = coverage_of(expected, parts, accepted, labels, workers)
+        samples = samples_of(expected, parts, accepted, labels, workers)
+        coverage = coverage_of(samples, parts)
         if again is not None:
             _repeatable(coverage, visits, again, number)
+        evidence.append(samples)
         epochs.append(coverage)
     order = _order(visits, len(expected), shuffled or any(visit.shuffles for visit in visits))
     rows = [(f"epoch {number}", coverage) for number, coverage in enumerate(epochs)]
@@ -156,13 +160,8 @@ def _check(
     wrong = next((observable for observable in observables if not observable.right), None)
     if wrong is None:
         return
-    # Where the epochs of some ranks differ and of others do not, that is why the ranks' shares do not fit together.
-    partly = 0 < len(order.ranks) < len(visits)
-    ordered = [order, *epochs] if partly else [*epochs, order]
-    findings: dict[str, Finding] = {}
-    for finding in (finding for coverage in ordered for finding in coverage.findings):
-        findings.setdefault(finding.mistake, finding)
-    remarks = list(dict.fromkeys(remark for coverage in ordered for remark in coverage.remarks))
+    findings = findings_of_loader(Loader(evidence, sorted(order.ranks), "; ".join(order.details)))
+    remarks = list(dict.fromkeys(remark for coverage in epochs for remark in coverage.remarks))
     case: dict[str, object] = {"world size": len(visits), "samples": expected.total()}
     if workers:
         case["workers"] = workers
@@ -172,11 +171,12 @@ def _check(
         else f"the loader does not shuffle at world size {len(visits)}: {wrong.detail}",
         case,
         observables,
-        tuple(findings.values()),
+        distinct(findings),
         remarks,
     )
-    at_fault = sorted({rank for coverage in ordered for rank in coverage.ranks})
-    raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
+    at_fault = {rank for coverage in (*epochs, order) for rank in coverage.ranks}
+    at_fault.update(rank for finding in findings for rank in finding.ranks)
+    raise ScalingMismatch(str(report), ranks=sorted(at_fault), mistakes=report.mistakes)
 
 
 def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Visits], number: int) -> None:
@@ -204,10 +204,8 @@ def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
     result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not told) else not same})
     if result.relations[_EPOCHS_DIFFER] is False:
         who = "all ranks" if len(same) == len(visits) else f"{named(same)} only"
-        evidence = f"{who}: the same order in each of {len(visits[0].epochs)} epochs"
-        result.details.append(evidence)
+        result.details.append(f"{who}: the same order in each of {len(visits[0].epochs)} epochs")
         result.ranks.update(same)
-        result.findings.append(Finding("epochs-not-reshuffled", evidence))
     elif shuffled and same:
         result.details.append("too few samples or epochs to tell")
     return result

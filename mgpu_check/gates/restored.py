@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mgpu_check.mistakes.evidence import Restored
 from mgpu_check.mistakes.report import Finding, Observable
-from mgpu_check.processes.rank_lists import few, grouped, named
+from mgpu_check.mistakes.rules.order import findings_of_checkpoint
+from mgpu_check.processes.rank_lists import by_ranks, named
 
 if TYPE_CHECKING:
     from mgpu_check.gates.states import Entry, Row
@@ -38,7 +40,7 @@ class Entries:
         if not differing:
             return ""
         name, ranks = next(iter(differing.items()))
-        return f"{_listed(differing)}: {name}: {self.by_name[name][ranks[0]].detail}"
+        return f"{by_ranks(differing, _SHOWN)}: {name}: {self.by_name[name][ranks[0]].detail}"
 
     @property
     def state_moves(self) -> bool:
@@ -101,60 +103,42 @@ def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], 
     for name in ends.by_name:
         if name.generator and name not in drawn:
             continue
-        relations: dict[str, bool | None] = {"continues": _verdict(ends, name)}
+        relations: dict[str, bool | None] = {"continues": _holds(ends, name)}
         if ends.size > 1:
             relations["ranks agree as before"] = not ends.parted(name)
         detail = _detail(ends, name)
         if loaded is not None:
-            relations[_LOADED] = _verdict(loaded, name)
+            relations[_LOADED] = _holds(loaded, name)
             detail = detail or _detail(loaded, name, "after loading ")
         observables.append(Observable(str(name), relations, detail))
     # What was lost tells more than what came of it; a report shows a few only.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
-    return observables, _findings(ends, loaded, lost_numbers)
+    return observables, findings_of_checkpoint(_evidence(ends, loaded, lost_numbers))
 
 
-def _findings(ends: Entries, loaded: Entries | None, lost_numbers: dict[Entry, list[int]]) -> list[Finding]:
-    unsaid = "what train does not return (the optimizer, the schedule, the position in the data), if later steps depend on it"
-    findings = []
-    lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _verdict(ends, n) is not None}
+def _evidence(ends: Entries, loaded: Entries | None, lost_numbers: dict[Entry, list[int]]) -> Restored:
+    lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _holds(ends, n) is not None}
     if loaded is not None and (lost or lost_numbers):
         partly = {name: ranks for name, ranks in {**lost, **lost_numbers}.items() if len(ranks) < loaded.size}
         of_rank_0 = {name: ranks for name, ranks in partly.items() if loaded.is_rank_0s(name)}
-        some = {name: ranks for name, ranks in partly.items() if name not in of_rank_0}
-        nowhere = [name for name in (*lost, *lost_numbers) if name not in partly]
-        numbers = {name: ranks for name, ranks in of_rank_0.items() if name.generator}
-        if some:
-            findings.append(Finding("restored-on-one-rank", f"right after loading, not as saved: {_listed(some)}"))
-        if nowhere:
-            findings.append(
-                Finding("state-not-restored", f"right after loading, on no rank as saved: {_names(nowhere)}")
-            )
-        elif numbers:
-            evidence = f"{_listed(numbers)}: what rank 0 had; each rank must save and load its own"
-            findings.append(Finding("state-not-restored", evidence))
-        elif not some:
-            # Buffers that DistributedDataParallel broadcasts when it is made look like this, too, and do no harm.
-            evidence = f"{_listed(of_rank_0)}: what rank 0 had, where each rank had saved its own; or {unsaid}"
-            findings.append(Finding("state-not-restored", evidence))
-        return findings
+        return Restored(
+            seen=True,
+            on_some={name: ranks for name, ranks in partly.items() if name not in of_rank_0},
+            nowhere=[name for name in (*lost, *lost_numbers) if name not in partly],
+            of_rank_0=of_rank_0,
+            numbers_of_rank_0={name: ranks for name, ranks in of_rank_0.items() if name.generator},
+        )
     parted = {name: ranks for name, ranks in ends.wrong.items() if ends.parted(name)}
-    partly = {name: ranks for name, ranks in ends.wrong.items() if 0 not in ranks and name not in parted}
-    if parted or partly:
-        evidence = f"after an uninterrupted run ranks agree, after the resumed one not: {_listed(parted or partly)}"
-        if not parted:
-            evidence = f"right on rank 0, and wrong elsewhere: {_listed(partly)}"
-        findings.append(Finding("restored-on-one-rank", evidence))
-    if loaded is not None:
-        evidence = f"all that train returns is loaded as it was saved; left is {unsaid}"
-    else:
-        evidence = f"at the end differ {_names({**ends.wrong, **lost_numbers})}"
-    findings.append(Finding("state-not-restored", evidence))
-    return findings
+    return Restored(
+        seen=loaded is not None,
+        parted=parted,
+        right_on_rank_0={name: ranks for name, ranks in ends.wrong.items() if 0 not in ranks and name not in parted},
+        at_the_end=[*ends.wrong, *lost_numbers],
+    )
 
 
-def _verdict(entries: Entries, name: Entry) -> bool | None:
+def _holds(entries: Entries, name: Entry) -> bool | None:
     found = [row.same for row in entries.by_name.get(name, {}).values()]
     return False if False in found else None if None in found or not found else True
 
@@ -165,13 +149,3 @@ def _detail(entries: Entries, name: Entry, when: str = "") -> str:
         return next((row.detail for row in entries.by_name.get(name, {}).values() if row.same is None), "")
     what = "go on otherwise" if name.generator else entries.by_name[name][wrong[0]].detail
     return f"{when}{named(wrong)}: {what}"
-
-
-def _listed(lost: dict[Entry, list[int]]) -> str:
-    groups = grouped((tuple(ranks), number) for number, ranks in enumerate(lost.values()))
-    names = list(lost)
-    return "; ".join(f"{_names([names[i] for i in members])} on {named(ranks)}" for ranks, members in groups)
-
-
-def _names(names: Iterable[Entry]) -> str:
-    return few(list(names), _SHOWN)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_check.processes.record import Entered
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["ByRank", "Calls", "Evidence", "Factor", "Sampler", "Start"]
+__all__ = ["ByRank", "Calls", "Evidence", "Factor", "Restored", "Sampler", "Start"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ class Evidence:
         parted: that ranks have parted ways after they had started alike.
         decisions: what ranks have decided.
         grounds: by what they may decide yet.
-        updates: that ranks change parameters by other amounts, though the gradients are those of one device.
         gradients_apart: that the optimizer finds another gradient on each rank.
         norms: what clipping has found on each rank, of gradients that are the same in the end.
         factor: by which all that differs is off.
@@ -108,6 +107,9 @@ class Evidence:
         samplers: those that deal out samples.
         surplus: which samples came again.
         uneven: that parts of unequal size count alike.
+        buffers_apart: which buffers differ between ranks after training.
+        answers_change: that a rank, asked again, answers otherwise.
+        answers_apart: that ranks answer differently, though all that they have learned is equal.
     """
 
     size: int
@@ -117,7 +119,6 @@ class Evidence:
     parted: str = ""
     decisions: Sequence[ByRank] = ()
     grounds: Sequence[ByRank] = ()
-    updates: str = ""
     gradients_apart: str = ""
     norms: ByRank = ByRank()
     factor: Factor | None = None
@@ -130,6 +131,9 @@ class Evidence:
     samplers: Sequence[Sampler] = ()
     surplus: str = ""
     uneven: str = ""
+    buffers_apart: str = ""
+    answers_change: str = ""
+    answers_apart: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,3 +168,35 @@ class Calls:
         """Return whether a rank was aborted in a collective whose name begins so."""
         entered = any(one.name.startswith(name) for one in self.last.values())
         return any(entered or name in stacks for stacks in self.aborted)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The evidence of a resumed run that ends otherwise than an uninterrupted one: entries of its state, or their ranks.
+
+    What was lost right after loading explains what differs at the end, so where something was, nothing is told of the end.
+
+    Attributes:
+        seen: the state right after loading could be compared with what was saved.
+        on_some: entries that are not as saved right after loading -> the ranks where, of those that are right on others.
+        nowhere: entries that are as saved on no rank.
+        of_rank_0: entries that are right on rank 0, and that other ranks have as rank 0 had them -> those ranks.
+        numbers_of_rank_0: the generators of these.
+        parted: entries that ranks have alike after an uninterrupted run, and not after the resumed one -> the wrong ranks.
+        right_on_rank_0: other entries that are wrong at the end, and not on rank 0 -> the wrong ranks.
+        at_the_end: all entries that are wrong at the end.
+    """
+
+    seen: bool
+    on_some: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    nowhere: Sequence[object] = ()
+    of_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    numbers_of_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    parted: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    right_on_rank_0: Mapping[Any, Sequence[int]] = field(default_factory=dict)
+    at_the_end: Sequence[object] = ()
+
+    @property
+    def lost(self) -> bool:
+        """True if anything is not as saved right after loading."""
+        return bool(self.on_some or self.nowhere or self.of_rank_0)

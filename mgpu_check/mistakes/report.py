@@ -23,6 +23,8 @@ class Finding:
     """A name in `CLASSES`."""
     evidence: str
     """What it rests on, in one or a few clauses in the words of the user's code."""
+    ranks: tuple[int, ...] = ()
+    """Those at fault, where it is told."""
 
     def __post_init__(self) -> None:
         assert self.mistake in CLASSES, self.mistake

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-__all__ = ["few", "grouped", "intervals", "named"]
+__all__ = ["by_ranks", "few", "grouped", "intervals", "named"]
 
 Key = TypeVar("Key")
 
@@ -37,3 +37,11 @@ def named(ranks: Collection[int]) -> str:
 def few(names: Sequence[object], shown: int = 2) -> str:
     """Name the first of many, and count the rest: "a, b and 3 more"."""
     return ", ".join(map(str, names[:shown])) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+def by_ranks(ranks_of: Mapping[Key, Sequence[int]], shown: int = 2) -> str:
+    """Name things by the ranks that they are on: "a, b on ranks 1-2; c on rank 3"; of each group the first few."""
+    groups: dict[tuple[int, ...], list[Key]] = {}
+    for name, ranks in ranks_of.items():
+        groups.setdefault(tuple(ranks), []).append(name)
+    return "; ".join(f"{few(names, shown)} on {named(ranks)}" for ranks, names in groups.items())

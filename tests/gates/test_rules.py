@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from mgpu_check.mistakes import rules
-from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
-from mgpu_check.mistakes.rules.order import judged
+from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Restored, Sampler, Start
+from mgpu_check.mistakes.rules.order import RULES, findings_of, findings_of_checkpoint, findings_of_loader
+from mgpu_check.mistakes.samples import Accepted, EpochSamples, Loader
 
 START = Start("weight differs", "weight differs")
 LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")
@@ -34,10 +36,71 @@ LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")
         (Evidence(2, surplus="2 samples came again", samplers=[Sampler(7, 2, True)]), []),
         (Evidence(2, surplus="2 samples came again", samplers=[Sampler(7, 2, False)]), ["padding-counted"]),
         (Evidence(2, gradients_apart="own", normalizes="bn"), ["gradients-not-synchronized", "batch-statistics-per-rank"]),
+        (Evidence(2, start=START, answers_change="otherwise"), ["different-initialization", "evaluation-differs"]),
+        (Evidence(2, gradients_apart="own", buffers_apart="mean"), ["gradients-not-synchronized", "buffers-drift"]),
+        (Evidence(2, answers_change="otherwise", answers_apart="other"), ["evaluation-differs"]),
     ],
 )  # fmt: skip
 def test_evidence_is_judged_by_its_data(evidence, mistakes):
-    assert [finding.mistake for finding in judged(evidence, 3)] == mistakes
+    assert [finding.mistake for finding in findings_of(evidence, 3)] == mistakes
+
+
+def epoch(*ranks: str, **more) -> EpochSamples:
+    """What ranks were given of the samples a to f, a letter each."""
+    return EpochSamples(Counter("abcdef"), [Counter(rank) for rank in ranks], largest=2, **more)
+
+
+@pytest.mark.parametrize(
+    ("samples", "mistake", "ranks"),
+    [
+        (epoch("abc", "def"), None, ()),
+        (epoch("abcdef", "abcdef"), "dataset-not-split", ()),
+        (epoch("aabbcc", "ddeeff", workers=2), "dataset-not-split", ()),
+        (epoch("abcd", "efab"), "padding-counted", ()),
+        (epoch("abcd", "efab", accepted=Accepted(padding=True)), None, ()),
+        (epoch("abc", "abc"), "samples-missed", (1,)),
+        (epoch("abc", "cde"), "split-differs-between-ranks", ()),
+        (epoch("abc", "dex"), "split-differs-between-ranks", (1,)),
+        (epoch("abc", "de"), "samples-missed", ()),
+        (epoch("abc", "de", accepted=Accepted(dropped=True)), None, ()),
+        (epoch("abcd", "ef", uneven="2 and 1"), "uneven-steps", ()),
+        (epoch("abcd", "e", uneven="2 and 1"), "samples-missed", ()),
+        (epoch("xyz", "uvw"), None, ()),
+    ],
+)
+def test_of_an_epoch_one_mistake_is_named(samples, mistake, ranks):
+    found = findings_of_loader(Loader([samples]))
+    assert [(one.mistake, one.ranks) for one in found] == ([(mistake, ranks)] if mistake else [])
+
+
+def test_an_order_that_some_ranks_repeat_goes_first_and_one_of_all_last():
+    epochs = [epoch("abc", "cde"), epoch("abc", "de")]
+    named = ["split-differs-between-ranks", "samples-missed"]
+    some, of_all = Loader(epochs, [1], "rank 1 only"), Loader(epochs, [0, 1], "all ranks")
+    assert [one.mistake for one in findings_of_loader(some)] == ["epochs-not-reshuffled", *named]
+    assert [one.mistake for one in findings_of_loader(of_all)] == [*named, "epochs-not-reshuffled"]
+
+
+@pytest.mark.parametrize(
+    ("restored", "mistakes"),
+    [
+        (Restored(seen=True, on_some={"a": [1]}, of_rank_0={"b": [1]}), ["restored-on-one-rank"]),
+        (Restored(seen=True, on_some={"a": [1]}, nowhere=["b"]), ["restored-on-one-rank", "state-not-restored"]),
+        (Restored(seen=True, of_rank_0={"a": [1]}), ["state-not-restored"]),
+        (Restored(seen=True, parted={"a": [1]}, at_the_end=["a"]), ["restored-on-one-rank", "state-not-restored"]),
+        (Restored(seen=True, at_the_end=["a"]), ["state-not-restored"]),
+        (Restored(seen=False, at_the_end=["a"]), ["state-not-restored"]),
+    ],
+)
+def test_a_resumed_run_is_judged_by_what_was_lost_and_then_by_its_end(restored, mistakes):
+    found = findings_of_checkpoint(restored)
+    assert [one.mistake for one in found] == mistakes
+    assert "right after loading" not in found[0].evidence or restored.lost
+
+
+def test_a_rule_says_what_it_looks_at():
+    looks_at = {next(iter(rule.__annotations__.values())) for rule in RULES}
+    assert looks_at == {"Evidence", "Tensors"}
 
 
 def test_each_rule_is_in_the_list():
@@ -54,3 +117,14 @@ def test_each_rule_is_in_the_list():
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and path.stem != "order"
     }
     assert written - listed == set()
+
+
+def test_findings_are_made_by_rules_alone():
+    package = Path(rules.__file__).parents[2]
+    makes = {
+        path.parent
+        for path in package.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Finding"
+    }
+    assert makes == {Path(rules.__file__).parent}

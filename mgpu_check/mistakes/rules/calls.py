@@ -5,7 +5,7 @@ from __future__ import annotations
 from mgpu_check.mistakes.evidence import Calls
 from mgpu_check.mistakes.report import Finding
 
-__all__ = ["aborted_in_gather", "enter_other_collectives", "known_words", "other_sizes", "uneven_steps", "wait_for_one"]
+__all__ = ["aborted_in_gather", "known_words", "other_sizes", "part_ways", "uneven_steps"]
 
 _FILLING = ("gather", "scatter", "all_to_all")
 _LONGEST = 240
@@ -39,7 +39,7 @@ def other_sizes(calls: Calls) -> Finding | None:
 
 def uneven_steps(calls: Calls) -> Finding | None:
     """Name uneven numbers of steps, where ranks part ways, and the samples do not divide by them."""
-    parted = enter_other_collectives(calls) or wait_for_one(calls)
+    parted = part_ways(calls)
     if parted is None or calls.samples % calls.size == 0:
         return None
     uneven = f"{calls.samples} samples do not divide by {calls.size} ranks"
@@ -47,22 +47,19 @@ def uneven_steps(calls: Calls) -> Finding | None:
     return Finding("uneven-steps", uneven + also)
 
 
-def enter_other_collectives(calls: Calls) -> Finding | None:
-    """Name a decision per rank, where ranks have entered other collectives, or some have none left to enter."""
+def part_ways(calls: Calls) -> Finding | None:
+    """Name a decision per rank, where ranks have entered other collectives, some have none left to enter, or one is
+    missed.
+    """
     if other_sizes(calls):
         return None
     sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
-    if not calls.parted and len(sites) < 2 and not (sites and calls.some_finished):
+    if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
+        told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
+    elif calls.hung:
+        told = f"{calls.hung}; the others wait for it in a collective that it does not enter"
+    else:
         return None
-    told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
-    return Finding("decision-per-rank", told)
-
-
-def wait_for_one(calls: Calls) -> Finding | None:
-    """Name a decision per rank, where ranks hang, and nothing better is known."""
-    if not calls.hung or other_sizes(calls):
-        return None
-    told = f"{calls.hung}; the others wait for it in a collective that it does not enter"
     return Finding("decision-per-rank", told)
 
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = [
-    "broadcasts_what_is_wrong",
+    "broadcast_of_another_rank",
+    "broadcast_of_rank_0",
     "buffers_alone_drift",
     "buffers_drift",
     "decides_by_own_values",
@@ -26,7 +27,6 @@ __all__ = [
     "right_on_one_rank",
     "starts_apart",
     "steps_unlike_one_device",
-    "updates_apart",
     "updates_on_some",
 ]
 
@@ -53,18 +53,13 @@ def starts_apart(evidence: Evidence) -> Finding | None:
 
 
 def decides_by_rank(evidence: Evidence) -> Finding | None:
-    """Name a decision that ranks have taken each for itself: a step, a rate, a step that is skipped."""
+    """Name a decision that ranks have taken each for itself: a step, a rate, a step that is skipped, an update."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.decisions if one.apart), None)
 
 
 def decides_by_own_values(evidence: Evidence) -> Finding | None:
     """Name a decision per rank where what decides is another value on each rank, whatever has come of it."""
     return next((Finding("decision-per-rank", one.told) for one in evidence.grounds if one.apart), None)
-
-
-def updates_apart(evidence: Evidence) -> Finding | None:
-    """Name a decision per rank where the gradients agree, and ranks change parameters by other amounts."""
-    return Finding("decision-per-rank", evidence.updates) if evidence.updates else None
 
 
 def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
@@ -142,12 +137,17 @@ def right_on_one_rank(tensors: Tensors) -> Finding | None:
     return None
 
 
-def broadcasts_what_is_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
-    """Name the value of one rank, where ranks agree on something wrong, and there is a broadcast that they may have it from.
+def broadcast_of_another_rank(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where ranks agree on something wrong, and a rank other than 0 broadcasts."""
+    return _broadcast_wrong(tensors, from_rank_0=False)
 
-    Args:
-        from_rank_0: look at broadcasts of rank 0, as many right programs have them; else at those of others.
-    """
+
+def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where ranks agree on something wrong, and rank 0 broadcasts, as in many right programs."""
+    return _broadcast_wrong(tensors, from_rank_0=True)
+
+
+def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
     sent = next((event for _, event in tensors.events("collective") if event.name == "broadcast"), None)
     wrong = [name for name in tensors.wrong() if name not in tensors.relations.split]
     if sent is None or not wrong or from_rank_0 is bool(source := sent.details.get("src", 0)):

@@ -4,130 +4,146 @@ Each rule looks at the evidence, and names a mistake or says nothing. What is na
 is the whole weighing: what shows a mistake by itself goes before what is merely explained by one, that before what fits it
 among others, and last goes what nothing speaks against. Within a group the more special goes first, because the more
 general would explain what it explains, too.
+
+There is a list for each kind of evidence. A rule says by the type of its parameter what it looks at: of `RULES`, those about
+`Tensors` say nothing where there are none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar, cast
 
-from mgpu_check.mistakes.evidence import Calls, Evidence
+from mgpu_check.mistakes.evidence import Calls, Evidence, Restored
 from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.rules import calls, collectives, data, decisions, factors, gradients, steps
+from mgpu_check.mistakes.rules import (
+    calls,
+    checkpoints,
+    collectives,
+    data,
+    decisions,
+    evaluation,
+    factors,
+    gradients,
+    samples,
+    steps,
+)
+from mgpu_check.mistakes.samples import EpochSamples, Loader
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["RULES", "RULES_OF_CALLS", "judged", "judged_calls"]
+__all__ = [
+    "RULES",
+    "RULES_OF_CALLS",
+    "RULES_OF_CHECKPOINTS",
+    "RULES_OF_EPOCHS",
+    "distinct",
+    "findings_of",
+    "findings_of_calls",
+    "findings_of_checkpoint",
+    "findings_of_loader",
+]
 
-Rule = Callable[[Evidence], Finding | None]
-
-
-def _of_tensors(rule: Callable[[Tensors], Finding | None]) -> Rule:
-    """Make a rule about whole tensors one about evidence: without them it says nothing."""
-
-    def judge(evidence: Evidence) -> Finding | None:
-        return None if evidence.tensors is None else rule(evidence.tensors)
-
-    return judge
-
-
-def _broadcasts(*, from_rank_0: bool) -> Rule:
-    return _of_tensors(lambda tensors: decisions.broadcasts_what_is_wrong(tensors, from_rank_0=from_rank_0))
+_Evidence = TypeVar("_Evidence")
+RuleOf = Callable[[_Evidence], Finding | None]
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     # A call that is a mistake whatever comes of it. What it leaves is undefined, so no number after it tells anything.
-    _of_tensors(collectives.not_waited),
-    _of_tensors(collectives.aliased_list),
-    _of_tensors(collectives.strided_view),
-    _of_tensors(collectives.uneven_tensors),
+    collectives.not_waited,
+    collectives.aliased_list,
+    collectives.strided_view,
+    collectives.uneven_tensors,
     # Ranks do other things than each other, as calls show. All that they compute differs then; this is why. A checkpoint
     # on some ranks goes before another initialization, which it looks like.
     decisions.restores_on_some,
     data.epochs_alike,
-    _of_tensors(data.split_by_own_seeds),
+    data.split_by_own_seeds,
     decisions.decides_by_rank,
-    _of_tensors(collectives.overflows),
-    _of_tensors(data.seeds_of_samplers),
+    collectives.overflows,
+    data.seeds_of_samplers,
     decisions.starts_apart,
     # Which samples ranks have seen, by the samples, or by the loader and what it counts.
     data.all_see_the_same,
-    _of_tensors(data.whole_dataset),
+    data.whole_dataset,
     # Calls together with values that they explain: neither alone would say as much.
-    _of_tensors(collectives.result_discarded),
+    collectives.result_discarded,
     decisions.restores_later_on_some,
-    _of_tensors(collectives.read_too_early),
+    collectives.read_too_early,
     data.surplus_samples,
-    _of_tensors(data.pads_a_metric),
+    data.pads_a_metric,
     # One device gives the very result for another batch, or leaves other parameters as they were.
-    _of_tensors(data.drops_last),
-    _of_tensors(data.truncates),
-    _of_tensors(data.pads_the_batch),
-    _of_tensors(decisions.updates_on_some),
-    _of_tensors(decisions.decides_for_its_parameters),
-    # Ranks that change parameters unlike, or draw random numbers: beside it nothing about sums can be told.
-    decisions.updates_apart,
+    data.drops_last,
+    data.truncates,
+    data.pads_the_batch,
+    decisions.updates_on_some,
+    decisions.decides_for_its_parameters,
+    # Ranks that draw random numbers, or decide by values of their own: beside it nothing about sums can be told.
     decisions.draws_by_rank,
-    _of_tensors(data.first_shard_for_all),
+    data.first_shard_for_all,
     decisions.decides_by_own_values,
-    _of_tensors(data.other_order),
+    data.other_order,
     # How gradients were put together, the special before the general: clipped parts are a mean of parts, statistics of
     # parts make the gradients those of parts, and all of these leave factors.
     gradients.clips_by_other_norms,
-    _of_tensors(gradients.clips_first),
-    _of_tensors(gradients.clips_parts),
-    _of_tensors(collectives.delivers_to_one_rank),
+    gradients.clips_first,
+    gradients.clips_parts,
+    collectives.delivers_to_one_rank,
     gradients.statistics_of_parts,
-    _of_tensors(steps.adds_what_was_left),
-    _of_tensors(collectives.off_by_number_of_groups),
-    _of_tensors(gradients.added_on_every_rank),
-    _of_tensors(collectives.parted_by_group),
-    _of_tensors(factors.first_step_off_by_world_size),
-    _of_tensors(factors.first_step_off_by_micro_batches),
-    _of_tensors(data.repeated_rows),
+    steps.adds_what_was_left,
+    collectives.off_by_number_of_groups,
+    gradients.added_on_every_rank,
+    collectives.parted_by_group,
+    factors.first_step_off_by_world_size,
+    factors.first_step_off_by_micro_batches,
+    data.repeated_rows,
     gradients.gradients_apart,
-    _of_tensors(gradients.each_rank_its_own),
-    _of_tensors(steps.counts_windows_unlike),
-    _of_tensors(data.missing_rows),
+    gradients.each_rank_its_own,
+    steps.counts_windows_unlike,
+    data.missing_rows,
     factors.off_by_world_size,
-    _of_tensors(gradients.mean_of_metrics),
-    _of_tensors(data.pads),
-    _of_tensors(data.counted_by_every_rank),
+    gradients.mean_of_metrics,
+    data.pads,
+    data.counted_by_every_rank,
     factors.off_by_micro_batches,
-    _of_tensors(data.samples_several_times),
-    _of_tensors(gradients.mean_of_parts),
-    # What fits a mistake, and others, too.
-    _of_tensors(decisions.buffers_alone_drift),
-    _of_tensors(collectives.gradient_cut),
-    _of_tensors(data.of_rank_0_alone),
-    _of_tensors(decisions.right_on_one_rank),
+    data.samples_several_times,
+    gradients.mean_of_parts,
+    # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
+    # twice, before those of several.
+    decisions.buffers_alone_drift,
+    evaluation.buffers_apart,
+    evaluation.answers_change,
+    evaluation.answers_apart,
+    collectives.gradient_cut,
+    data.of_rank_0_alone,
+    decisions.right_on_one_rank,
     gradients.normalizes_parts,
-    _of_tensors(decisions.steps_unlike_one_device),
-    _of_tensors(collectives.other_reduction),
-    _of_tensors(gradients.differs_from_rank_to_rank),
-    _of_tensors(gradients.limits_another_norm),
-    _of_tensors(gradients.wrong_where_uneven),
+    decisions.steps_unlike_one_device,
+    collectives.other_reduction,
+    gradients.differs_from_rank_to_rank,
+    gradients.limits_another_norm,
+    gradients.wrong_where_uneven,
     # What nothing speaks against: it is said where nothing better is known.
     factors.grows_with_world_size,
-    _broadcasts(from_rank_0=False),
+    decisions.broadcast_of_another_rank,
     decisions.may_draw_by_rank,
     gradients.uneven_parts,
-    _of_tensors(collectives.computes_in_narrow_dtype),
-    _of_tensors(collectives.narrow_operand),
-    _of_tensors(decisions.buffers_drift),
-    _broadcasts(from_rank_0=True),
-    _of_tensors(collectives.reduces_by_other_operation),
+    collectives.computes_in_narrow_dtype,
+    collectives.narrow_operand,
+    decisions.buffers_drift,
+    decisions.broadcast_of_rank_0,
+    collectives.reduces_by_other_operation,
 )
+"""Those about what ranks have left, and how they have come to it."""
 
 
-RULES_OF_CALLS: tuple[Callable[[Calls], Finding | None], ...] = (
+RULES_OF_CALLS: tuple[RuleOf[Calls], ...] = (
     # Sizes before decisions: ranks that wait in one collective have decided alike. Uneven samples before decisions: they
     # are why ranks decide otherwise.
     calls.other_sizes,
     calls.uneven_steps,
-    calls.enter_other_collectives,
-    calls.wait_for_one,
+    calls.part_ways,
     # What torch says comes last: once ranks have parted ways, most of it is an echo of that.
     calls.known_words,
     calls.aborted_in_gather,
@@ -135,21 +151,82 @@ RULES_OF_CALLS: tuple[Callable[[Calls], Finding | None], ...] = (
 """Those about ranks that did not return."""
 
 
-def judged(evidence: Evidence, most: int) -> list[Finding]:
+RULES_OF_EPOCHS: tuple[RuleOf[EpochSamples], ...] = (
+    # Of an epoch, one mistake is named: the first explains all that is too many or too few. Too many before too few: who
+    # reads all of it misses none.
+    samples.read_by_each_worker,
+    samples.read_by_each_rank,
+    samples.repeated_to_fill,
+    # Ranks that see the very same, before samples that come again: that is why they do.
+    samples.same_on_some,
+    samples.shared_out_unlike,
+    samples.on_no_rank,
+    # Where each sample is on one rank, numbers of batches may still differ.
+    samples.uneven_batches,
+)
+"""Those about the samples that a loader gives in one epoch."""
+
+
+RULES_OF_CHECKPOINTS: tuple[RuleOf[Restored], ...] = (
+    # What was lost right after loading goes before what has come of it. Ranks that are unlike go first: who loads on some
+    # ranks only finds as much missing on the others. What all have as rank 0 had it may do no harm, and goes last.
+    checkpoints.loaded_on_some,
+    checkpoints.loaded_on_none,
+    checkpoints.numbers_of_rank_0,
+    checkpoints.state_of_rank_0,
+    # Nothing was lost, or none could see it: what differs at the end.
+    checkpoints.ranks_part_ways,
+    checkpoints.not_in_the_state,
+    checkpoints.differs_at_the_end,
+)
+"""Those about a run that was resumed."""
+
+
+def findings_of(evidence: Evidence, most: int) -> list[Finding]:
     """Return the likeliest mistakes, each once, `most` of them at most."""
-    return _first((rule(evidence) for rule in RULES), most)
+    return distinct(_found(evidence), most)
 
 
-def judged_calls(evidence: Calls, most: int) -> list[Finding]:
+def findings_of_calls(evidence: Calls, most: int) -> list[Finding]:
     """Return the same of ranks that did not return."""
-    return _first((rule(evidence) for rule in RULES_OF_CALLS), most)
+    return distinct((rule(evidence) for rule in RULES_OF_CALLS), most)
 
 
-def _first(findings: Iterable[Finding | None], most: int) -> list[Finding]:
+def findings_of_checkpoint(evidence: Restored) -> list[Finding]:
+    """Return the mistakes that a resumed run shows, each once."""
+    return distinct(rule(evidence) for rule in RULES_OF_CHECKPOINTS)
+
+
+def findings_of_loader(evidence: Loader) -> list[Finding]:
+    """Return the mistake of each epoch that shows one, and that of their order, the likeliest first; some may come again."""
+    of_epochs = [
+        finding for epoch in evidence.epochs for finding in distinct((rule(epoch) for rule in RULES_OF_EPOCHS), 1)
+    ]
+    of_order = [finding for finding in [samples.order_repeats(evidence)] if finding is not None]
+    # Where the epochs of some ranks differ and of others do not, that is why the ranks' shares do not fit together.
+    on_some = 0 < len(evidence.repeating) < len(evidence.epochs[0].counts)
+    return [*of_order, *of_epochs] if on_some else [*of_epochs, *of_order]
+
+
+def distinct(named: Iterable[Finding | None], most: int | None = None) -> list[Finding]:
+    """Return the first finding of each mistake, in their order, `most` of them at most."""
     found: dict[str, Finding] = {}
-    for finding in findings:
+    for finding in named:
         if finding is not None:
             found.setdefault(finding.mistake, finding)
         if len(found) == most:
             break
     return list(found.values())
+
+
+def _found(evidence: Evidence) -> Iterator[Finding | None]:
+    for rule in RULES:
+        if not _is_about_tensors(rule):
+            yield cast("RuleOf[Evidence]", rule)(evidence)
+        elif evidence.tensors is not None:
+            yield cast("RuleOf[Tensors]", rule)(evidence.tensors)
+
+
+def _is_about_tensors(rule: Callable[..., Finding | None]) -> bool:
+    parameter, *_ = rule.__annotations__.values()
+    return bool(parameter == "Tensors")

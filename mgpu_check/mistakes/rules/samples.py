@@ -1,0 +1,94 @@
+"""Mistakes by which loaders of several ranks give other samples than that of one rank."""
+
+from __future__ import annotations
+
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.samples import EpochSamples, Loader
+from mgpu_check.processes.rank_lists import named
+
+__all__ = [
+    "on_no_rank",
+    "order_repeats",
+    "read_by_each_rank",
+    "read_by_each_worker",
+    "repeated_to_fill",
+    "same_on_some",
+    "shared_out_unlike",
+    "uneven_batches",
+]
+
+
+def read_by_each_worker(samples: EpochSamples) -> Finding | None:
+    """Name a data set that is not split, where each worker of a rank reads what the others read, too."""
+    if not samples.telling or not samples.per_worker:
+        return None
+    also = ", and every rank all samples" if samples.whole else ""
+    told = f"each of the {samples.workers} workers of a rank reads what the others read, too{also}"
+    return Finding("dataset-not-split", told)
+
+
+def read_by_each_rank(samples: EpochSamples) -> Finding | None:
+    """Name a data set that is not split, where every rank sees all of it."""
+    if not samples.telling or not samples.whole:
+        return None
+    told = f"each of the {len(samples.counts)} ranks sees all {samples.expected.total()} samples"
+    return Finding("dataset-not-split", told)
+
+
+def repeated_to_fill(samples: EpochSamples) -> Finding | None:
+    """Name padding, where as few come again as fill the last batches."""
+    if not samples.telling or not samples.padded:
+        return None
+    repeated = samples.repeated
+    how = "DistributedSampler" if repeated.total() < len(samples.counts) else "samplers that fill the last batches"
+    return Finding(
+        "padding-counted",
+        f"{repeated.total()} of {samples.expected.total()} samples repeated ({samples.shown(repeated)}), and as many samples "
+        f"on each rank, as {how} would have it; padding=True accepts it",
+    )
+
+
+def same_on_some(samples: EpochSamples) -> Finding | None:
+    """Name missed samples, where some ranks see the very same ones."""
+    if not samples.telling or not samples.missing or not samples.twins:
+        return None
+    same = " and ".join(named(ranks) for ranks in samples.twins)
+    return Finding(
+        "samples-missed",
+        f"{same} see the same samples, and nobody {samples.missing.total()} of {samples.expected.total()}: is the sampler "
+        "given each rank's own index, and the number of ranks?",
+        tuple(rank for ranks in samples.twins for rank in ranks[1:]),
+    )
+
+
+def shared_out_unlike(samples: EpochSamples) -> Finding | None:
+    """Name a split that differs, where some samples are on several ranks, or unknown, and others on none."""
+    missing, repeated = samples.missing, samples.repeated
+    if not samples.telling or not missing or not (repeated or samples.unknown):
+        return None
+    strange = tuple(rank for rank, share in enumerate(samples.shares_unknown) if share)
+    several = f"{repeated.total()} seen several times ({samples.shown(repeated)})" if repeated else ""
+    other = f"{named(strange)} with samples that world size 1 does not give" if strange else ""
+    none = f"{missing.total()} on none ({samples.shown(missing)})"
+    return Finding("split-differs-between-ranks", ", ".join(filter(None, [several, other, none])), strange)
+
+
+def on_no_rank(samples: EpochSamples) -> Finding | None:
+    """Name missed samples, where some are on no rank."""
+    missing = samples.missing
+    if not samples.telling or not missing:
+        return None
+    few = missing.total() <= samples.most_in_tail
+    drop = "; as many as drop_last may drop, which dropped=True accepts" if few else ""
+    told = f"{missing.total()} of {samples.expected.total()} on no rank ({samples.shown(missing)}){drop}"
+    return Finding("samples-missed", told)
+
+
+def uneven_batches(samples: EpochSamples) -> Finding | None:
+    """Name uneven numbers of batches, where all samples are there."""
+    return Finding("uneven-steps", samples.uneven) if samples.covered and samples.uneven else None
+
+
+def order_repeats(loader: Loader) -> Finding | None:
+    """Name epochs that have one order."""
+    return Finding("epochs-not-reshuffled", loader.order, tuple(loader.repeating)) if loader.repeating else None

@@ -1,0 +1,157 @@
+"""The evidence of a loader: how often each rank was given each sample, and the patterns that these counts may show.
+
+Plain counting, without torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from mgpu_check.processes.rank_lists import grouped
+
+__all__ = ["Accepted", "EpochSamples", "Loader"]
+
+_SHOWN = 4
+_UNKNOWN = 0.5  # share of a rank's samples that world size 1 does not give, above which contents are taken to be random
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Deviations that the user has said to be as intended."""
+
+    padding: bool = False
+    dropped: bool = False
+    uneven: bool = False
+
+
+@dataclass(frozen=True)
+class EpochSamples:
+    """The samples of one epoch.
+
+    Attributes:
+        expected: how often each sample is to be seen; at least one sample.
+        counts: how often each rank was given each, in rank order.
+        largest: samples in the largest batch.
+        labels: how a sample is shown, by identity.
+        workers: worker processes of each rank that read an IterableDataset.
+        uneven: how many batches ranks were given, as a clause, where the numbers differ, and are not accepted.
+    """
+
+    expected: Counter[Hashable]
+    counts: Sequence[Counter[Hashable]]
+    largest: int
+    labels: Mapping[Hashable, str] = field(default_factory=dict)
+    workers: int = 0
+    accepted: Accepted = Accepted()
+    uneven: str = ""
+
+    @cached_property
+    def missing(self) -> Counter[Hashable]:
+        """The samples that no rank was given, or not as often as it should."""
+        return self.expected - self._together
+
+    @cached_property
+    def repeated(self) -> Counter[Hashable]:
+        """The samples that ranks were given too often."""
+        return self._surplus - self.unknown
+
+    @cached_property
+    def unknown(self) -> Counter[Hashable]:
+        """The samples that world size 1 does not give."""
+        return Counter({sample: count for sample, count in self._surplus.items() if sample not in self.expected})
+
+    @cached_property
+    def _together(self) -> Counter[Hashable]:
+        return sum(self.counts, Counter())
+
+    @property
+    def _surplus(self) -> Counter[Hashable]:
+        return self._together - self.expected
+
+    @property
+    def most_in_tail(self) -> int:
+        """The number of samples that one batch of each rank less than full can leave out, or repeat."""
+        return len(self.counts) * self.largest - 1
+
+    @property
+    def all_seen(self) -> bool:
+        """True if each sample is on some rank, or as many are left out as is accepted."""
+        dropped = self.accepted.dropped and not self.repeated and self.missing.total() <= self.most_in_tail
+        return not self.missing or dropped
+
+    @property
+    def only_once(self) -> bool:
+        """True if no sample comes too often, or as many do as is accepted."""
+        return not self.repeated or (self.accepted.padding and self.padded)
+
+    @property
+    def known(self) -> bool:
+        """True if world size 1 gives all samples, or drops as few as is accepted."""
+        return not self.unknown or (self.accepted.dropped and self.unknown.total() < max(self.largest, 1))
+
+    @property
+    def covered(self) -> bool:
+        """True if the ranks together were given what they should have been."""
+        return self.all_seen and self.only_once and self.known
+
+    @property
+    def telling(self) -> bool:
+        """True if they were not, and most samples are those of world size 1: so counts tell something."""
+        return not self.covered and min(self.shares_unknown) <= _UNKNOWN
+
+    @property
+    def shares_unknown(self) -> list[float]:
+        """The share of each rank's samples that world size 1 does not give."""
+        return [
+            sum(n for sample, n in count.items() if sample in self.unknown) / max(count.total(), 1)
+            for count in self.counts
+        ]
+
+    @property
+    def whole(self) -> bool:
+        """True if every rank sees all."""
+        many = len(self.counts) > 1 and all(count >= self.expected for count in self.counts)
+        # With as few samples as ranks, repeating them to fill the shards gives each rank all of them.
+        return many and self.repeated.total() >= len(self.counts)
+
+    @property
+    def per_worker(self) -> bool:
+        """True if a rank sees its samples once for each of its workers."""
+        return self.workers > 1 and all(
+            count[sample] >= self.workers * max(self.expected[sample], 1) for count in self.counts for sample in count
+        )
+
+    @property
+    def padded(self) -> bool:
+        """True if no more comes again than fills the last batches, and nothing else is wrong."""
+        alike = len(self.counts) > 1 and len({count.total() for count in self.counts}) == 1
+        other = self.missing or self.unknown or self.whole or self.per_worker
+        return alike and not other and self.repeated.total() <= self.most_in_tail
+
+    @property
+    def twins(self) -> list[list[int]]:
+        """Ranks that see exactly the same samples, where there are several."""
+        same = grouped((frozenset(count.items()), rank) for rank, count in enumerate(self.counts) if count)
+        return [ranks for _, ranks in same if len(ranks) > 1]
+
+    def shown(self, samples: Counter[Hashable]) -> str:
+        """Return a few of them."""
+        texts = [self.labels.get(sample, "?") for sample in samples]
+        return ", ".join(texts[:_SHOWN]) + (", …" if len(texts) > _SHOWN else "")
+
+
+@dataclass(frozen=True)
+class Loader:
+    """All epochs of a loader.
+
+    Attributes:
+        repeating: the ranks that visit their samples in one order in all epochs, where that is wrong.
+        order: the same as a clause.
+    """
+
+    epochs: Sequence[EpochSamples]
+    repeating: Sequence[int] = ()
+    order: str = ""
