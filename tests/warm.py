@@ -7,16 +7,18 @@ anything, which become its fork server, the workers of pytest-xdist, the process
 launched run, when it asks for them.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
-standard streams, a session of its own, `__main__`, the end by `sys.exit` with all that an interpreter does then, and its
-exit code. Different are: torch and torch._dynamo are in `sys.modules` from the beginning, and a fork server has not the
-umask and the limits that the run has given itself. So a run starts a new interpreter where that is what a test is about
-(`Template.fits`), or if it is started without the fixture `warm`.
+standard streams, a session of its own, `__main__`, the end by `sys.exit`, and its exit code. Different are: torch and
+torch._dynamo are in `sys.modules` from the beginning, a fork server has not the umask and the limits that the run has
+given itself, and the interpreter ends after its threads and what was registered with `atexit`, without destroying the
+thousands of objects that torch has made: that takes half a second. So a run starts a new interpreter where that is what a
+test is about (`Template.fits`), or if it is started without the fixture `warm`.
 
 This file is run by the template, and imports nothing of the project: pytest wants to import that itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -265,7 +267,31 @@ def _run(request: int, directory: int, *streams: int) -> None:
     for _ in range(asked["standbys"]):
         _Standby()
     subprocess.Popen = _Popen  # type: ignore[misc]
-    _interpret(asked["words"])
+    _end(_interpret, asked["words"])
+
+
+def _end(function: Callable[[list[str]], None], words: list[str]) -> NoReturn:
+    """Call `function`, and end the process as an interpreter does that has, except that objects are not destroyed.
+
+    Other exceptions than SystemExit are the interpreter's to report.
+    """
+    code: object = None
+    try:
+        function(words)
+    except SystemExit as error:
+        code = error.code
+    status = code if isinstance(code, int) else 0 if code is None else 1
+    if status == 1 and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except OSError:
+        sys.exit(status)  # nobody reads it: the interpreter knows what that means
+    os._exit(status & 0xFF)
 
 
 def _interpret(words: Sequence[str]) -> None:
@@ -381,8 +407,7 @@ def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *
         subprocess.Popen = _Popen  # type: ignore[misc]
     elif asked["role"] == "script":
         _customize()
-    _interpret(asked["words"])
-    sys.exit()
+    _end(_interpret, asked["words"])
 
 
 def _customize() -> None:
