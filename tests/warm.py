@@ -49,8 +49,11 @@ THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
 COMPARED = "_MGPU_CHECK_COMPARE"  # a variable that processes of a script have which is compared
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
 _WRITTEN_AT_IMPORT = "TORCHINDUCTOR_CACHE_DIR"  # by torch._dynamo, into the environment of who imports it
+STANDBYS_OF_LAUNCHED = 2  # what the ranks of a launched process are forked from, and perhaps the driver
 STANDBY = "standby"  # the name of a process that has no task yet, and ends with the run that it waits for
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_CLONE_NEWNET = 0x40000000
+_OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 _WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a process
 _NUMBER = struct.Struct("q")  # a process id, and then an exit code
 
@@ -127,6 +130,7 @@ class Template:
         standbys: int | None = None,
         imports: Sequence[str] = (),
         directory: str | os.PathLike[str] = ".",
+        network: str | None = None,
     ) -> Forked:
         """``python -m pytest`` with `arguments`; its standard input is at its end.
 
@@ -134,6 +138,7 @@ class Template:
             program: what the interpreter runs instead: ``-m`` and a module, or ``-c`` and code.
             standbys: how many processes it will start that can be forked; None: as `arguments` of pytest say.
             imports: modules that it, and its standbys, have imported.
+            network: the name of a network namespace that it is in, as ``ip netns`` has made it.
         """
         self._start()
         assert self._control is not None
@@ -144,6 +149,7 @@ class Template:
             "environment": dict(environment),
             "standbys": _standbys(arguments) if standbys is None else standbys,
             "imports": list(imports),
+            "network": network,
         }
         with theirs, tempfile.TemporaryFile() as request, open(os.devnull) as nothing:
             request.write(json.dumps(asked).encode())
@@ -262,12 +268,27 @@ def _run(request: int, directory: int, *streams: int) -> None:
         file.seek(0)
         asked = json.load(file)
     _become(asked["environment"], directory, streams, session=True)
+    if asked["network"]:
+        _enter(asked["network"])
     for name in asked["imports"]:
         importlib.import_module(name)
     for _ in range(asked["standbys"]):
         _Standby()
-    subprocess.Popen = _Popen  # type: ignore[misc]
+    _adopt()
     _end(_interpret, asked["words"])
+
+
+def _enter(network: str) -> None:
+    with open(f"/run/netns/{network}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def _adopt() -> None:
+    """Let standbys be what this process starts."""
+    subprocess.Popen = _Popen  # type: ignore[misc]
+    if _OF_TORCHRUN in sys.modules:  # it has a name of its own for it
+        sys.modules[_OF_TORCHRUN].Popen = _Popen  # type: ignore[attr-defined]
 
 
 def _end(function: Callable[[list[str]], None], words: list[str]) -> NoReturn:
@@ -357,7 +378,7 @@ class _Standby:
         group: Literal["session", "own", "same"] = "same",
         environment: Mapping[str, str] | None = None,
         directory: str | os.PathLike[str] | None = None,
-        role: Literal["plain", "worker", "script"] = "plain",
+        role: Literal["plain", "worker", "launched", "script"] = "plain",
     ) -> int:
         """Be ``python WORDS…`` now; the process id.
 
@@ -365,7 +386,8 @@ class _Standby:
             streams: stdin, stdout and stderr.
             kept: file descriptors that it has under the same numbers.
             group: a session of its own, a process group of its own, or none.
-            role: of a worker, which starts a fork server; of a script, before which our `sitecustomize` runs.
+            role: of a worker, which starts a fork server; of what torchrun launches, which starts one, too, and perhaps
+                the driver; of a script, before which our `sitecustomize` runs.
         """
         asked = {
             "words": list(words),
@@ -404,7 +426,12 @@ def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *
     if asked["role"] == "worker":
         sys.path.insert(0, "")
         _Standby()  # its fork server
-        subprocess.Popen = _Popen  # type: ignore[misc]
+        _adopt()
+    elif asked["role"] == "launched":
+        for _ in range(STANDBYS_OF_LAUNCHED):
+            _Standby()
+        _adopt()
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nearly what -u does
     elif asked["role"] == "script":
         _customize()
     _end(_interpret, asked["words"])
@@ -471,6 +498,13 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
                 streams = nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()
                 pid = _Standby.waiting.pop().start(
                     args[2:], streams, kept=options["pass_fds"], group="session", environment=options["env"]
+                )
+            return _Adopted(pid, None, None)
+        if list(args[1:4]) == ["-u", "-m", "mgpu_check"]:
+            with open(os.devnull) as nothing:
+                streams = nothing.fileno(), options["stdout"] or 1, options["stderr"] or 2
+                pid = _Standby.waiting.pop().start(
+                    args[2:], streams, group="session", environment=options["env"], role="launched"
                 )
             return _Adopted(pid, None, None)
         if list(args[1:3]) == ["-m", "mgpu_check"] and options.get("start_new_session"):

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import processes_with as started_with
-from tests.warm import Forked, Template
+from tests.warm import STANDBYS_OF_LAUNCHED, Forked, Template
 
 MARK = "MGPU_TEST_LAUNCH"
 KEY_FILE = "MGPU_CHECK_AGENT_KEY_FILE"
@@ -79,18 +79,25 @@ class Launch:
         directory: Path,
         commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
         template: Template | None = None,
+        *,
+        networks: Sequence[str | None] = (),
+        standbys: int = STANDBYS_OF_LAUNCHED,
+        imports: Sequence[str] = (),
     ) -> None:
         """
         Args:
             commands: each with the variables that it has besides those of this process.
             template: what they are forked from, all of them ``python -m …``; None to start interpreters.
+            networks: for each, the network namespace that it is in, if it is in another; none: of this process.
+            standbys: how many of the processes that each starts are forked; `imports`: what they have imported.
         """
         self.directory = directory
         self.value = uuid.uuid4().hex
         base = {name: value for name, value in os.environ.items() if not _REPLACED.match(name)}
         self.logs = [directory / f"log-{self.value}-{index}" for index in range(len(commands))]
         self.processes: list[subprocess.Popen[bytes] | Forked] = []
-        for (command, variables), log in zip(commands, self.logs, strict=True):
+        places = networks or [None] * len(commands)
+        for (command, variables), network, log in zip(commands, places, self.logs, strict=True):
             environment = {**base, MARK: self.value, KEY_FILE: str(directory / "agent-key"), **variables}
             with log.open("wb") as output:
                 self.processes.append(
@@ -100,12 +107,14 @@ class Launch:
                         output.fileno(),
                         output.fileno(),
                         program=command[1:3],
-                        standbys=2,  # what its ranks are forked from, and perhaps the driver
+                        standbys=standbys,
+                        imports=imports,
                         directory=directory,
+                        network=network,
                     )
                     if template is not None
                     else subprocess.Popen(
-                        command,
+                        [*(("ip", "netns", "exec", network) if network else ()), *command],
                         cwd=directory,
                         env=environment,
                         stdin=subprocess.DEVNULL,
@@ -149,6 +158,7 @@ def _junit(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     return verdicts, texts
 
 
+TORCHRUN = "torch.distributed.run"
 PYTEST = ("-m", "mgpu_check", "pytest", "-p", "no:cacheprovider", "--hypothesis-seed=0", "--junitxml=result.xml")
 
 
@@ -158,11 +168,12 @@ class Node:
 
     Attributes:
         address: by which the other reaches it.
-        prefix: what stands before its command; `options`: what follows it.
+        network: the name of the network namespace that it is in.
+        options: what follows its command.
     """
 
     address: str = "127.0.0.1"
-    prefix: Sequence[str] = ()
+    network: str | None = None
     options: Sequence[str] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -171,27 +182,28 @@ Torchrun = Callable[..., Launch]
 
 
 @pytest.fixture(scope="session")
-def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """Start torchrun twice, each for half of the ranks, on the tests in `source`."""
+def torchrun(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, template: Template) -> Torchrun:
+    """Start torchrun on each of `nodes`, each for as many of the ranks, on the tests in `source`.
+
+    It and the ranks are forked from where torch is imported; if `cold`, they are interpreters that import it themselves.
+    """
 
     def start(
-        source: str, *arguments: str, restarts: int = 0, nodes: tuple[Node, Node] = (Node(), Node()), ranks: int = 4
+        source: str,
+        *arguments: str,
+        restarts: int = 0,
+        nodes: Sequence[Node] = (Node(), Node()),
+        ranks: int = 4,
+        cold: bool = False,
     ) -> Launch:
         directory = tmp_path_factory.mktemp("launch")
         (directory / "test_it.py").write_text(source)
+        each = ranks // len(nodes)
         rendezvous = ("--rdzv-backend=c10d", f"--rdzv-endpoint={nodes[0].address}:{free_port()}", "--rdzv-id=test")
         commands = []
         for node in nodes:
             command = [
-                *node.prefix,
-                *(
-                    sys.executable,
-                    "-m",
-                    "torch.distributed.run",
-                    "--nnodes=2",
-                    f"--nproc-per-node={ranks // 2}",
-                    *rendezvous,
-                ),
+                *(sys.executable, "-m", TORCHRUN, f"--nnodes={len(nodes)}", f"--nproc-per-node={each}", *rendezvous),
                 *(
                     f"--local-addr={node.address}",
                     f"--max-restarts={restarts}",
@@ -201,7 +213,14 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
                 *(*PYTEST, f"--gpus={ranks}", "--simulate", "test_it.py", *arguments),
             ]
             commands.append((command, {"OMP_NUM_THREADS": "1", **node.variables}))
-        return Launch(directory, commands)
+        return Launch(
+            directory,
+            commands,
+            None if cold or request.config.getoption("cold") else template,
+            networks=[node.network for node in nodes],
+            standbys=each * (1 + restarts),
+            imports=[TORCHRUN],
+        )
 
     return start
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.remote import attacker
-from tests.remote.conftest import Launch, LaunchedBy, free_port
-from tests.remote.test_torchrun import ORDER
+from tests.remote.conftest import LaunchedBy, Node, Torchrun, free_port
+from tests.remote.test_torchrun import ORDER, wait_until_begun
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a while")
 
@@ -65,28 +65,23 @@ def public(directory: Path) -> Path:
     return directory / "marker"
 
 
-def test_nobody_joins_by_what_stands_in_the_store(tmp_path: Path):
-    (tmp_path / "test_it.py").write_text(UNDER_ATTACK)
+def test_nobody_joins_by_what_stands_in_the_store(tmp_path: Path, torchrun: Torchrun):
     marker = public(tmp_path / "public")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", f"--log-dir={tmp_path}"]
-    command += ["-m", "mgpu_check", "pytest", "-p", "no:cacheprovider", "--junitxml=result.xml"]
-    launch = Launch(tmp_path, [([*command, "--gpus=2", "--simulate", "test_it.py"], {"OMP_NUM_THREADS": "1"})])
-    while not (tmp_path / "begun").exists():
-        assert launch.processes[0].poll() is None, launch.wait().output
-    variables = json.loads((tmp_path / "begun").read_text())
+    launch = torchrun(UNDER_ATTACK, nodes=[Node()], ranks=2)
+    wait_until_begun(launch)
+    variables = json.loads((launch.directory / "begun").read_text())
     try:
         process = attack(
             "join",
             port=int(variables["MASTER_PORT"]),
-            key_file=str(tmp_path / "agent-key"),
+            key_file=str(launch.directory / "agent-key"),
             marker=str(marker),
             variables=variables,
         )
         found = json.loads(process.communicate(timeout=120.0)[0])
         listening = listeners(found["store"])
     finally:
-        (tmp_path / "attacked").touch()
+        (launch.directory / "attacked").touch()
     run = launch.wait()
     assert found["user"] == attacker.NOBODY and found["key file"] == "PermissionError"
     # The attack has reached the driver: it was greeted each time, and never told more.
@@ -94,7 +89,7 @@ def test_nobody_joins_by_what_stands_in_the_store(tmp_path: Path):
     assert {text[:26] for text in found["heard"] if text} <= {b"mgpu-check/2\n".hex()}
     assert all(len(text) <= 90 for text in found["heard"])
     assert not marker.exists()
-    key = (tmp_path / "agent-key").read_text().strip()
+    key = (launch.directory / "agent-key").read_text().strip()
     assert re.fullmatch("[0-9a-f]{64}", key) and key not in found["store"]
     assert listening == ["127.0.0.1"]  # as does the launcher's endpoint
     assert run.verdicts == {"test_under_attack": "passed"} and run.codes == [0], run.output

@@ -73,7 +73,7 @@ def hosts() -> Iterator[tuple[Node, Node]]:
             pytest.skip(f"this machine allows no network namespaces: {error.stderr.decode().strip()}")
         nodes = [
             # Which of them has the rendezvous, torchrun tells by the name of the machine, and both have the same.
-            Node(address, ("ip", "netns", "exec", space), (f"--rdzv-conf=is_host={has}",), {"GLOO_SOCKET_IFNAME": end})
+            Node(address, space, (f"--rdzv-conf=is_host={has}",), {"GLOO_SOCKET_IFNAME": end})
             for space, end, address, has in zip(spaces, ends, addresses, ("true", "false"), strict=True)
         ]
         yield nodes[0], nodes[1]

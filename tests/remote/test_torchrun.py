@@ -1,7 +1,8 @@
-"""Two torchrun agents on one machine. Each rank is an interpreter, and has one of its own to fork from: no more than needed."""
+"""Two torchrun agents on one machine. They, and what they launch, are forked; one test has interpreters of its own."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -239,14 +240,14 @@ def wait_until_begun(launch: Launch) -> None:
 def test_ctrl_c_ends_everything(torchrun: Torchrun):
     launch = torchrun(LONG, "--rank-timeout=600", ranks=2)
     wait_until_begun(launch)
-    launch.processes[0].send_signal(signal.SIGINT)
+    os.kill(launch.processes[0].pid, signal.SIGINT)
     run = launch.wait()
     assert "KeyboardInterrupt" in run.output
     assert all(run.codes)
 
 
 def test_a_killed_torchrun_ends_everything(torchrun: Torchrun):
-    launch = torchrun(LONG, "--rank-timeout=600", ranks=2)
+    launch = torchrun(LONG, "--rank-timeout=600", ranks=2, cold=True)
     wait_until_begun(launch)
     launch.processes[0].kill()
     run = launch.wait()
