@@ -43,6 +43,11 @@ class Measuring:
             import coverage
 
             inherited = coverage.Coverage.current()
+            if inherited is not None and inherited.config.serialize() == configuration:
+                # coverage.py measures every process, this one since it was forked: write what it has at rest, no more.
+                self._at_rest(inherited.save)
+                self._runs = True
+                return
             if inherited is not None:  # of the fork server
                 inherited._auto_save = False
                 inherited.stop()
