@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import pytest
 
@@ -128,39 +128,53 @@ class Selftest:
 
     def print_verdict(self) -> bool:
         """Print the matrix, and what is wrong with it; whether nothing is."""
-        wrong = []
         for name in PROPERTIES:
-            checks = self.checks[name]
-            faults = [fault for fault in self.faults.values() if fault.property == name]
-            if not checks:
-                continue
-            width = max(len(fault.name) for fault in faults)
-            print(f"\n{name}")
-            for number, check in enumerate(checks, 1):
-                print(f"  {number:>2}  {check}")
-            print(f"  {'':<{width}} {''.join(f'{number:>3}' for number in range(1, len(checks) + 1))}")
-            for fault in faults:
-                missed = [check for check in fault.caught_by if self.cells.get((fault.name, check), CAUGHT) != CAUGHT]
-                wrong += [f"{check} does not catch the fault {fault.name}, which it must" for check in missed]
-                row = [self.cells.get((fault.name, check), " ") for check in checks]
-                print(f"  {fault.name:<{width}} {''.join(f'{cell:>3}' for cell in row)}   {fault.summary}")
-                if CAUGHT not in row:
-                    wrong.append(f"no check of {name} catches the fault {fault.name}")
-            for check in checks:
-                if check not in self.exempt and not any(self.cells.get((f.name, check)) == CAUGHT for f in faults):
-                    wrong.append(f"{check} catches no fault of {name}")
-        if not any(self.checks.values()):
-            wrong.append("no check was run")
+            if self.checks[name]:
+                self._print_matrix(name)
         caught = sum(cell == CAUGHT for cell in self.cells.values())
         print(
             f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; {caught} of {len(self.cells)} pairs are caught"
         )
+        wrong = [line for name in PROPERTIES if self.checks[name] for line in self._not_proven(name)]
+        if not any(self.checks.values()):
+            wrong.append("no check was run")
         for line in wrong:
             print(f"NOT PROVEN: {line}")
         counts = f"{len(self.faults)} faults, {sum(map(len, self.checks.values()))} checks"
         print(f"selftest: {counts}: " + ("every fault is caught, every check catches one" if not wrong else "FAILED"))
         sys.stdout.flush()
         return not wrong
+
+    def _faults_of(self, name: str) -> list[Fault]:
+        return [fault for fault in self.faults.values() if fault.property == name]
+
+    def _print_matrix(self, name: str) -> None:
+        """Print what came of each pair of check and fault of a property."""
+        checks, faults = self.checks[name], self._faults_of(name)
+        width = max(len(fault.name) for fault in faults)
+        print(f"\n{name}")
+        for number, check in enumerate(checks, 1):
+            print(f"  {number:>2}  {check}")
+        print(f"  {'':<{width}} {''.join(f'{number:>3}' for number in range(1, len(checks) + 1))}")
+        for fault in faults:
+            row = "".join(f"{self.cells.get((fault.name, check), ' '):>3}" for check in checks)
+            print(f"  {fault.name:<{width}} {row}   {fault.summary}")
+
+    def _not_proven(self, name: str) -> Iterator[str]:
+        """Yield what the matrix of a property lacks."""
+        checks, faults = self.checks[name], self._faults_of(name)
+        for fault in faults:
+            for check in fault.caught_by:
+                if self.cells.get((fault.name, check), CAUGHT) != CAUGHT:
+                    yield f"{check} does not catch the fault {fault.name}, which it must"
+            if not any(self._caught(fault, check) for check in checks):
+                yield f"no check of {name} catches the fault {fault.name}"
+        for check in checks:
+            if check not in self.exempt and not any(self._caught(fault, check) for fault in faults):
+                yield f"{check} catches no fault of {name}"
+
+    def _caught(self, fault: Fault, check: str) -> bool:
+        return self.cells.get((fault.name, check)) == CAUGHT
 
 
 def _is_finding(error: BaseException) -> bool:

@@ -315,26 +315,26 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
     failed: tuple[int, float] | None = None
     while True:
         now = time.monotonic()
-        codes = [process.process.poll() for process in processes]
-        if failed is None:
-            wrong = [process.rank for process in processes if process.failed()]
-            if wrong:
-                failed = wrong[0], now
-        open_ = [p for p, code in zip(processes, codes, strict=True) if code is None and not p.said(*_WAITING)]
+        wrong = [process.rank for process in processes if process.failed()]
+        if failed is None and wrong:
+            failed = wrong[0], now
+        open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
         if not open_ or (failed is not None and now > failed[1] + _GRACE):
             return (failed[0] if failed else None), False
         if (grown := [process.size() for process in processes]) != sizes:
             sizes, moved_at = grown, now
         if now > moved_at + timeout:
             _look(open_)
-            if failed is not None:
-                return failed[0], False
-            # Those that wait for the others are in a collective; who is not has kept them waiting.
-            alone = [p for p in open_ if p.location is None or p.location.collective is None]
-            # Where collectives return at once nobody is in one: who has entered fewest is waited for.
-            counts = {p.rank: entered(p.entered.fileno()) for p in alone or open_}
-            return fewest(counts)[0], True
+            return (_slowest(open_), True) if failed is None else (failed[0], False)
         time.sleep(_INTERVAL)
+
+
+def _slowest(processes: Sequence[_Process]) -> int:
+    """Return the rank that the others wait for: it is in no collective, or has entered fewest."""
+    alone = [p for p in processes if p.location is None or p.location.collective is None]
+    # Where collectives return at once nobody is in one.
+    counts = {process.rank: entered(process.entered.fileno()) for process in alone or processes}
+    return fewest(counts)[0]
 
 
 def _look(processes: Sequence[_Process]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import selectors
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.process import Process
@@ -55,14 +55,12 @@ def collect(
     Returns:
         Who gave none in time; and, for a process that sent what is no message, and counts as dead, what is wrong with it.
     """
-    started = Clock.now()
-    deadline = started + timeout
     garbled: dict[int, str] = {}
     waiting = {index: process for index, process in processes.items() if index not in answers}
-    overdue = False
-    latest = deadline  # until when it can be put off, once a failure has brought it forward
+    patience = _Patience(timeout)
     if answers:
-        deadline, latest = min(deadline, started + _LEAST_GRACE), min(deadline, started + _MOST_GRACE)
+        patience.shorten()
+    overdue = False
     with selectors.PollSelector() as selector:
         for index, process in waiting.items():
             selector.register(process.connection, _interest(process), index)
@@ -71,56 +69,89 @@ def collect(
             # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
             watched = _watch(selector, watched, launcher.waitables())
             left = len(waiting)
-            ready = selector.select(Clock.until(deadline))
+            ready = selector.select(Clock.until(patience.deadline))
             if not ready or overdue:
-                now = Clock.now()
-                if now < latest and any(process.runnable() for process in waiting.values()):
-                    deadline = min(latest, now + _LEAST_GRACE)
-                    overdue = False
-                    continue
-                break
-            heard = [key.data for key, _ in ready if key.data is not None]
-            if len(heard) < len(ready):
-                launcher.collect()
-                heard += [i for i, p in waiting.items() if p.exit_code is not None and i not in heard]
-            for index in heard:
+                if not patience.extend(waiting.values()):
+                    break
+                overdue = False
+                continue
+            for index in _heard([key.data for key, _ in ready], launcher, waiting):
                 process = waiting[index]
                 try:
-                    answer = _hear(process)
-                    if answer is not None and answer is not _NOTHING_YET and not isinstance(answer, expected):
-                        raise Garbled(f"it is {type(answer).__name__}, not {expected.__name__}")
+                    answer = _hear(process, expected)
                 except Garbled as error:
                     garbled[index] = str(error)
                     answer = None
-                if answer is _NOTHING_YET and process.exit_code is None:
+                if answer is _NOTHING_YET:
                     selector.modify(process.connection, _interest(process), index)
                     continue
                 del waiting[index]
                 selector.unregister(process.connection)
-                answers[index] = None if answer is _NOTHING_YET else answer
-                if not went_well(answers[index]):
-                    now = Clock.now()
-                    grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - started)))
-                    deadline, latest = min(deadline, now + grace), min(latest, now + _MOST_GRACE)
+                answers[index] = answer
+                if not went_well(answer):
+                    patience.shorten()
             # Who goes on and on, and never ends, gets no more time than who says nothing.
-            overdue = len(waiting) == left and Clock.now() > deadline
+            overdue = len(waiting) == left and Clock.now() > patience.deadline
     return sorted(waiting), garbled
+
+
+class _Patience:
+    """Until when answers are waited for.
+
+    Attributes:
+        deadline: as it is now.
+        latest: until when it can be put off, once a failure has brought it forward.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._started = Clock.now()
+        self.deadline = self.latest = self._started + timeout
+
+    def shorten(self) -> None:
+        """Give the others a short grace, because one is dead, or has not gone well."""
+        now = Clock.now()
+        grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - self._started)))
+        self.deadline, self.latest = min(self.deadline, now + grace), min(self.latest, now + _MOST_GRACE)
+
+    def extend(self, waiting: Iterable[Process]) -> bool:
+        """Put the deadline off if one of the processes computes; return whether it was put off."""
+        now = Clock.now()
+        if now >= self.latest or not any(process.runnable() for process in waiting):
+            return False
+        self.deadline = min(self.latest, now + _LEAST_GRACE)
+        return True
+
+
+def _heard(ready: Sequence[int | None], launcher: Launcher, waiting: Mapping[int, Process]) -> list[int]:
+    """Return which processes have something to say, None standing for the launcher, or have ended."""
+    heard = [index for index in ready if index is not None]
+    if len(heard) < len(ready):
+        launcher.collect()
+        heard += [i for i, process in waiting.items() if process.exit_code is not None and i not in heard]
+    return heard
 
 
 def _interest(process: Process) -> int:
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if process.connection.unsent else 0)
 
 
-def _hear(process: Process) -> object:
-    """Read what a process sends; None if its connection has ended, `_NOTHING_YET` as long as it is not complete."""
+def _hear(process: Process, expected: type) -> object:
+    """Read what a process sends; None if it has ended without, `_NOTHING_YET` as long as it is not complete.
+
+    Raises:
+        Garbled: it is no answer of the type `expected`.
+    """
     try:
         answer = process.connection.receive()
-        if answer is not None:
-            return answer
-        process.connection.flush()
+        if answer is None:
+            process.connection.flush()
     except (EOFError, OSError):
         return None
-    return _NOTHING_YET
+    if answer is None:
+        return _NOTHING_YET if process.exit_code is None else None
+    if not isinstance(answer, expected):
+        raise Garbled(f"it is {type(answer).__name__}, not {expected.__name__}")
+    return answer
 
 
 def _watch(selector: selectors.BaseSelector, watched: list[int], wanted: list[int]) -> list[int]:

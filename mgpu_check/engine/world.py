@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.answers import agree
-from mgpu_check.engine.balance import imbalance, unmatched
+from mgpu_check.engine.balance import Unmatched, imbalance, unmatched
 from mgpu_check.engine.failures import (
     NODE,
     Account,
@@ -104,13 +104,46 @@ class World(WorldProcesses):
             RankFailure, RankDied, RankHang: see there.
             Abandoned: every rank skipped the test, or rejected the example.
         """
-        doing = function.name
-        self.check_alive("before " + doing)
+        self.check_alive("before " + function.name)
+        call = self._prepare(function, arguments, call_context)
+        started = Clock.now()
+        self._running = function.name, started
+        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
+        settling = not late and not all(outcome.settled for outcome in _outcomes(answers).values())
+        if settling:
+            answers, late = self._settle(answers, call.number, started + timeout)
+        self._running = None
+        timed_out = bool(late) and Clock.now() - started >= timeout
+        # Before any is killed, because that makes those fail that wait for it.
+        fine = not late and all(_went_well(answer, call.number) for answer in answers.values())
+        records = {} if fine else self._records()
+        endings = self._endings(answers, call.number)
+        for index, stopped in self._interrupt(late, since=started).items():
+            endings[index] = dataclasses.replace(stopped, settling=settling)
+        outcomes = _outcomes({index: answers.get(index) for index in self.processes})
+        if any(outcome.told for outcome in outcomes.values()):
+            self.told = {index: outcome.told for index, outcome in outcomes.items()}
+        complete = len(outcomes) == len(self.processes)
+        left = unmatched({index: outcome.flows for index, outcome in outcomes.items()}) if complete else []
+        reusable = all(outcome.reusable for outcome in outcomes.values())
+        self.broken = not complete or not _in_lockstep(outcomes) or bool(left) or not reusable
+        if all(isinstance(end, Finished) for end in endings.values()):
+            self._check_agreement(outcomes, left)
+            return [outcome.value for outcome in outcomes.values() if outcome.value is not None]
+        self._check_abandoned(endings)
+        account = Account(endings, self.who, function.name, timeout if timed_out else None, records)
+        error = account.error()
+        self._failed = (error, account)
+        raise error
+
+    def _prepare(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> protocol.Call:
+        """Forget the call before, and return the message of this one, without what the ranks have already."""
         self._failed = None
         self.told = {}
-        number = next(self._numbers)
+        self._answers = {}  # those of the call before are none of this one, should it be interrupted before it listens
+        self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
         call = protocol.Call(
-            number,
+            next(self._numbers),
             function.key,
             None if function.key in self._known else function.pickled,
             arguments,
@@ -120,19 +153,10 @@ class World(WorldProcesses):
         if function.reused:
             self._known.add(function.key)
         self._call_context = call_context
-        started = Clock.now()
-        self.broken = True  # until all have answered: Ctrl-C or a timeout of the test may come from anywhere in between
-        self._answers = {}  # those of the call before are none of this one, should it be interrupted before it listens
-        self._running = doing, started
-        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
-        settling = not late and any(isinstance(a, protocol.Outcome) and not a.settled for a in answers.values())
-        if settling:
-            answers, late = self._settle(answers, number, started + timeout)
-        self._running = None
-        timed_out = bool(late) and Clock.now() - started >= timeout
-        # Before any is killed, because that makes those fail that wait for it.
-        fine = not late and all(_went_well(answer, number) for answer in answers.values())
-        records = {} if fine else self._records()
+        return call
+
+    def _endings(self, answers: Mapping[int, object], number: int) -> dict[int, Ending]:
+        """Return how the call of this number has ended on each rank that has answered or died."""
         endings: dict[int, Ending] = {}
         deadline = Clock.now() + EXIT_TIMEOUT
         for index, answer in answers.items():
@@ -142,37 +166,34 @@ class World(WorldProcesses):
                 endings[index] = self._died(index, deadline)
             else:
                 endings[index] = Finished() if answer.failure is None else Raised(answer.failure)
-        for index, stopped in self._interrupt(late, since=started).items():
-            endings[index] = dataclasses.replace(stopped, settling=settling)
-        ordered = (answers.get(index) for index in self.processes)
-        outcomes = [answer for answer in ordered if isinstance(answer, protocol.Outcome)]
-        if any(outcome.told for outcome in outcomes):
-            self.told = {i: answer.told for i, answer in answers.items() if isinstance(answer, protocol.Outcome)}
-        in_lockstep = len({outcome.lockstep for outcome in outcomes}) == 1
-        complete = len(outcomes) == len(self.processes)
-        left = unmatched(dict(zip(self.processes, (o.flows for o in outcomes), strict=True))) if complete else []
-        self.broken = not complete or not in_lockstep or bool(left) or not all(o.reusable for o in outcomes)
-        if all(isinstance(end, Finished) for end in endings.values()):
-            if left and agree(outcomes):
-                raise imbalance(left, self.who)
-            if not in_lockstep:
-                # No error yet: sends and receives count too, and a rank may well have more of them.
-                self._meet(
-                    {index: sum(outcome.lockstep[:-1]) for index, outcome in zip(self.processes, outcomes, strict=True)}
-                )
-            if not agree(outcomes):
-                self.broken = True
-                raise disagreement(self.who, self._records())
-            return [outcome.value for outcome in outcomes if outcome.value is not None]
-        kinds = {end.failure.kind if isinstance(end, Raised) else "error" for end in endings.values()}
-        first = next(iter(endings.values()))
-        if len(kinds) == 1 and isinstance(first, Raised) and first.failure.kind != "error":
-            raise Abandoned(first.failure)
+        return endings
 
-        account = Account(endings, self.who, doing, timeout if timed_out else None, records)
-        error = account.error()
-        self._failed = (error, account)
-        raise error
+    def _check_agreement(self, outcomes: Mapping[int, protocol.Outcome], left: Sequence[Unmatched]) -> None:
+        """See that ranks that have all returned have entered the same collectives, and that nothing is left between them.
+
+        Raises:
+            RankFailure: they have not, or something is.
+            RankDied: one ended meanwhile.
+        """
+        consistent = agree(list(outcomes.values()))
+        if left and consistent:
+            raise imbalance(left, self.who)
+        if not _in_lockstep(outcomes):
+            self._meet(outcomes)  # no error yet: sends and receives count too, and a rank may well have more of them
+        if not consistent:
+            self.broken = True
+            raise disagreement(self.who, self._records())
+
+    def _check_abandoned(self, endings: Mapping[int, Ending]) -> None:
+        """See whether all ranks have raised what is no error.
+
+        Raises:
+            Abandoned: every rank skipped the test, or rejected the example.
+        """
+        failures = [end.failure if isinstance(end, Raised) else None for end in endings.values()]
+        kinds = {"error" if failure is None else failure.kind for failure in failures}
+        if len(kinds) == 1 and failures[0] is not None and failures[0].kind != "error":
+            raise Abandoned(failures[0])
 
     def _settle(self, answers: dict[int, object], number: int, deadline: float) -> tuple[dict[int, object], list[int]]:
         """Wait, after a call in which all went well, for the devices of its ranks; the answers anew, and who is late.
@@ -181,14 +202,14 @@ class World(WorldProcesses):
             RankDied: one ended instead.
             RankFailure: a rank has begun a collective that others will never enter.
         """
-        outcomes = {index: answer for index, answer in answers.items() if isinstance(answer, protocol.Outcome)}
+        outcomes = _outcomes(answers)
         if len(outcomes) < len(self.processes) or not all(_went_well(answer, number) for answer in outcomes.values()):
             return answers, []
         flows = {index: outcomes[index].flows for index in self.processes}
         if unmatched(flows) or not agree(list(outcomes.values())):
             return answers, []  # what is pending never ends, and why is known
-        if len({outcome.lockstep for outcome in outcomes.values()}) > 1:
-            self._meet({index: sum(outcome.lockstep[:-1]) for index, outcome in outcomes.items()})
+        if not _in_lockstep(outcomes):
+            self._meet(outcomes)
             self.broken = True  # until all have answered, as before
         unsent = self._send(lambda _: protocol.Settle())
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
@@ -228,12 +249,12 @@ class World(WorldProcesses):
         if self._running is None:
             super().check_idle(when, after)
 
-    def _meet(self, entered: dict[int, int]) -> None:
+    def _meet(self, outcomes: Mapping[int, protocol.Outcome]) -> None:
         """See that all ranks enter and leave a barrier: that none has begun what the others do not know of.
 
         Raises:
             RankDied: one ended instead.
-            RankFailure: they cannot meet; `entered` says how many operations each had entered.
+            RankFailure: they cannot meet; it says how many operations each had entered.
         """
         when = "after it had returned, with operations of the default group pending"
         self.broken = True
@@ -246,6 +267,7 @@ class World(WorldProcesses):
             for line in answer.left_behind
         ]
         if late or errors:
+            entered = {index: sum(outcome.lockstep[:-1]) for index, outcome in outcomes.items()}
             counts = ", ".join(f"rank {index}: {count}" for index, count in entered.items())
             text = (
                 "ranks entered different numbers of operations of the default process group, and could not meet in a "
@@ -313,3 +335,11 @@ class World(WorldProcesses):
 def _went_well(answer: object, number: int | None = None) -> bool:
     """Return whether it is the answer to a call, to that of the given number, of a rank that returned."""
     return isinstance(answer, protocol.Outcome) and answer.failure is None and number in (None, answer.number)
+
+
+def _outcomes(answers: Mapping[int, object]) -> dict[int, protocol.Outcome]:
+    return {index: answer for index, answer in answers.items() if isinstance(answer, protocol.Outcome)}
+
+
+def _in_lockstep(outcomes: Mapping[int, protocol.Outcome]) -> bool:
+    return len({outcome.lockstep for outcome in outcomes.values()}) == 1

@@ -8,7 +8,7 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -70,15 +70,10 @@ def observe(
     if alter is not None:
         batches = [alter(batch) for batch in batches]
     seen = Observation(batch=_digest_of_all(batches))
-    for prefix, module in modules.items():
-        for name, value in (*module.named_parameters(), *module.named_buffers()):
-            seen.initial[prefix + name] = plain_copy(value)
+    for _, name, value in _state_of(modules):
+        seen.initial[name] = plain_copy(value)
     if double:
-        for module in modules.values():
-            module.double()
-            for value in (*module.parameters(), *module.buffers()):
-                if value.dtype == torch.complex64:
-                    value.data = value.data.to(torch.complex128)
+        _widen(modules)
         batches = [wider(batch) for batch in batches]
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
     call = None if traced else make()
@@ -116,25 +111,34 @@ def plain_copy(value: torch.Tensor) -> torch.Tensor:
     return as_real(copied(value.full_tensor() if hasattr(value, "full_tensor") else value))
 
 
-def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:
+def _state_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Literal["params", "buffers"], str, torch.Tensor]]:
+    """Yield each parameter and buffer: "params" or "buffers", its name, its value."""
     for prefix, module in modules.items():
-        for name, parameter in module.named_parameters():
-            now = plain_copy(parameter)
-            if parameter.requires_grad or parameter.grad is not None:
-                if parameter.grad is not None:
-                    seen.touched.add("grads")
-                gradient = torch.zeros_like(now) if parameter.grad is None else plain_copy(parameter.grad)
-                seen.values[Result("grads", prefix + name)] = gradient
-            seen.values[Result("params", prefix + name)] = now
-            before = seen.initial.get(prefix + name)
-            if before is None or not torch.equal(before.to(now.dtype), now):
-                seen.touched.add("params")
-        for name, buffer in module.named_buffers():
-            now = plain_copy(buffer)
-            seen.values[Result("buffers", prefix + name)] = now
-            before = seen.initial.get(prefix + name)
-            if before is None or not torch.equal(before.to(now.dtype), now):
-                seen.touched.add("buffers")
+        yield from (("params", prefix + name, value) for name, value in module.named_parameters())
+        yield from (("buffers", prefix + name, value) for name, value in module.named_buffers())
+
+
+def _widen(modules: Mapping[str, nn.Module]) -> None:
+    """Convert parameters and buffers to float64, or complex128, in place."""
+    for module in modules.values():
+        module.double()  # leaves complex values alone
+    for _, _, value in _state_of(modules):
+        if value.dtype == torch.complex64:
+            value.data = value.data.to(torch.complex128)
+
+
+def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:
+    for kind, name, value in _state_of(modules):
+        now = plain_copy(value)
+        if kind == "params" and (value.requires_grad or value.grad is not None):
+            if value.grad is not None:
+                seen.touched.add("grads")
+            seen.values[Result("grads", name)] = torch.zeros_like(now) if value.grad is None else plain_copy(value.grad)
+        seen.values[Result(kind, name)] = now
+        before = seen.initial.get(name)
+        if before is None or not torch.equal(before.to(now.dtype), now):
+            seen.touched.add(kind)
+    for prefix, module in modules.items():
         seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
 
 

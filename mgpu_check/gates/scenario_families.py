@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,35 +89,35 @@ def families(
 
 def _sizes(sizes: Sizes) -> Callable[[int, str], st.SearchStrategy[int]]:
     """Return a function from world size and kind to sizes of that kind, which may be none."""
-    if sizes is None or sizes == _DIVISIBLE:
-
-        def default(world: int, kind: str) -> st.SearchStrategy[int]:
-            divisible = st.integers(1, 4).map(lambda k: k * world)
-            if kind == "divisible":
-                return divisible
-            if sizes == _DIVISIBLE:
-                return st.nothing() if kind else divisible
-            if kind == "below":
-                return st.integers(1, world - 1) if world > 1 else st.nothing()
-            if world == 1:
-                return st.nothing() if kind == "uneven" else divisible
-            uneven = st.integers(world + 1, 4 * world + 3).filter(lambda n: n % world != 0)
-            return uneven if kind == "uneven" else st.one_of(divisible, uneven)
-
-        return default
+    if sizes is None:
+        return _any_size
+    if sizes == _DIVISIBLE:
+        return lambda world, kind: _any_size(world, "divisible") if kind in ("", "divisible") else st.nothing()
     given = _given(sizes)
+    return lambda world, kind: (
+        given(world).filter(functools.partial(_is_of_kind, world, kind)) if kind else given(world)
+    )
 
-    def narrowed(world: int, kind: str) -> st.SearchStrategy[int]:
-        strategy = given(world)
-        if kind == "divisible":
-            return strategy.filter(lambda n: n % world == 0)
-        if kind == "below":
-            return strategy.filter(lambda n: 0 < n < world)
-        if kind == "uneven":
-            return strategy.filter(lambda n: n > world and n % world != 0)
-        return strategy
 
-    return narrowed
+def _any_size(world: int, kind: str) -> st.SearchStrategy[int]:
+    """Return sizes of a kind, where the user leaves them to the gate."""
+    divisible = st.integers(1, 4).map(lambda k: k * world)
+    if kind == "divisible":
+        return divisible
+    if kind == "below":
+        return st.integers(1, world - 1) if world > 1 else st.nothing()
+    if world == 1:
+        return st.nothing() if kind == "uneven" else divisible
+    uneven = st.integers(world + 1, 4 * world + 3).filter(lambda n: n % world != 0)
+    return uneven if kind == "uneven" else st.one_of(divisible, uneven)
+
+
+def _is_of_kind(world: int, kind: str, size: int) -> bool:
+    if kind == "divisible":
+        return size % world == 0
+    if kind == "below":
+        return 0 < size < world
+    return size > world and size % world != 0  # uneven
 
 
 def _given(sizes: Sizes) -> Callable[[int], st.SearchStrategy[int]]:

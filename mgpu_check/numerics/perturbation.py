@@ -81,26 +81,29 @@ class Perturbed(TorchDispatchMode):
             made += tree_leaves(result)
         if not schema.returns:
             made += tree_leaves([a for a, part in zip(args, schema.arguments, strict=False) if _written(part)])
-        for result_of_operator in made:
+        for value in made:
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
-            tensor = getattr(result_of_operator, "_local_tensor", result_of_operator)
-            if not isinstance(tensor, torch.Tensor):
-                continue
-            tensor = self._raw(tensor)  # what is computed here is no operator of the simulated device's
-            if tensor.is_complex() and not tensor.is_conj():
-                tensor = torch.view_as_real(tensor)
-            if tensor.is_floating_point() and tensor.device.type != "meta":
-                roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
-                size = self.spread * roundoff
-                least = 1 if self.coherent else 0
-                sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
-                factor = (1 - size + 2 * size * sign).to(tensor.device)
-                if self.counts and tensor.element_size() > 2:
-                    whole = tensor == tensor.round()
-                    if bool(whole.any()):  # of most results none is
-                        factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
-                tensor.mul_(factor)
+            tensor = getattr(value, "_local_tensor", value)
+            if isinstance(tensor, torch.Tensor):
+                self._perturb(self._raw(tensor))  # what is computed here is no operator of the simulated device's
         return result
+
+    def _perturb(self, tensor: torch.Tensor) -> None:
+        """Multiply each element by a random factor near 1, in place."""
+        if tensor.is_complex() and not tensor.is_conj():
+            tensor = torch.view_as_real(tensor)
+        if not tensor.is_floating_point() or tensor.device.type == "meta":
+            return
+        roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
+        size = self.spread * roundoff
+        least = 1 if self.coherent else 0
+        sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
+        factor = (1 - size + 2 * size * sign).to(tensor.device)
+        if self.counts and tensor.element_size() > 2:
+            whole = tensor == tensor.round()
+            if bool(whole.any()):  # of most results none is
+                factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
+        tensor.mul_(factor)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import types
 import warnings
@@ -21,6 +22,7 @@ from mgpu_check.processes.rank_lists import grouped
 
 __all__ = ["Collector", "deliver", "keep_steps", "steps_to"]
 
+_flat = itertools.chain.from_iterable
 _STEPS = "_mgpu_check_steps"
 _MOST_WARNINGS = 1000  # of one test, on one rank: a loop that makes a new text each time is not to fill the memory
 
@@ -142,32 +144,30 @@ def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
     for rank, asides in sorted(told.items()):
         for kind, what in asides:
             said.setdefault(kind, {}).setdefault(rank, []).append(what)
-    for warning in dict.fromkeys(one for many in said.pop("warning", {}).values() for one in many):
+    for warning in dict.fromkeys(_flat(said.pop("warning", {}).values())):
         _warn(warning)
-    for text in dict.fromkeys(one for many in said.pop("stray", {}).values() for one in many):
+    for text in dict.fromkeys(_flat(said.pop("stray", {}).values())):
         _warn_of_stray(text)
     hypothesis: Any = sys.modules.get("hypothesis")
     if not said or hypothesis is None or not hypothesis.currently_in_test_context():
         return
-    notes = {rank: [note for many in what for note in many] for rank, what in said.get("notes", {}).items()}
-    for texts, ranks in grouped((tuple(texts), rank) for rank, texts in notes.items()):
-        which = "" if len(ranks) == len(told) else f"{'rank' if len(ranks) == 1 else 'ranks'} "
-        whose = f"{which}{', '.join(map(str, ranks))}: " if which else ""
-        for text in texts:
-            hypothesis.note(whose + text)
-    for value, payload in dict.fromkeys(_flat(said.get("events", {}))):
+    _note(hypothesis, said.get("notes", {}), ranks=len(told))
+    for value, payload in dict.fromkeys(_flat(_flat(said.get("events", {}).values()))):
         hypothesis.event(value, payload)
     targets: dict[str, float] = {}
-    for label, observation in _flat(said.get("targets", {})):
+    for label, observation in _flat(_flat(said.get("targets", {}).values())):
         targets[label] = max(observation, targets.get(label, observation))
     for label, observation in targets.items():
         hypothesis.target(observation, label=label)
 
 
-def _flat(said: Mapping[int, list[tuple[Any, ...]]]) -> Iterator[Any]:
-    for many in said.values():
-        for some in many:
-            yield from some
+def _note(hypothesis: Any, said: Mapping[int, list[tuple[str, ...]]], ranks: int) -> None:
+    """Note for Hypothesis what ranks have noted, equal texts once, with the ranks in front where not all `ranks` agree."""
+    notes = ((tuple(note for many in what for note in many), rank) for rank, what in said.items())
+    for texts, who in grouped(notes):
+        some = "" if len(who) == ranks else f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: "
+        for text in texts:
+            hypothesis.note(some + text)
 
 
 def _warn(warning: _Warning) -> None:

@@ -111,6 +111,21 @@ def needs_of(item: pytest.Item) -> Needs | None:
     ranks_mark, gpus_mark = item.get_closest_marker("ranks"), item.get_closest_marker("gpus")
     if not (ranks_mark or gpus_mark or arguments & {"rank", "gpus", "ranks"}):
         return None
+    _check_combination(item, arguments, ranks_mark, gpus_mark)
+    if ranks_mark is not None:
+        sizes = sizes_of(ranks_mark)
+        size = _parameter(item, SIZE_PARAMETER) or (sizes[0] if sizes else 0)
+        return Needs("ranks", size, ranks_mark.kwargs.get("backend"), _timeout(ranks_mark))
+    count, least = (0, 0) if gpus_mark is None else _counts(gpus_mark)
+    return Needs(
+        "parent" if "ranks" in arguments else "node", count, host=_parameter(item, HOST_PARAMETER), least=least
+    )
+
+
+def _check_combination(
+    item: pytest.Function, arguments: set[str], ranks_mark: pytest.Mark | None, gpus_mark: pytest.Mark | None
+) -> None:
+    """Raise pytest.UsageError if marks and fixtures of `item` contradict each other."""
     if ranks_mark is None and "rank" in arguments:
         raise pytest.UsageError("fixture 'rank' exists in tests that run on ranks; mark the test @pytest.mark.ranks(2)")
     if ranks_mark is not None and (gpus_mark is not None or arguments & {"gpus", "ranks"}):
@@ -127,25 +142,24 @@ def needs_of(item: pytest.Item) -> Needs | None:
             "the marks 'ranks' and 'gpus' and the fixture 'gpus' are for plain test functions and methods of plain "
             "classes, not for coroutines, generators or unittest.TestCase"
         )
-    if ranks_mark is not None:
-        sizes = sizes_of(ranks_mark)
-        size: Any = item.callspec.params.get(SIZE_PARAMETER, 0) if hasattr(item, "callspec") else 0
-        return Needs(
-            "ranks", size or (sizes[0] if sizes else 0), ranks_mark.kwargs.get("backend"), _timeout(ranks_mark)
-        )
-    count = least = 0
-    if gpus_mark is not None:
-        if not gpus_mark.args and gpus_mark.kwargs.keys() == {"least"}:
-            least = _count("gpus", gpus_mark.kwargs["least"])
-        elif len(gpus_mark.args) == 1 and not gpus_mark.kwargs:
-            count = _count("gpus", gpus_mark.args[0])
-        else:
-            raise pytest.UsageError(
-                "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or how many there must be, for "
-                "a test that gets all of them, @pytest.mark.gpus(least=2)"
-            )
-    host: Any = item.callspec.params.get(HOST_PARAMETER, 0) if hasattr(item, "callspec") else 0
-    return Needs("parent" if "ranks" in arguments else "node", count, host=host, least=least)
+
+
+def _counts(mark: pytest.Mark) -> tuple[int, int]:
+    """Return how many devices the mark ``gpus`` asks for, and how many there must be at least; 0 where it does not say."""
+    if not mark.args and mark.kwargs.keys() == {"least"}:
+        return 0, _count("gpus", mark.kwargs["least"])
+    if len(mark.args) == 1 and not mark.kwargs:
+        return _count("gpus", mark.args[0]), 0
+    raise pytest.UsageError(
+        "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or how many there must be, for "
+        "a test that gets all of them, @pytest.mark.gpus(least=2)"
+    )
+
+
+def _parameter(item: pytest.Function, name: str) -> int:
+    """Return the value of a parameter that this plugin has given the test, 0 where it has not."""
+    value: Any = item.callspec.params.get(name, 0) if hasattr(item, "callspec") else 0
+    return int(value)
 
 
 def _is_our_fixture(item: pytest.Function, name: str) -> bool:

@@ -71,28 +71,8 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     operator = _operators.get(func) or _inspect(func)
     if operator.instead is not None:
         return operator.instead(*args, **kwargs)
-    device: torch.device | None = None
-    mixed = False
-    for value in args if not kwargs else (*args, *kwargs.values()):
-        kind = type(value)
-        if kind is SimulatedTensor:
-            if device is None:
-                device = value._dev  # type: ignore[attr-defined]
-            elif device is not value._dev:  # type: ignore[attr-defined]
-                mixed = True
-        elif kind is list or kind is tuple:
-            for item in value:  # type: ignore[attr-defined]
-                if type(item) is SimulatedTensor:
-                    if device is None:
-                        device = item._dev
-                    elif device is not item._dev:
-                        mixed = True
-                elif isinstance(item, torch.Tensor):
-                    mixed = True
-        elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
-            mixed = True
+    device, mixed = _device_of(operator, args, kwargs)
     if mixed:
-        value = item = None  # check() counts the references to each operand
         answer = mismatch.check(func, args, kwargs)
         if answer is NotImplemented:
             return NotImplemented
@@ -114,13 +94,38 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         except RuntimeError:
             unwritten.refuse_oversized(func, device, args, kwargs)
             raise
-    if type(out) is _plain:
-        return tag(out, device) if operator.fresh else out  # type: ignore[arg-type]
-    if operator.fresh and (type(out) is tuple or type(out) is list):
-        if operator.on_host >= 0:
-            return type(out)(o if i == operator.on_host else _tagged(o, device) for i, o in enumerate(out))
-        return type(out)(_tagged(o, device) for o in out)
-    return out
+    if not operator.fresh:
+        return out
+    if operator.on_host >= 0 and type(out) is tuple:
+        return tuple(o if i == operator.on_host else _tagged(o, device) for i, o in enumerate(out))
+    return _tagged(out, device)
+
+
+def _device_of(
+    operator: _Operator, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[torch.device | None, bool]:
+    """Return where the first simulated tensor lives, and whether another tensor among the arguments lives elsewhere."""
+    device: torch.device | None = None
+    mixed = False
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        kind = type(value)
+        if kind is SimulatedTensor:
+            if device is None:
+                device = value._dev  # type: ignore[attr-defined]
+            elif device is not value._dev:  # type: ignore[attr-defined]
+                mixed = True
+        elif kind is list or kind is tuple:
+            for item in value:  # type: ignore[attr-defined]
+                if type(item) is SimulatedTensor:
+                    if device is None:
+                        device = item._dev
+                    elif device is not item._dev:
+                        mixed = True
+                elif isinstance(item, torch.Tensor):
+                    mixed = True
+        elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
+            mixed = True
+    return device, mixed
 
 
 def _tagged(out: object, device: torch.device) -> object:

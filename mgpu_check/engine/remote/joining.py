@@ -126,21 +126,28 @@ class Run:
                     return end
                 if end is not None and gone != self._driver.name:
                     # It may be that of an earlier attempt, and the next is about to be announced.
-                    gone, reason = self._driver.name, "the one that was announced has ended without a word"
+                    gone = self._driver.name
                     deadline = min(deadline, time.monotonic() + _GONE_TIMEOUT)
-                try:
-                    return connect(self._driver)
-                except ConnectionRefusedError as error:
-                    if self._launched.rank == 0 and self.process is None:
-                        return End(None)  # it was there a moment ago, and nobody but this agent would start another
-                    reason = str(error) if end is None else reason
-                except (OSError, Stranger) as error:
-                    reason = str(error) if end is None else reason
+                connected = self._connect(self._driver)
+                if not isinstance(connected, str):
+                    return connected
+                reason = connected if end is None else "the one that was announced has ended without a word"
             time.sleep(_RETRY)
         if gone:
             return End(None)
         at = "" if self._driver is None else f" at {self._driver.address} port {self._driver.port}"
         raise StartupFailure(f"no driver was found{at} within {self._timeout:g} s: {reason}")
+
+    def _connect(self, driver: Announced) -> socket.socket | End | str:
+        """Connect to the driver; or say how the run has ended, or why there is no connection yet."""
+        try:
+            return connect(driver)
+        except ConnectionRefusedError as error:
+            if self._launched.rank == 0 and self.process is None:
+                return End(None)  # it was there a moment ago, and nobody but this agent would start another
+            return str(error)
+        except (OSError, Stranger) as error:
+            return str(error)
 
     def _announced(self) -> Announced | None:
         try:
