@@ -23,6 +23,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import importlib.abc
 import importlib.machinery
 import json
 import os
@@ -448,7 +449,7 @@ def _customize() -> None:
     importlib.import_module("sitecustomize")
 
 
-class _ToBeImported:
+class _ToBeImported(importlib.abc.Loader):
     """Finds and loads a module that was imported already."""
 
     def __init__(self, module: types.ModuleType) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,9 +17,10 @@ EXPECTED = {
 EQUAL = dict.fromkeys(EXPECTED, 0.0)
 
 
-def _message(got: dict[str, torch.Tensor], **options: object) -> str:
+def _message(got: dict[str, torch.Tensor], **options: Any) -> str:
+    given: dict[str, Any] = {"tolerance": EQUAL} | options
     with pytest.raises(GradientMismatch) as caught:
-        assert_gradients_agree(got, EXPECTED, **({"tolerance": EQUAL} | options))  # type: ignore[arg-type]
+        assert_gradients_agree(got, EXPECTED, **given)
     return str(caught.value)
 
 
@@ -27,7 +30,7 @@ def test_equal_results_pass() -> None:
 
 
 def test_the_tolerance_is_that_of_the_element() -> None:
-    tolerance = {"weight": 0.0, "bias": torch.tensor([0.0, 0.5, 0.0])}
+    tolerance: dict[str, torch.Tensor | float] = {"weight": 0.0, "bias": torch.tensor([0.0, 0.5, 0.0])}
     assert_gradients_agree(EXPECTED | {"bias": torch.tensor([1.0, -2.4, 3.0])}, EXPECTED, tolerance=tolerance)
     text = _message(EXPECTED | {"bias": torch.tensor([1.0, -2.4, 3.1])}, tolerance=tolerance)
     assert "bias: element [2]: got 3.0999999" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,7 +47,7 @@ class Training:
         self.begin = start()
         self.rate = RATE
         self.samples = lambda number: [8 * number + i for i in range(rank, 8, world)]
-        self.columns = lambda number: []
+        self.columns: Callable[[int], list] = lambda number: []
         self.loss = lambda number: 1.0 / (1 + number)
         self.gradient = gradients
         self.after = self.gradient

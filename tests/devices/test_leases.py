@@ -44,7 +44,7 @@ def play() -> Iterator[Play]:
                 server.stdin.write(json.dumps(scenario) + "\n")
                 server.stdin.flush()
                 answer: dict[str, Any] = json.loads(server.stdout.readline())
-                answer["left"] = sorted(os.listdir(scenario["directory"]))
+                answer["left"] = sorted(os.listdir(os.path.join(place, "locks")))
                 return answer
 
         yield play

@@ -63,7 +63,7 @@ class Rewording(ast.NodeTransformer):
         for part in node.values:
             if isinstance(part, ast.FormattedValue):
                 part.value = self.visit(part.value)
-            elif isinstance(part, ast.Constant) and " " in part.value:
+            elif isinstance(part, ast.Constant) and isinstance(part.value, str) and " " in part.value:
                 self.count += 1
                 words = WORD.sub(self._other, part.value)
                 part.value = re.sub(" +", lambda space: f"{space[0]}{self._letters(3)} ", words)

@@ -24,7 +24,9 @@ DRAWS = {
     # by which GPUs do it
     "native_dropout": lambda x: aten.native_dropout(x, 0.3, True)[0],
     "native_dropout of all": lambda x: aten.native_dropout(x, 1.0, True)[0],
-    "attention": lambda x: functional.scaled_dot_product_attention(*[x.view(1, 5, 10)] * 3, dropout_p=0.3),
+    "attention": lambda x: functional.scaled_dot_product_attention(
+        *(x.view(1, 5, 10), x.view(1, 5, 10), x.view(1, 5, 10)), dropout_p=0.3
+    ),
     "rrelu": lambda x: functional.rrelu(x - 0.5, training=True),
     "rrelu in place": lambda x: functional.rrelu(x - 0.5, training=True, inplace=True),
 }

@@ -111,13 +111,13 @@ def _run(situation: str, names: Sequence[str] | None, directory: Path, template:
         MARK: mark,
         "MGPU_MATRIX_NAMES": str(shared),
     }
-    common = ("--simulate", f"--rank-timeout={TIMEOUT}", "--hypothesis-seed=0", f"--record={record}")
-    common += (f"--basetemp={directory / situation}",)
+    common = ["--simulate", f"--rank-timeout={TIMEOUT}", "--hypothesis-seed=0", f"--record={record}"]
+    common += [f"--basetemp={directory / situation}"]
     if names is not None:
-        common += (f"--names={','.join(names)}",)
+        common += [f"--names={','.join(names)}"]
     with (directory / f"{situation}.txt").open("w+") as output:
         arguments = [module, *options, *common]
-        process: subprocess.Popen[str] | Forked
+        process: subprocess.Popen[bytes] | Forked
         if template is None:
             process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *arguments],
@@ -202,7 +202,9 @@ def situations(
         directory = directory.parent / "matrix"
         directory.mkdir(exist_ok=True)
     cases = [item.callspec.params for item in request.session.items if _is_a_fault(item)]
-    wanted = {name: [case["name"] for case in cases if case["situation"] == name] for name in ARGUMENTS}
+    wanted: dict[str, list[Any]] = {
+        name: [case["name"] for case in cases if case["situation"] == name] for name in ARGUMENTS
+    }
     situations = Situations(directory, None if request.config.getoption("cold") else template, shared, wanted)
     yield situations
     situations.close()

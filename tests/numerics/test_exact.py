@@ -66,7 +66,9 @@ def test_values_are_distinct(dtype, count, seed) -> None:
 def test_values_fill_the_significand() -> None:
     """Else accumulation in a narrower dtype would go unseen."""
     parts = exact_parts((50,), torch.float32, count=4, seed=0)
-    assert not torch.equal(sum(parts[1:], parts[0]), sum(part.bfloat16() for part in parts).float())
+    assert not torch.equal(
+        sum(parts[1:], parts[0]), sum((part.bfloat16() for part in parts[1:]), parts[0].bfloat16()).float()
+    )
     assert not any(torch.equal(part, part.bfloat16().float()) for part in parts)
 
 

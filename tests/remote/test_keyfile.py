@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.engine.remote import keyfile
 from mgpu_check.engine.remote.keyfile import UnusableKey, default_path, secret_in
 
 NOBODY = 65534
@@ -204,7 +204,7 @@ def test_the_default_is_in_the_home_of_whoever_runs_this(tmp_path: Path, monkeyp
     class Entry:
         pw_dir = "/of/the/password/file"
 
-    monkeypatch.setattr(keyfile.pwd, "getpwuid", lambda user: Entry)
+    monkeypatch.setattr(pwd, "getpwuid", lambda user: Entry)
     own = Path("/of/the/password/file/.config/mgpu-check/agent-key")
     assert default_path({}) == default_path({"HOME": "relative"}) == own
     monkeypatch.setattr(
@@ -215,6 +215,6 @@ def test_the_default_is_in_the_home_of_whoever_runs_this(tmp_path: Path, monkeyp
     def unknown(user: int) -> None:
         raise KeyError(user)
 
-    monkeypatch.setattr(keyfile.pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
     with pytest.raises(UnusableKey, match="no home directory"):
         default_path({"HOME": home})

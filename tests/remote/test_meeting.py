@@ -108,7 +108,15 @@ def test_an_end_is_believed_of_that_driver_only(meeting: Meeting):
     assert meeting.ended(second) == End(None)
     # Neither what was said of another driver, nor what nobody has proven.
     green = json.dumps({"name": second.name, "code": 0})
-    for value in (old, {**old, "said": green}, {"said": green}, "noise", [], {**get(meeting, "driver"), "code": 0}):
+    values: list[object] = [
+        old,
+        {**old, "said": green},
+        {"said": green},
+        "noise",
+        [],
+        {**get(meeting, "driver"), "code": 0},
+    ]
+    for value in values:
         put(meeting, "end", value)
         assert meeting.ended(second) is None
 
@@ -132,7 +140,12 @@ def test_a_process_with_another_key_is_refused_and_seen_by_the_driver(connection
     meeting.announce("127.0.0.1", connections.port)
     warned: list[str] = []
     seen = threading.Event()
-    connections.warn = lambda text: (warned.append(text), seen.set())[0]
+
+    def warn(text: str) -> None:
+        warned.append(text)
+        seen.set()
+
+    connections.warn = warn
     other = Run(launched(1, port), Key(new_secret(), "/home/other/key"), [], 5.0)
     with pytest.raises(
         Refused, match=r"another key than the one in /home/other/key.*--agent-key-file.*--trust-network"

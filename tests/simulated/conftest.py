@@ -6,6 +6,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,14 @@ def node() -> Iterator[int]:
 
 
 def _rank(
-    index: int, size: int, store: str, backend: str | None, body: Callable[[int, int], object], results: object
+    index: int, size: int, store: str, backend: str | None, body: Callable[[int, int], object], results: Any
 ) -> None:
     torch.set_num_threads(1)
     try:
         with simulated_node(size):
             torch.cuda.set_device(index)
-            dist.init_process_group(backend, store=dist.FileStore(store, size), rank=index, world_size=size)
+            file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch's list of names lacks it
+            dist.init_process_group(backend, store=file, rank=index, world_size=size)
             value = body(index, size)
             results.put((index, True, value))
             dist.barrier(device_ids=[index])

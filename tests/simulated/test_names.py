@@ -7,6 +7,7 @@ import inspect
 import re
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,7 @@ def public(name: str) -> dict[str, object]:
     return {n: getattr(module, n) for n in names if n not in UNHARMED.get(name, ())}
 
 
-def needs_nothing(function: object) -> bool:
+def needs_nothing(function: Any) -> bool:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -151,7 +152,7 @@ SWITCHES = {"matmul": torch.backends.cuda.matmul, "cudnn": torch.backends.cudnn,
 PLAIN = {"init_dropout_state"}  # a function that asks for the kernel of a real cuDNN, and fails in every torch
 
 
-def attributes(owner: object) -> set[str]:
+def attributes(owner: Any) -> set[str]:
     """Of a class that says in its ``__getattr__`` what it has, or by properties."""
     source = inspect.getsource(type(owner).__getattr__) if "__getattr__" in vars(type(owner)) else ""
     return {n for n in vars(type(owner)) if not n.startswith("_")} - PLAIN | set(re.findall(r'name == "(\w+)"', source))

@@ -28,7 +28,9 @@ DRAWS = {
     "bernoulli": lambda x: torch.bernoulli(x / 2),
     "poisson": torch.poisson,
     "gumbel_softmax": functional.gumbel_softmax,
-    "attention": lambda x: functional.scaled_dot_product_attention(*[x[None, None]] * 3, dropout_p=0.5),
+    "attention": lambda x: functional.scaled_dot_product_attention(
+        *(x[None, None], x[None, None], x[None, None]), dropout_p=0.5
+    ),
     "backward of attention": lambda x: attention_backward(x),
     **(
         {"multinomial": lambda x: torch.multinomial(x, 2)} if BACKING == "cpu" else {}

@@ -54,7 +54,9 @@ FACTORIES = {
     "randint": lambda d: torch.randint(0, 5, (3,), device=d),
     "randn": lambda d: torch.randn(2, device=d, dtype=torch.bfloat16),
     "randperm": lambda d: torch.randperm(5, device=d),
-    "sparse": lambda d: torch.sparse_coo_tensor([[0], [1]], [2.0], (2, 2), device=d, check_invariants=False),
+    "sparse": lambda d: torch.sparse_coo_tensor(
+        torch.tensor([[0], [1]]), [2.0], (2, 2), device=d, check_invariants=False
+    ),
     "tensor": lambda d: torch.tensor([[1, 2]], device=d),
     "tensor of tensors": lambda d: torch.tensor([torch.ones((), device=d), 2.0], device=d),
     "tril_indices": lambda d: torch.tril_indices(3, 3, device=d),

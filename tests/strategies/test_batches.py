@@ -19,7 +19,7 @@ X, Y = TensorSpec((4, 2)), TensorSpec((4,), "int64", seed=1)
     ("kind", "expected"),
     [("tuple", tuple), ("list", list), ("dict", dict), ("namedtuple", Sample)],
 )
-def test_containers(kind: str, expected: type) -> None:
+def test_containers(kind: str, expected: Any) -> None:
     built: Any = Nested(kind, (X, Y)).build()
     assert type(built) is expected
     first, second = built.values() if isinstance(built, dict) else built

@@ -18,7 +18,7 @@ SIGNALS = {
     "kills-the-fork-server": signal.SIGKILL,
     "sigstop": signal.SIGSTOP,
 }
-PIDS = {}
+PIDS: dict[str, int] = {}
 
 
 @pytest.mark.parametrize("name", SIGNALS)

@@ -623,7 +623,8 @@ def settings_of_python() -> None:
     socket.setdefaulttimeout(0.01)
     sys.settrace(lambda *_: None)
     threading.settrace(lambda *_: None)
-    sys.excepthook = threading.excepthook = sys.unraisablehook = lambda *_: None
+    for owner, name in ((sys, "excepthook"), (threading, "excepthook"), (sys, "unraisablehook")):
+        setattr(owner, name, lambda *_: None)
     os.environ["TZ"] = "Asia/Tokyo"
     time.tzset()
     logging.getLogger().setLevel(1)
@@ -654,7 +655,8 @@ def hook_of_all_modules() -> None:
 @_add("state")
 def another_default_group() -> None:
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's list of names lacks it
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
 @_add("state")

@@ -33,8 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _fault_of(item: pytest.Item) -> str:
     assert isinstance(item, pytest.Function)
-    name: str = item.callspec.params["name"]
-    return name
+    return str(item.callspec.params["name"])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +50,7 @@ class Recorder:
             file.write(json.dumps(row) + "\n")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        properties = dict(report.user_properties)
+        properties: dict[str, Any] = dict(report.user_properties)
         function, _, name = report.nodeid.rpartition("::")[2].partition("@")[0].rstrip("]").partition("[")
         self.write(
             function=function,
