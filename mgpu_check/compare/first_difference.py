@@ -122,24 +122,31 @@ def _difference_at(aligned: Aligned, rounding: Rounding, step: int) -> FirstDiff
     apart: dict[Kind, list[str]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
         for name in aligned.names:
-            expected, here = aligned.found(step, kind, name)
-            tolerance = rounding.tolerance(step, kind, name)
-            shape = aligned.parameter(name).shape
-            if expected is not None and not expected.finite:
-                if rounding.leaves_numbers(step, kind, name):
-                    continue
-                # Ranks that have no numbers either are as they should be; others are infinitely far off.
-                here = {rank: value for rank, value in here.items() if value is None or value.finite}
-                tolerance = 0.0
-            found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
-            off = {rank: one for rank, one in found.items() if one.size > tolerance}
-            if off:
-                rank = max(off, key=lambda r: off[r].size)
-                wrong[kind].append(Wrong(kind, name, tuple(off), off[rank], rank))
-            first = next(iter(here.values()), None)
-            if any(value != first and deviation(value, first, shape).size > tolerance for value in here.values()):
+            worst, ranks_differ = _compared(aligned, rounding, step, kind, name)
+            if worst is not None:
+                wrong[kind].append(worst)
+            if ranks_differ:
                 apart[kind].append(name)
     return FirstDifference(aligned, rounding, step, wrong, apart)
+
+
+def _compared(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str) -> tuple[Wrong | None, bool]:
+    """Return how a value of the ranks differs from that of one device, if it does; and whether ranks differ in it."""
+    expected, here = aligned.found(step, kind, name)
+    tolerance = rounding.tolerance(step, kind, name)
+    shape = aligned.parameter(name).shape
+    if expected is not None and not expected.finite:
+        if rounding.leaves_numbers(step, kind, name):
+            return None, False
+        # Ranks that have no numbers either are as they should be; others are infinitely far off.
+        here = {rank: value for rank, value in here.items() if value is None or value.finite}
+        tolerance = 0.0
+    found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
+    off = {rank: one for rank, one in found.items() if one.size > tolerance}
+    rank = max(off, key=lambda r: off[r].size, default=None)
+    worst = None if rank is None else Wrong(kind, name, tuple(off), off[rank], rank)
+    first = next(iter(here.values()), None)
+    return worst, any(value != first and deviation(value, first, shape).size > tolerance for value in here.values())
 
 
 def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -214,21 +214,13 @@ class Tensors:
             stages = [one.snapshots[step] for one in self.seen if step < len(one.snapshots)]
             if len(stages) < self.size or any(name not in stage for stage in stages for name in right):
                 return None
-            gradients = [name for name in right if name.kind == "grads"]
-            parameters = [name for name in right if name in before]
-            zeros = {name: torch.zeros(()) for name in gradients}
-            for names, start in ((gradients, zeros), (parameters, before)):
-                if self._is_off(step, stages, names):
-                    pairs = [
-                        pair
-                        for stage in stages
-                        for name in names
-                        for pair in _pairs(stage[name].double() - start[name], right[name] - start[name])
-                    ]
-                    several = sum(expected != 0 for _, expected in pairs) > 1  # one number is a multiple of any other
-                    factor = common_factor(pairs, least=0.0, of_largest=_CLOSE) if several else None
-                    return None if factor is None else (step, factor, names is parameters)
-            before = {name: right[name] for name in parameters}
+            zeros = {name: torch.zeros(()) for name in right if name.kind == "grads"}
+            start = {name: before[name] for name in right if name in before}
+            for was, is_update in ((zeros, False), (start, True)):
+                if self._is_off(step, stages, was):
+                    factor = _factor_of_change(was, stages, right)
+                    return None if factor is None else (step, factor, is_update)
+            before = {name: right[name] for name in start}
         return None
 
     def _is_off(self, step: int, stages: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result]) -> bool:
@@ -290,34 +282,18 @@ class Tensors:
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
     ) -> list[dict[Result, torch.Tensor]]:
-        """Return, for each rank, the results of all parts combined: "mean", "sum", "own", "first", "last", "max" or
-        "min".
+        """Return, for each rank, the results of all parts combined: "mean", "sum", "norm", "own", "first", "last", "max"
+        or "min".
         """
         results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
         for name in names or self.names:
             parts = [self._of_rank(name, windows) for windows in division.parts]
-            if any(part is None for part in parts):
-                continue
             known = [part for part in parts if part is not None]
-            if len({part.shape for part in known}) > 1:
+            if len(known) < len(parts) or len({part.shape for part in known}) > 1:
                 continue
             stacked = torch.stack(known)
             for rank in range(self.size):
-                if how == "own":
-                    value = known[rank]
-                elif how == "first":
-                    value = known[0]
-                elif how == "last":
-                    value = known[-1]
-                elif how == "mean":
-                    value = stacked.mean(0)
-                elif how == "sum":
-                    value = stacked.sum(0)
-                elif how == "norm":
-                    value = stacked.square().sum(0).sqrt()
-                else:
-                    value = stacked.amax(0) if how == "max" else stacked.amin(0)
-                results[rank][name] = factor * value
+                results[rank][name] = factor * _COMBINED[how](stacked, rank)
         return results
 
     def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
@@ -329,6 +305,34 @@ class Tensors:
         return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
 
 
+def _factor_of_change(
+    was: Mapping[Result, torch.Tensor],
+    stages: Sequence[Mapping[Result, torch.Tensor]],
+    right: Mapping[Result, torch.Tensor],
+) -> float | None:
+    """Return by how much all ranks' change since `was` is off by, None where no one factor explains all of it."""
+    pairs = [
+        pair
+        for stage in stages
+        for name, start in was.items()
+        for pair in _pairs(stage[name].double() - start, right[name] - start)
+    ]
+    several = sum(expected != 0 for _, expected in pairs) > 1  # one number is a multiple of any other
+    return common_factor(pairs, least=0.0, of_largest=_CLOSE) if several else None
+
+
 def _pairs(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[float, float]]:
     some = evenly(got.numel())
     return list(zip(got.flatten()[some].tolist(), expected.flatten()[some].tolist(), strict=True))
+
+
+_COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {  # of the parts of all ranks, and a rank
+    "own": lambda parts, rank: parts[rank],
+    "first": lambda parts, rank: parts[0],
+    "last": lambda parts, rank: parts[-1],
+    "mean": lambda parts, rank: parts.mean(0),
+    "sum": lambda parts, rank: parts.sum(0),
+    "norm": lambda parts, rank: parts.square().sum(0).sqrt(),
+    "max": lambda parts, rank: parts.amax(0),
+    "min": lambda parts, rank: parts.amin(0),
+}

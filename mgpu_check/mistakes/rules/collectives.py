@@ -148,24 +148,24 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     if made is None or not sizes:
         return None
     factor = tensors.factor()
-    if factor is None:
-        factors = {name: tensors.factor([name]) for name in tensors.names}
-    else:
-        factors = dict.fromkeys(tensors.names, factor)
-    possible = {size for size in range(1, tensors.size) if tensors.size % size == 0}
+    factors = {name: tensors.factor([name]) if factor is None else factor for name in tensors.names}
     for name, ratio in factors.items():
-        for size in possible if ratio else ():
-            groups = tensors.size / size
-            for power, root in ((1.0, ""), (0.5, "the root of ")):
-                for exponent in (power, -power):
-                    if ratio and abs(ratio - groups**exponent) < _NEAR * groups**exponent:
-                        inverse = "1 / " if exponent < 0 else ""
-                        ran = " and ".join(map(str, sorted(sizes)))
-                        return Finding(
-                            "wrong-process-group",
-                            f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} times "
-                            f"what it should be: {inverse}{root}{groups:g}, the number of groups of {size}",
-                        )
+        for size in (size for size in range(1, tensors.size) if tensors.size % size == 0):
+            if (power := _as_power(ratio, tensors.size / size)) is not None:
+                ran = " and ".join(map(str, sorted(sizes)))
+                return Finding(
+                    "wrong-process-group",
+                    f"groups were made ({made.site}), collectives ran over {ran} ranks, and {name} is {ratio:.4g} times "
+                    f"what it should be: {power}, the number of groups of {size}",
+                )
+    return None
+
+
+def _as_power(ratio: float | None, number: float) -> str | None:
+    """Say which power of `number` a ratio is: itself, its root, or the inverse of one; None where it is neither."""
+    for exponent, words in ((1.0, ""), (-1.0, "1 / "), (0.5, "the root of "), (-0.5, "1 / the root of ")):
+        if ratio and abs(ratio - number**exponent) < _NEAR * number**exponent:
+            return f"{words}{number:g}"
     return None
 
 
