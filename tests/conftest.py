@@ -63,7 +63,9 @@ def warm(
 
 
 def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `pytester` fork from `template` the runs of pytest that fit it."""
+    """Let `pytester` fork from `template` the programs in Python that fit it."""
+    from tests.warm import program_of
+
     start = pytester.popen
 
     def popen(command: Sequence[str], stdout: Any, stderr: Any, stdin: Any, **options: Any) -> Any:
@@ -71,7 +73,8 @@ def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest
         environment = {**os.environ, "PYTHONPATH": path}
         if options or stdin is not pytester.CLOSE_STDIN or not template.fits(command, environment):
             return start(command, stdout=stdout, stderr=stderr, stdin=stdin, **options)
-        return template.popen(command[2:], environment, stdout.fileno(), stderr.fileno())
+        program, arguments = program_of(command)
+        return template.popen(arguments, environment, stdout.fileno(), stderr.fileno(), program=program)
 
     monkeypatch.setattr(pytester, "popen", popen)
 

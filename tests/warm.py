@@ -47,9 +47,11 @@ from typing import IO, Any, ClassVar, Literal, NoReturn
 IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
 ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
 THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
+COMPARED_ON_ONE_DEVICE = 3  # runs of a comparison, beside that on ranks
 COMPARED = "_MGPU_CHECK_COMPARE"  # a variable that processes of a script have which is compared
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
-_WRITTEN_AT_IMPORT = "TORCHINDUCTOR_CACHE_DIR"  # by torch._dynamo, into the environment of who imports it
+# PYTHONPATH is each run's own; torch._dynamo writes the third into the environment of who imports it.
+_READ_LATER = ("PYTHONPATH", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR")
 STANDBYS_OF_LAUNCHED = 2  # what the ranks of a launched process are forked from, and perhaps the driver
 STANDBY = "standby"  # the name of a process that has no task yet, and ends with the run that it waits for
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
@@ -113,11 +115,15 @@ class Template:
         self._environment = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
 
     def fits(self, command: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether `command` is pytest, by this interpreter, in an environment that is no other for what is imported."""
-        return list(command[:2]) == [sys.executable, "-mpytest"] and all(
+        """Whether `command` is a program of this interpreter, in an environment that is no other for what is imported."""
+        return command[0] == sys.executable and bool(program_of(command)[0]) and self.has(environment)
+
+    def has(self, environment: Mapping[str, str]) -> bool:
+        """Whether what is imported is in `environment` as it is here."""
+        return all(
             environment.get(name) == self._environment.get(name)
             for name in {*environment, *self._environment}
-            if name.startswith(_READ_AT_IMPORT) and name not in ("PYTHONPATH", _WRITTEN_AT_IMPORT)
+            if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
         )
 
     def popen(
@@ -132,14 +138,16 @@ class Template:
         imports: Sequence[str] = (),
         directory: str | os.PathLike[str] = ".",
         network: str | None = None,
+        stdin: int | None = None,
     ) -> Forked:
-        """``python -m pytest`` with `arguments`; its standard input is at its end.
+        """``python -m pytest`` with `arguments`.
 
         Args:
-            program: what the interpreter runs instead: ``-m`` and a module, or ``-c`` and code.
-            standbys: how many processes it will start that can be forked; None: as `arguments` of pytest say.
+            program: what the interpreter runs instead: ``-m`` and a module, or ``-c`` and code, or a script.
+            standbys: how many processes it will start that can be forked; None: as `arguments` say.
             imports: modules that it, and its standbys, have imported.
             network: the name of a network namespace that it is in, as ``ip netns`` has made it.
+            stdin: its standard input; None: one that is at its end.
         """
         self._start()
         assert self._control is not None
@@ -148,14 +156,15 @@ class Template:
         asked = {
             "words": [*program, *arguments],
             "environment": dict(environment),
-            "standbys": _standbys(arguments) if standbys is None else standbys,
+            "standbys": _standbys([*program, *arguments]) if standbys is None else standbys,
             "imports": list(imports),
             "network": network,
         }
         with theirs, tempfile.TemporaryFile() as request, open(os.devnull) as nothing:
             request.write(json.dumps(asked).encode())
             request.flush()
-            files = [request.fileno(), theirs.fileno(), opened, nothing.fileno(), stdout, stderr]
+            read = nothing.fileno() if stdin is None else stdin
+            files = [request.fileno(), theirs.fileno(), opened, read, stdout, stderr]
             with self._lock:
                 socket.send_fds(self._control, [b"R"], files)
         os.close(opened)
@@ -540,9 +549,22 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         return super().__new__(cls)
 
 
-def _standbys(arguments: Sequence[str]) -> int:
-    """How many a run of pytest needs: one for each worker, or one for its own fork server."""
-    workers = re.search(r"(?:^| )-n ?(\d+)(?: |$)", " ".join(arguments))
+def program_of(command: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """What the interpreter of `command` runs, and with which arguments; none if it has options of its own."""
+    first, *rest = [*command[1:], ""]
+    if first in ("-m", "-c"):
+        return (first, rest[0]), rest[1:-1]
+    if first.startswith("-m"):
+        return ("-m", first[2:]), rest[:-1]
+    return ((first,) if first and not first.startswith("-") else ()), rest[:-1]
+
+
+def _standbys(words: Sequence[str]) -> int:
+    """How many a program needs: for ranks and one device of a comparison; or one for each worker, or one fork server."""
+    if list(words[:3]) == ["-m", "mgpu_check", "compare"]:
+        ranks = re.search(r" --gpus=(\d+) ", " ".join(words))
+        return (int(ranks[1]) if ranks else 2) + COMPARED_ON_ONE_DEVICE
+    workers = re.search(r"(?:^| )-n ?(\d+)(?: |$)", " ".join(words))
     return max(1, int(workers[1])) if workers else 1
 
 

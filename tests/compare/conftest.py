@@ -19,9 +19,9 @@ import torch
 
 from tests.conftest import processes_with
 from tests.docs.pages import DOCS, first_files
+from tests.warm import COMPARED_ON_ONE_DEVICE
 
 MARK = "_MGPU_CHECK_TEST_OF_COMPARE"
-ON_ONE_DEVICE = 3  # runs of a comparison, beside that on ranks
 IMPORTED = (  # by each process of a script
     "mgpu_check.compare.recorder",
     "mgpu_check.compare.comparison",
@@ -132,7 +132,7 @@ def compare(tmp_path, python):
         before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
         ranks = next((int(option.partition("=")[2]) for option in options if option.startswith("--gpus=")), 2)
         words = (*options, "--json=out.json", "--html=out.html", "--", "train.py", *arguments)
-        exited, stdout, stderr = python("-m", "mgpu_check", "compare", *words, processes=ranks + ON_ONE_DEVICE)
+        exited, stdout, stderr = python("-m", "mgpu_check", "compare", *words, processes=ranks + COMPARED_ON_ONE_DEVICE)
         text = (stdout + stderr).decode()
         assert exited == code, text
         assert sorted(p.name for p in tmp_path.iterdir() if p.name not in ("out.json", "out.html")) == before

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 
 import pytest
 
 from tests.conftest import processes_with as started_with
+from tests.warm import Forked, Template
 
 MARK = "MGPU_TEST_RUN"
 
@@ -35,3 +40,54 @@ def run(
 
     yield run
     assert processes_with(value) == [], "processes have survived the run"
+
+
+class Background:
+    """A run of pytest beside the test.
+
+    Attributes:
+        process: its pid, its exit code, and ways to wait for it.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, file: int) -> None:
+        self.process = process
+        self._file = file
+
+    @property
+    def output(self) -> str:
+        """What it has written to standard output and error until now."""
+        return os.pread(self._file, 1 << 24, 0).decode()
+
+
+InBackground = Callable[..., Background]
+
+
+@pytest.fixture
+def in_background(request: pytest.FixtureRequest, run: object, template: Template) -> Iterator[InBackground]:
+    """Start pytest with the given arguments, with `typed` on its standard input; its process group is its own."""
+    cold = request.config.getoption("cold")
+    with ExitStack() as opened:
+
+        def start(*arguments: str, variables: Mapping[str, str] | None = None, typed: str = "") -> Background:
+            environment = {**os.environ, **(variables or {})}
+            given = [*("-p", "no:cacheprovider"), *arguments]
+            output, words = (opened.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+            words.write(typed.encode())
+            words.seek(0)
+            file = output.fileno()
+            process: subprocess.Popen[bytes] | Forked
+            if cold:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "pytest", *given],
+                    env=environment,
+                    stdin=words,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            else:
+                process = template.popen(given, environment, file, file, directory=os.getcwd(), stdin=words.fileno())
+            opened.callback(process.kill)
+            return Background(process, file)
+
+        yield start

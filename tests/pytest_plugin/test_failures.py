@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -288,7 +286,7 @@ def test_a_rank_that_dies_after_its_part_is_an_error_of_that_test(run, pytester)
     ("number", "arguments"),
     [(signal.SIGINT, ()), (signal.SIGINT, ("-n1",)), (signal.SIGTERM, ()), (signal.SIGKILL, ())],
 )
-def test_no_process_survives_an_end_from_outside(pytester, run, number, arguments):
+def test_no_process_survives_an_end_from_outside(pytester, in_background, number, arguments):
     """Ctrl-C, and the ends that give pytest no chance to clean up."""
     pytester.makepyfile(
         """
@@ -302,25 +300,19 @@ def test_no_process_survives_an_end_from_outside(pytester, run, number, argument
             time.sleep(3600)
         """
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--gpus=4", "--simulate", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    run = in_background("--gpus=4", "--simulate", *arguments)
     deadline = time.monotonic() + 120
     while len(list(pytester.path.glob("started-*"))) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
-    os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    os.killpg(run.process.pid, number)
+    code, output = run.process.wait(60), run.output
     if number == signal.SIGINT:
         assert "KeyboardInterrupt" in output
         assert re.search(
             r"^(mgpu-check: )?ranks 0-3 of 4 did not finish test_long within [\d.]+ s$", output, re.MULTILINE
         ), output
         assert "ranks 0-3 are in test_long (test_no_process_survives_an_end_from_outside.py:8)" in output
-        assert process.returncode == pytest.ExitCode.INTERRUPTED
+        assert code == pytest.ExitCode.INTERRUPTED
     # What the ranks started ends with the fork server, which notices the end of pytest by itself.
     from_now = time.monotonic() + 60
     while alive(str(pytester.path)) and time.monotonic() < from_now:

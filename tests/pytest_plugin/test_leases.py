@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from mgpu_check.devices.inventory import Device
 from mgpu_check.devices.leases import DeviceLeases
 from mgpu_check.pytest_plugin.leasing import keys_of, tokens_of, told
-from tests.pytest_plugin.conftest import processes_with
+from tests.pytest_plugin.conftest import Background, processes_with
 
 Run = Callable[..., pytest.RunResult]
 
@@ -301,28 +299,17 @@ def pytest_configure(config):
         time.sleep(0.01)
 
 
-def in_background(pytester: pytest.Pytester, mask: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
-        cwd=pytester.path,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": mask},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_until(condition: Callable[[], bool], run: Background) -> None:
     """Until the inner run has brought `condition` about."""
     deadline = time.monotonic() + LIMIT
     while not condition():
-        assert process.poll() is None, process.communicate()[0]
+        assert run.process.poll() is None, run.output
         assert time.monotonic() < deadline, "in vain"
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n1"])
-def test_waiting_is_told(pytester, run, locks, workers):
+def test_waiting_is_told(pytester, in_background, locks, workers):
     pytester.makepyfile("def test_all(ranks): pass")
     patch = """
 leases._FIRST_WORD = 0.0
@@ -340,11 +327,11 @@ summary.tell = told
     pytester.makeconftest(SHARED + ON_FAKE_GPUS + patch)
     locks.mkdir(mode=0o1777)
     held = DeviceLeases(["uuid-2"], locks).take(1, "somebody else")
-    with in_background(pytester, "0,1,2,3", "--gpus=all", workers) as process:
-        wait_until(lambda: "told" in locks.with_name("journal").read_text(), process)
-        held.give_back()
-        output = process.communicate(timeout=LIMIT)[0]
-    assert process.returncode == 0, output
+    waits = in_background("--gpus=all", workers, variables={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    wait_until(lambda: "told" in locks.with_name("journal").read_text(), waits)
+    held.give_back()
+    code, output = waits.process.wait(LIMIT), waits.output
+    assert code == 0, output
     assert re.search(
         r"\nmgpu-check: waiting 0 s for 4 of 4 devices\n(  device . is kept already\n)*"
         rf"  device 2 is held by process {os.getpid()} since .*: somebody else\n(  device . is kept already\n)*",
@@ -398,7 +385,7 @@ def test_without_an_outer_mask_ranks_see_indices(pytester, run, locks):
     run("--gpus=3").assert_outcomes(passed=1)
 
 
-def test_two_runs_on_one_machine_wait_for_each_other_where_they_must(pytester, run, locks):
+def test_two_runs_on_one_machine_wait_for_each_other_where_they_must(pytester, in_background, locks):
     pytester.makepyfile(
         test_one="""
         import os
@@ -422,29 +409,28 @@ def test_two_runs_on_one_machine_wait_for_each_other_where_they_must(pytester, r
                 wait_for(lambda: happened("begins test_one uuid-7"))
         """,
     )
-    with (
-        in_background(pytester, "7", "--gpus=all", "test_one.py") as one,
-        in_background(pytester, "9", "--gpus=all", "test_beside.py") as beside,
-    ):
-        # Its devices are another's under other names.
-        wait_until(lambda: "begins test_one uuid-7" in locks.with_name("journal").read_text(), one)
-        with in_background(pytester, "5,GPU-abc", "--gpus=all", "test_both.py") as both:
-            outputs = [process.communicate(timeout=LIMIT)[0] for process in (one, beside, both)]
-    assert [process.returncode for process in (one, beside, both)] == [0, 0, 0], outputs
+    one, beside = (
+        in_background("--gpus=all", name, variables={"CUDA_VISIBLE_DEVICES": mask})
+        for mask, name in (("7", "test_one.py"), ("9", "test_beside.py"))
+    )
+    # Its devices are another's under other names.
+    wait_until(lambda: "begins test_one uuid-7" in locks.with_name("journal").read_text(), one)
+    both = in_background("--gpus=all", "test_both.py", variables={"CUDA_VISIBLE_DEVICES": "5,GPU-abc"})
+    codes = [each.process.wait(LIMIT) for each in (one, beside, both)]
+    assert codes == [0, 0, 0], [each.output for each in (one, beside, both)]
     lines = locks.with_name("journal").read_text().splitlines()
     assert lines.index("begins test_both uuid-5 uuid-7") > lines.index("ends test_one")
     assert overlaps(locks.with_name("journal")) == []
 
 
-def test_a_wait_ends_with_ctrl_c(pytester, run, locks):
+def test_a_wait_ends_with_ctrl_c(pytester, in_background, locks):
     pytester.makepyfile("def test_it(ranks): pass")
     locks.mkdir()
     held = DeviceLeases(["uuid-0"], locks).take(1)
-    with in_background(pytester, "0", "--gpus=all") as process:
-        wait_until(lambda: bool(list(locks.glob("ticket-*"))), process)
-        process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=LIMIT)[0]
-    assert process.returncode == pytest.ExitCode.INTERRUPTED, output
+    waits = in_background("--gpus=all", variables={"CUDA_VISIBLE_DEVICES": "0"})
+    wait_until(lambda: bool(list(locks.glob("ticket-*"))), waits)
+    os.kill(waits.process.pid, signal.SIGINT)
+    assert waits.process.wait(LIMIT) == pytest.ExitCode.INTERRUPTED, waits.output
     assert not list(locks.glob("ticket-*"))
     held.give_back()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -35,11 +36,17 @@ def shell(line: str, directory: Path) -> tuple[int, str]:
     return ran.returncode, ran.stdout + ran.stderr
 
 
-def repeat(pytester: pytest.Pytester, line: str) -> tuple[int, str]:
-    """As `shell`, without a shell, and so without an interpreter that has torch to import."""
-    program, option, module, *words = shlex.split(line)
-    assert (shutil.which(program), option, module) == (sys.executable, "-m", "pytest")
-    ran = pytester.run(sys.executable, option + module, *words)
+def repeat(pytester: pytest.Pytester, line: str, directory: Path) -> tuple[int, str]:
+    """As `shell`: the words are what a shell makes of `line`, but the program is forked where that makes no difference."""
+    said = subprocess.run(f"printf '%s\\0' {line}", shell=True, stdout=subprocess.PIPE, text=True, check=True)
+    program, *words = said.stdout.split("\0")[:-1]
+    if Path(program).name == "mgpu-check":
+        assert shutil.which(program) == shutil.which("mgpu-check", path=Path(sys.executable).parent)
+        words[:0] = ["-m", "mgpu_check"]
+    else:
+        assert shutil.which(program) == sys.executable
+    with contextlib.chdir(directory):
+        ran = pytester.run(sys.executable, *words)
     return int(ran.ret), ran.stdout.str() + ran.stderr.str()
 
 
@@ -151,15 +158,15 @@ def test_every_failure_is_repeated_by_the_line_at_its_end(run, pytester, paralle
     if parallel:
         return
     for name, found in names.items():
-        by_shell = name.startswith(("test_quoting", "test_given"))
-        outputs = [shell(line, below) if by_shell else repeat(pytester, line) for line in found]
+        by_shell = name == "test_quoting[it's a $HOME]"
+        outputs = [shell(line, below) if by_shell else repeat(pytester, line, below) for line in found]
         assert [code for code, _ in outputs] == [pytest.ExitCode.TESTS_FAILED] * len(found), outputs
         for words in SEEN[name]:
             assert any(words in output for _, output in outputs), (name, words, outputs)
     # What was drawn and not shrunk comes back as it was.
     hung = re.search(r"HUNG AT (\d+)", result.stdout.str())
     assert hung is not None
-    assert f"HUNG AT {hung[1]}" in repeat(pytester, names["test_hang"][0])[1]
+    assert f"HUNG AT {hung[1]}" in repeat(pytester, names["test_hang"][0], below)[1]
     assert "--gpu-replay=" in names["test_given"][0]
     assert "--gpu-replay=" not in names["test_explicit"][0]
 
@@ -213,7 +220,7 @@ def test_options_that_decide_what_a_test_does_are_repeated(run, pytester, monkey
         *("--gpus=2", "--rank-timeout=9", "-c", "own.ini", "-p", "helper", "--level", "3", "--deep"),
         *("--import-mode=importlib", "tests/test_it.py::test_it"),
     ]
-    code, output = shell(line, pytester.path)
+    code, output = repeat(pytester, line, pytester.path)
     assert code == pytest.ExitCode.TESTS_FAILED
     assert "AS CALLED" in output
     assert "HELPER" in output
@@ -231,7 +238,7 @@ def test_another_ini_file_nearer_to_the_test_is_not_taken(run, pytester):
     lines = lines_of(result.stdout.str())
     assert lines
     for line in lines:
-        code, output = shell(line, pytester.path)
+        code, output = repeat(pytester, line, pytester.path)
         assert (code, "NO INI FILE" in output) == (pytest.ExitCode.TESTS_FAILED, True), output
 
 
@@ -256,9 +263,9 @@ PROPERTY = """
 def test_an_example_that_passes_by_now_is_green(run, pytester):
     path = pytester.makepyfile(test_it=PROPERTY)
     (line,) = lines_of(run(*GPUS).stdout.str())
-    assert shell(line, pytester.path)[0] == pytest.ExitCode.TESTS_FAILED
+    assert repeat(pytester, line, pytester.path)[0] == pytest.ExitCode.TESTS_FAILED
     path.write_text(path.read_text().replace("LIMIT = 500", "LIMIT = 5000"))
-    code, output = shell(line, pytester.path)
+    code, output = repeat(pytester, line, pytester.path)
     assert code == pytest.ExitCode.OK, output
     assert "1 passed" in output
 
@@ -297,7 +304,7 @@ def test_an_example_for_several_tests_under_xdist(run, pytester):
     result.stdout.fnmatch_lines(["*it is the example of one test, but 2 are selected; give one node id"])
 
 
-def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, monkeypatch):
+def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, warm, monkeypatch):
     """A planted fault makes one fail: called as `mgpu-check`, and as plain pytest with other ini files about."""
     pytester.path.joinpath("plant.py").write_text(
         "import pytest\n"
@@ -319,6 +326,6 @@ def test_a_check_of_the_packaged_suite_is_repeated_by_the_command(pytester, monk
         assert lines
         for line in lines:
             assert re.search(r"mgpu[-_]check --gpus=2 --simulate -p plant test_scatter\.py::\w+", line)
-            code, output = shell(line, pytester.path)
+            code, output = repeat(pytester, line, pytester.path)
             assert code == pytest.ExitCode.TESTS_FAILED, output
             assert "1 failed" in output

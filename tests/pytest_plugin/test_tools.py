@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -11,19 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.pytest_plugin.conftest import MARK, processes_with
+from tests.pytest_plugin.conftest import MARK, InBackground, processes_with
 
 GPUS = ("--gpus=2", "--simulate", "--rank-timeout=30")
 
 
-def typed(words: str, *arguments: str) -> str:
+@pytest.fixture
+def typed(in_background: InBackground) -> Callable[..., str]:
     """The output of a run of pytest with `words` on its standard input."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *GPUS, *arguments]
-    ran = subprocess.run(command, input=words, capture_output=True, text=True, check=False, timeout=120)
-    return ran.stdout + ran.stderr
+
+    def typed(words: str, *arguments: str) -> str:
+        run = in_background(*GPUS, *arguments, typed=words)
+        run.process.wait(120)
+        return run.output
+
+    return typed
 
 
-def test_pdb_opens_where_there_is_something_to_see(run, pytester):
+def test_pdb_opens_where_there_is_something_to_see(typed, pytester):
     pytester.makepyfile(
         test_it="""
         import pytest
@@ -115,7 +118,7 @@ def test_a_debugger_of_the_users_choice_is_called(run, pytester, monkeypatch):
     run(*GPUS).stdout.fnmatch_lines(["A DEBUGGER THAT LISTENS"])
 
 
-def test_trace_is_refused_where_it_would_step_through_the_engine(run, pytester):
+def test_trace_is_refused_where_it_would_step_through_the_engine(typed, pytester):
     pytester.makepyfile(
         test_it="""
         import pytest
@@ -272,7 +275,7 @@ def test_pytest_timeout_by_signal_tells_where_the_ranks_were(run, pytester):
     )
 
 
-def test_pytest_timeout_by_thread_ends_all_processes(pytester, monkeypatch):
+def test_pytest_timeout_by_thread_ends_all_processes(pytester, warm, monkeypatch):
     pytest.importorskip("pytest_timeout")
     monkeypatch.setenv(MARK, str(pytester.path))
     monkeypatch.setenv("TMPDIR", str(pytester.mkdir("tmp")))
@@ -291,7 +294,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert condition()
 
 
-def test_a_killed_run_leaves_no_directory(pytester, monkeypatch):
+def test_a_killed_run_leaves_no_directory(pytester, warm, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(pytester.mkdir("tmp")))
     pytester.makepyfile(
         """
