@@ -122,6 +122,12 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
         func.name(), "CompositeImplicitAutograd"
     ):
         return Decompose(func)
+    _refuse_if_mixed(name, full, operands, rules)
+    return None
+
+
+def _refuse_if_mixed(name: str, full: str, operands: list[_Operand], rules: _Rules) -> None:
+    """Raise the error that the operator's own check of its operands raises, if it does."""
     if name in _INDEXING:
         _check_indexing(operands)
     elif name in _CONVOLUTIONS:
@@ -134,7 +140,6 @@ def check(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[st
         _check_arguments(operands, *rules.through[name])
     else:
         _check_iterator(operands)
-    return None
 
 
 def _operands(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str, object]) -> list[_Operand]:
