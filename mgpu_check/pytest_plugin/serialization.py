@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -88,7 +89,9 @@ def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
     """Let what `modules` define travel by value: the ranks cannot import test modules, or not as pytest rewrote them."""
     registered = []
     for module in modules:
-        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+        # With --import-mode=importlib, pytest takes a conftest out again for the next one; it travels by value as it is.
+        there = module.__name__ in sys.modules
+        if there and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
     try:

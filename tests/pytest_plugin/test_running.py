@@ -150,7 +150,14 @@ def test_every_import_mode(run, repo, mode):
         "import pytest\nfrom helpers import double\n"
         "@pytest.mark.ranks(2)\ndef test_it(rank, config): assert double(config.lr) == 1.0\n"
     )
-    run(*GPUS).assert_outcomes(passed=1)
+    # Beside another conftest, for which pytest takes the first one out of `sys.modules`; it cannot have it with append.
+    beside = repo.mkdir("beside")
+    if mode != "append":
+        beside.joinpath("conftest.py").touch()
+    beside.joinpath("test_beside.py").write_text(
+        "import pytest\n@pytest.mark.ranks(2)\ndef test_it(rank, config): assert config.lr == 0.5\n"
+    )
+    run(*GPUS).assert_outcomes(passed=2)
 
 
 def test_helpers_that_only_pytest_can_import_travel_too(run, pytester):
