@@ -37,6 +37,7 @@ def processes_with(variable: str, value: str) -> dict[int, str]:
     return found
 
 
+INI = Path(__file__).parents[1] / "pytest.ini"
 ENVIRONMENT = dict(os.environ)  # of now, and not of the test that is the first to ask for the template
 
 
@@ -88,10 +89,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not any(here / name in item.path.parents for name in _LONGEST))
 
 
-def pytest_configure() -> None:
-    """Shells start background jobs with SIGINT ignored, which the processes that tests interrupt would inherit."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Shells start background jobs with SIGINT ignored, which the processes that tests interrupt would inherit.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests with the fixture `ranks` have simulated devices, four of which each of two workers can lease. Not in the ini
+    # file, which holds for the examples, too: those may run on real ones.
+    if config.inipath == INI and config.option.gpus is None:
+        config.option.gpus, config.option.simulate = "8", "cpu"
 
 
 @pytest.hookimpl(trylast=True)

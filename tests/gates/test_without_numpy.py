@@ -3,85 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
 
-CODE = """
-import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.data.distributed import DistributedSampler
-
-from mgpu_check import assert_evaluation_agrees, assert_loader_covers, assert_resume_continues, assert_step_scales
-
-def build():
-    return nn.Linear(3, 1)
-
-def batch(n):
-    return torch.randn(n, 3)
-
-def step(model, batch, rank):
-    model.to(rank.device).zero_grad()
-    x = batch[rank.index :: rank.size].to(rank.device)
-    (model(x).square().sum() / len(batch)).backward()
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-
-def loader(rank):
-    data = TensorDataset(torch.arange(24), torch.complex(torch.arange(24.0), torch.ones(24)))
-    for epoch in range(2):
-        sampler = DistributedSampler(data)
-        sampler.set_epoch(epoch)
-        yield DataLoader(data, batch_size=2, sampler=sampler)
-
-def train(rank, directory, start, stop):
-    model = build().to(rank.device)
-    if start:
-        model.load_state_dict(torch.load(directory / "model.pt", map_location=rank.device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for k in range(start, stop):
-        optimizer.zero_grad()
-        step(model, torch.randn(8, 3, generator=torch.Generator().manual_seed(k)), rank)
-        optimizer.step()
-    dist.barrier()
-    if rank.index == 0:
-        torch.save(model.state_dict(), directory / "model.pt")
-    dist.barrier()
-    return model.state_dict()
-
-def test_numpy_is_not_there(ranks):
-    def missing():
-        with pytest.raises(ImportError):
-            import numpy
-        with pytest.raises(RuntimeError, match="Numpy is not available"):
-            torch.ones(1, device="cpu").numpy()
-    ranks.run(missing)
-
-def test_step(ranks):
-    assert_step_scales(ranks, step, build=build, batch=batch, max_examples=5)
-
-def test_loader(ranks):
-    assert_loader_covers(ranks, loader)
-
-def test_resume(ranks):
-    assert_resume_continues(ranks, train)
-
-def test_evaluation(ranks):
-    def trained(model, batch, rank):
-        step(model, batch, rank)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    assert_evaluation_agrees(ranks, trained, build=build, batch=batch)
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def test_gates(run, pytester, monkeypatch):
-    elsewhere = pytester.mkdir("elsewhere")
-    package = elsewhere / "numpy"
+    package = pytester.mkdir("elsewhere").joinpath("numpy")
     package.mkdir()
     package.joinpath("__init__.py").write_text("raise ModuleNotFoundError('No module named numpy', name='numpy')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(elsewhere), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    monkeypatch.setenv(
-        "PYTHONHASHSEED", "0"
-    )  # a new interpreter, because the template of forked runs has imported NumPy
-    pytester.makepyfile(test_it=CODE)
-    run("--gpus=2", "--simulate", "--rank-timeout=60").assert_outcomes(passed=5)
+    path = [str(package.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    # A new interpreter, because the template of forked runs has imported NumPy.
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    for name in ("without_numpy", "loading"):
+        shutil.copy(PROGRAMS / f"{name}.py", pytester.path / f"test_{name}.py")
+    result = run("--gpus=2", "--simulate", "--rank-timeout=60")
+    result.assert_outcomes(passed=5, failed=1)
+    # Errors of ranks say in pytest's report what the gate was at.
+    result.stdout.fnmatch_lines(["*ZeroDivisionError*", "while checking the loader at world size 1, 2 epochs"])

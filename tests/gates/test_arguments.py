@@ -1,0 +1,102 @@
+"""The gate for steps: what its arguments are there for, and which it refuses."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from mgpu_check import assert_metric_scales, assert_step_scales
+from tests.gates.steps import batch, build, passes, refuted, right, total, tutorial
+
+pytestmark = pytest.mark.gpus(4)
+
+
+def of_no_seed(n):
+    return torch.tensor(list(os.urandom(n * 6)), dtype=torch.float32).view(n, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observe": ("gradients",)}, r"observe=\('gradients',\); choose some of grads, params"),
+        ({"observe": "grads"}, "choose some of"),
+        ({"tolerance": 2}, "tolerance=2; give a fraction"),
+        ({"tolerance": {"0.weight": -1}}, "give a fraction"),
+        ({"max_examples": 0}, "max_examples=0; give an integer"),
+        ({"sizes": "even"}, 'sizes=.even. is no batch size; .*"divisible"'),
+        ({"sizes": [0]}, "not all positive integers"),
+        ({"sizes": 2.5}, r"sizes=2\.5 is no batch size"),
+        ({"world_sizes": [5]}, "world_sizes has 5; give ints from 1 to 4"),
+        ({"batch": st.just(batch(4)), "sizes": 4}, "sizes and a strategy of batches are both given"),
+        ({"build": lambda: 3}, r"build\(\) returned int; return an nn\.Module"),
+        ({"batch": of_no_seed}, "gives other batches"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_wrong(ranks, options, message):
+    with pytest.raises(ValueError, match=message):
+        passes(ranks, total, **options)
+
+
+def test_one_case_is_enough(ranks):
+    assert_step_scales(ranks, total, build=build, batch=batch, sizes=[3], world_sizes=[2], max_examples=1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("build", nn.Linear(2, 2)), ("batch", (torch.ones(2),)), ("reference", 3)]
+)
+def test_functions_that_are_none(ranks, argument, value):
+    with pytest.raises(ValueError, match=f"{argument}=.* is no function"):
+        passes(ranks, right, **{argument: value})
+
+
+def test_arguments_that_leave_nothing_to_compare(ranks):
+    with pytest.raises(ValueError, match=r"0\.weight on meta"):
+        passes(ranks, right, build=lambda: build().to("meta"))
+    with pytest.raises(ValueError, match="compares one device with itself"):
+        passes(ranks, right, world_sizes=[1])
+    with pytest.raises(ValueError, match="assert_metric_scales: max_examples=True"):
+        passes(ranks, right, gate=assert_metric_scales, max_examples=True)
+    with pytest.raises(ValueError, match="tolerance has 'wieght', which is not observed"):
+        passes(ranks, right, tolerance={"wieght": 0.1})
+
+
+def test_a_step_that_fails_on_one_device(ranks):
+    def step(model, batch, rank):
+        raise KeyError("labels")
+
+    with pytest.raises(ValueError, match=r"step fails on one device: .*KeyError: 'labels'; and so for every"):
+        passes(ranks, step)
+
+
+def test_a_granted_tolerance(ranks):
+    def step(model, batch, rank):
+        right(model, batch, rank)
+        for parameter in model.parameters():
+            parameter.grad *= 1 + 1e-3 * (rank.size - 1)
+
+    refuted(ranks, step)
+    passes(ranks, step, tolerance=1e-2)
+    refuted(ranks, step, tolerance={"gradient of 0.weight": 1e-2}, match=r"first gradient of 0\.bias")
+
+
+def test_what_is_observed(ranks):
+    def step(model, batch, rank):
+        right(model, batch, rank)
+        return {"rank": rank.index}
+
+    refuted(ranks, step, match="returned rank")
+    passes(ranks, step, observe=("grads", "params"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [6, [4, 8], st.sampled_from([4, 12]), lambda world: st.just(3 * world), range(2, 12, 2)],
+    ids=["one", "several", "a strategy", "a function", "a range"],
+)
+def test_sizes(ranks, sizes):
+    passes(ranks, tutorial, sizes=sizes, world_sizes=[2], max_examples=4)

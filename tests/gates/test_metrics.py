@@ -1,0 +1,61 @@
+"""The gate for metrics."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch.distributed as dist
+
+from mgpu_check import ScalingMismatch, assert_metric_scales
+from tests.gates.steps import batch, build, mine, passes, refuted
+
+pytestmark = pytest.mark.gpus(4)
+
+metric_passes = functools.partial(passes, gate=assert_metric_scales)
+metric_refuted = functools.partial(refuted, gate=assert_metric_scales)
+
+
+def hits(model, batch, rank):
+    x, y = mine(batch, rank)
+    return (model.to(rank.device)(x).argmax(1) == y).float()
+
+
+def test_right(ranks):
+    def accuracy(model, batch, rank):
+        found = hits(model, batch, rank).sum()
+        dist.all_reduce(found)
+        return {"accuracy": found / len(batch[0])}
+
+    metric_passes(ranks, accuracy)
+
+
+def test_mean_of_means(ranks):
+    def metric(model, batch, rank):
+        found = hits(model, batch, rank).mean()
+        dist.all_reduce(found)
+        return {"accuracy": found / rank.size}
+
+    metric_refuted(ranks, metric, "mean-of-means")
+
+
+def test_each_rank_its_own(ranks):
+    def metric(model, batch, rank):
+        return {"accuracy": hits(model, batch, rank).mean()}
+
+    metric_refuted(ranks, metric, "value-of-one-rank")
+
+
+def test_nothing_returned(ranks):
+    with pytest.raises(ValueError, match="leaves nothing of returned to be compared"):
+        metric_passes(ranks, lambda model, batch, rank: None)
+
+
+def test_ranks_that_agree_by_chance_are_no_group(ranks):
+    def metric(model, batch, rank):
+        return {"positive": (mine(batch, rank)[0][:, 2].max() > 0).float()}
+
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_metric_scales(ranks, metric, build=build, batch=batch, sizes=[4], world_sizes=[4])
+    assert "seed 0" in str(caught.value)  # for which ranks 0 and 2 are alike, and ranks 1 and 3; see the other seeds
+    assert "wrong-process-group" not in caught.value.mistakes, str(caught.value)
