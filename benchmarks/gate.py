@@ -18,7 +18,7 @@ from programs import PROGRAMS, Program
 
 from mgpu_check.gates import observing
 from mgpu_check.gates.measuring import measure
-from mgpu_check.gates.relations import judge
+from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import CHANGES, Scenario
 from mgpu_check.gates.trial import Trials
@@ -191,7 +191,7 @@ def bit_flips(ranks: Any, names: list[str], flips: int, seed: int) -> dict[str, 
                 if all(one.digests == other.digests for one, other in zip(seen, as_ever, strict=True)):
                     rows["without effect"] += 1  # the element was zero, or what it is added to much larger
                     continue
-                caught = not judge(expected, seen, KINDS, None).holds
+                caught = not relations_of(expected, seen, KINDS, None).holds
                 rows[kind][0] += caught
                 rows[kind][1] += 1
                 if not caught:
@@ -231,7 +231,7 @@ def cost(ranks: Any, examples: int) -> dict[str, Any]:
             measured = time.perf_counter()
             seen = ranks.run(run_step, right, scenario, size=4)
             ran = time.perf_counter()
-            assert judge(expected, seen, KINDS, None).holds, name
+            assert relations_of(expected, seen, KINDS, None).holds, name
             judged = time.perf_counter()
             inside = max(ranks.run(cost_of.timed, right, scenario, size=4))
             if number:  # the first warms the ranks up

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 import mgpu_check
 
+HERE = Path(__file__).parent
 PACKAGE = Path(mgpu_check.__file__).parent
 
 # The floors, from the ground up. A room may import those on lower floors, and itself; never one on its own floor.
@@ -165,3 +168,17 @@ def test_the_first_conftest_imports_nothing_of_the_tests():
         if isinstance(node, ast.ImportFrom)
     ]
     assert imports and not [node.module for node in imports if str(node.module).partition(".")[0] == "tests"]
+
+
+def test_what_stands_beside_the_package_imports_what_it_has():
+    """Benchmarks and examples, which no other test imports."""
+    missing = []
+    for path in (path for name in ("benchmarks", "examples") for path in (HERE.parent / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "mgpu_check":
+                module = importlib.import_module(str(node.module))
+                for alias in node.names:
+                    submodule = hasattr(module, "__path__") and find_spec(f"{node.module}.{alias.name}")
+                    if not hasattr(module, alias.name) and not submodule:
+                        missing.append(f"{path.name}: {node.module}.{alias.name}")
+    assert not missing
