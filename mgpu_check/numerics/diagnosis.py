@@ -18,6 +18,10 @@ from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["diagnose"]
 
+_ROUNDINGS = 4
+"""Roundoffs of an element, within which two right results may be: each is rounded a few times, in an order of its own."""
+_LEAST = 1 / 64
+"""Of a narrower precision's roundoff: errors in its arithmetic are hardly ever all smaller."""
 _NARROWER = {
     torch.float64: ((torch.float32, "float32"), (torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
     torch.float32: ((torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
@@ -56,7 +60,9 @@ def diagnose(
     if not count:
         return []
     seen = _Seen(got_, wide[wrong], right[wrong], allowed[wrong], count)
-    found = _bits(got_, expected_, wrong, count)
+    found = _bits(got_, expected_, wrong, count) or seen.rounding()
+    if found:
+        return found
     found += seen.constant({} if constants is None else constants)
     if previous is not None and previous.shape == got.shape and seen.equals(plain(previous).double()[wrong]):
         found.append(f"looks like a stale value: {seen.which} {seen.verb} what was there before")
@@ -90,6 +96,7 @@ class _Seen:
         self, tensor: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, count: int
     ) -> None:
         self.got, self.expected, self.allowed = got, expected, allowed
+        self.dtype = str(tensor.dtype).removeprefix("torch.")
         self.roundoff = unit_roundoff(tensor.dtype) if tensor.dtype.is_floating_point else 0.0
         several = count > 1
         every = several and count == tensor.numel()
@@ -109,7 +116,20 @@ class _Seen:
 
     def permuted(self) -> bool:
         slack = self.allowed.max() + 4 * self.roundoff * self.expected.abs().max()
-        return bool(((self.got.sort().values - self.expected.sort().values).abs() <= slack).all())
+        if not bool(((self.got.sort().values - self.expected.sort().values).abs() <= slack).all()):
+            return False
+        # Values that are nearly right where they are fit in any order: most have to be somewhere else.
+        return int(((self.got - self.expected).abs() > 2 * slack).sum()) * 2 >= len(self.got)
+
+    def rounding(self) -> list[str]:
+        off = (self.got - self.expected).abs()
+        if not self.roundoff or not bool((off <= _ROUNDINGS * self.roundoff * self.expected.abs()).all()):
+            return []
+        most = float((off / self.expected.abs()).max())
+        return [
+            f"looks like another order of rounding: {self.which} {self.be} off by at most {most:.1e} of the expected, and the "
+            f"unit roundoff of {self.dtype} is {self.roundoff:.1e}"
+        ]
 
     def constant(self, constants: Mapping[str, float]) -> list[str]:
         if bool((self.got == 0).all()):
@@ -128,7 +148,8 @@ class _Seen:
         pairs = zip(self.got[usable][some].tolist(), self.expected[usable][some].tolist(), strict=True)
         ratio = common_factor(list(pairs), least=0.0, of_largest=math.inf)
         if len(self.got) > 2 and ratio is not None and self.equals(self.expected * ratio):
-            return [f"looks like a factor: {self.which} {self.be} {ratio:.6g} times the expected"]
+            shown = f"{ratio:.6g}" if abs(ratio - 1) > 1e-5 else f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"
+            return [f"looks like a factor: {self.which} {self.be} {shown} times the expected"]
         return []
 
     def of_parts(self, parts: Sequence[torch.Tensor], rank: int | None) -> list[str]:
@@ -178,7 +199,7 @@ def _narrower(
     relative = float(((got - expected).abs() / scale.clamp_min(torch.finfo(torch.float64).tiny)).max())
     terms = max(len(parts), 1)
     for narrow, name in _NARROWER.get(dtype, ()):
-        if relative <= terms * unit_roundoff(narrow):
+        if _LEAST * unit_roundoff(narrow) <= relative <= terms * unit_roundoff(narrow):
             return [
                 f"looks like arithmetic in {name}: errors are at most {relative:.1e} of the summed magnitudes, "
                 f"and the unit roundoff of that precision is {unit_roundoff(narrow):.1e}"

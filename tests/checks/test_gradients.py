@@ -47,7 +47,15 @@ def test_names_parameter_element_ratio_and_cause() -> None:
 
 def test_one_factor_for_all_results() -> None:
     text = _message({name: value / 4 for name, value in EXPECTED.items()})
-    assert "all results together: got ÷ expected is 0.25" in text
+    assert "all results together are 0.25 times those of one device" in text
+
+
+def test_results_that_are_off_by_rounding_are_off_by_no_factor() -> None:
+    up = {name: torch.nextafter(value, torch.full_like(value, 9.0)) for name, value in EXPECTED.items()}
+    text = _message(up)
+    assert "2 of 2 results differ" in text and "all results together" not in text, text
+    off = {name: value * 1.01 for name, value in EXPECTED.items()}
+    assert "all results together are 1.01 times" in _message(off)
 
 
 def test_missing_and_unknown_results() -> None:

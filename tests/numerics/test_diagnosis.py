@@ -82,6 +82,22 @@ def test_stale_values() -> None:
     assert "stale" in diagnose(before, should.value, should.tolerance, previous=before)[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", ["one of many", "all alike"])
+def test_last_bits_are_rounding_and_no_permutation(dtype, values) -> None:
+    right = torch.linspace(1, 2, 20).to(dtype) if values == "one of many" else torch.ones(20, dtype=dtype)
+    up = torch.nextafter(right, torch.full_like(right, 9))
+    got = torch.where(torch.arange(20) % 3 == 0, up, right)
+    (found,) = diagnose(got, right)
+    assert "another order of rounding" in found, found
+    assert str(dtype).removeprefix("torch.") in found
+
+
+def test_values_that_are_nearly_right_are_no_permutation() -> None:
+    right = torch.linspace(1, 2, 20, dtype=torch.float64)
+    assert not any("permutation" in line for line in diagnose(right + 1e-9, right, 1e-9 / 4))
+
+
 def test_nothing_is_made_up() -> None:
     should = reduced(PARTS["random"])
     torch.manual_seed(0)
