@@ -82,7 +82,7 @@ def assert_visible_devices_honoured(uuids: Sequence[str]) -> None:
         if sight.uuids != [uuids[index] for index in subset]:
             raise DeviceEnumerationError(
                 f"under {VARIABLE}={value!r} a process must see {_listed([names[uuids[index]] for index in subset])}, "
-                f"but sees {_listed([names.get(uuid, f'a strange one ({uuid})') for uuid in sight.uuids])}",
+                f"but sees {_listed([names.get(uuid, f'an unknown device ({uuid})') for uuid in sight.uuids])}",
                 ranks=subset,
             )
         expected = [f"cuda:{index}" for index in range(len(subset))] or ["cpu"]

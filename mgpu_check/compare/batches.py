@@ -50,7 +50,7 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
     if together.total() == world * one.total():
         return [Obstacle(why, divided(one.total()))]
     if findings:
-        padded = "take a multiple of the global batch, or drop_last=True for sampler and loader, for the comparison"
+        padded = "for the comparison, take a multiple of the global batch as the dataset, or pass drop_last=True to sampler and loader"
         return [Obstacle(why, padded)]
     return [
         Obstacle(

@@ -75,7 +75,7 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
     verdict = _verdict(made, tell)
     remarks = [*verdict.report.remarks, *_also(made, verdict), *_crashes_at_exit(made.runs)]
     if plan.without_gpus and any(run.failed for run in made.runs):
-        remarks.append("torch sees no GPU here; do: have some in software, with --simulate, if the script needs them")
+        remarks.append("torch sees no GPU here; do: pass --simulate, if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
     return made
 
@@ -174,7 +174,7 @@ def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:
         if crashed:
             yield (
                 f"{named([ended.rank for ended in crashed])} of the run “{one.label}” ended with "
-                f"{describe_exit(crashed[0].exit_code)} when the script was over, which torchrun takes for a failure: do call "
+                f"{describe_exit(crashed[0].exit_code)} when the script was over, which torchrun takes for a failure; do: call "
                 "torch.distributed.destroy_process_group() at the script's end"
             )
 

@@ -114,7 +114,7 @@ def _loads(difference: FirstDifference) -> ByRank:
 def _of_gradient(difference: FirstDifference) -> Evidence:
     world, apart = difference.aligned.world, difference.apart["gradient"]
     if apart:
-        told = f"at step {difference.step + 1} each rank goes into the optimizer with a gradient of its own for {few(apart, 3)}"
+        told = f"at step {difference.step + 1} the optimizer has another gradient on each rank, of {few(apart, 3)}"
         return Evidence(world, gradients_apart=told)
     pairs = []
     for wrong in difference.wrong["gradient"]:
@@ -146,7 +146,7 @@ def _norms(difference: FirstDifference) -> ByRank:
         if max(norms) - min(norms) > difference.rounding.margin * 2.0**-22 * max(norms):
             said = ", ".join(f"{norm:.5g} on rank {rank}" for rank, norm in list(enumerate(norms))[:_SHOWN])
             most = f"clip_grad_norm_(…, {call[0]['most']:g})"
-            return ByRank(norms, f"{most} found the norms {said}: of gradients that were not yet the same")
+            return ByRank(norms, f"{most} found the norms {said}: it clips gradients that are not synchronized yet")
     return ByRank()
 
 
@@ -207,7 +207,7 @@ def _of_update(difference: FirstDifference) -> Evidence:
     if factor is None:
         return Evidence(world)
     told = (
-        f"at step {step} the gradient is that of one device, and the change {factor:.4g} times (a learning rate by world "
-        "size?)"
+        f"at step {step} the gradient is that of one device, and the update {factor:.4g} times (does the learning rate "
+        "depend on the world size?)"
     )
     return Evidence(world, factor=Factor(factor, _NEAR, told, rough=True), micro_batches=_micro_batches(difference))

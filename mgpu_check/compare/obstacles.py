@@ -78,7 +78,7 @@ def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstac
         yield Obstacle("torch.manual_seed was never called on one device", SEEDS)
     if (file := _snapshot(one)) and not fresh:
         yield Obstacle(
-            f"it saves {file}, which it looks for before: does each run go on from the one before?", SNAPSHOT
+            f"the script looks for {file}, and saves it later: does each run go on from the one before?", SNAPSHOT
         )
     batch = len(one.steps[0].seen) if one.steps else 0
     whole = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)

@@ -84,14 +84,12 @@ def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
     """Return a run in which `silent` have come to their ends without a step of an optimizer."""
     where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
-        "where it has left with a message of its own, do what that says: it has to train on one device, too",
+        "if the script ended with a message of its own, follow it: the script has to train on one device, too",
         "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
     ]
     loads = silent[0].trace.of("load") if silent[0].trace else []
     if files := list(dict.fromkeys(run.shown(event["file"]) for event in loads if event["file"])):
-        todo.insert(
-            0, f"it has loaded {few(files, 3)}: where training goes on from there, and has come to its end, remove that"
-        )
+        todo.insert(0, f"the script has loaded {few(files, 3)}: if that is a training that has ended, remove it")
     return Verdict(
         "not comparable",
         Report(f"not comparable: no optimizer step was seen {where}", remarks=[*last_words(silent[0]), *_todo(todo)]),
@@ -104,7 +102,7 @@ def starts_its_own(one_device: bool) -> Verdict:
         "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), where "
         f"compare starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
         [
-            "be a rank where RANK is set, and start ranks elsewhere: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
+            "be one rank where RANK is set, and start ranks only where it is not: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
             "int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
         ],
     )
@@ -147,7 +145,7 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
     if not aligned.held:
         one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
         return refused(
-            "no parameter is trained on one device and, by the same name and shape, on the ranks",
+            "no parameter that one device trains is trained on the ranks under the same name, in the same shape",
             [f"one device trains {one}; rank 0 trains {rank}"],
         )
     if nothing := _says_nothing(aligned):
@@ -243,11 +241,11 @@ def _of(part: int, total: int) -> str:
 
 def _not_repeatable(repeat: Repeat) -> Verdict:
     return refused(
-        f"not repeatable: run twice on one device, the script parted ways with itself at step {repeat.step + 1}: "
+        f"not repeatable: run twice on one device, the script differs from itself at step {repeat.step + 1}: "
         f"{repeat.what}",
         [
             SEEDS,
-            "let no run find what an earlier one has written",
+            "keep runs apart: none may read what an earlier one has written; --fresh-directory does that",
         ],
         compared=repeat.step,
     )
@@ -337,7 +335,7 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
             continue
         remarks.append(
             f"the mean over ranks of their losses is not the loss of one device from step {step + 1} on ({mean:.7g} "
-            f"instead of {one:.7g}), though gradients and parameters agree: what is logged is scaled otherwise"
+            f"instead of {one:.7g}), though gradients and parameters agree: the logged loss is scaled differently"
         )
         break
     return remarks

@@ -129,17 +129,17 @@ def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int
     repeated = _of(wrong, "repeated")
     evidence = Evidence(size)
     if initial:
-        told = f"before the first step, {_listed(initial)}"
+        told = f"{_listed(initial)}: different before the first step"
         evidence = replace(evidence, start=Start(told, told))
     elif parameters:
-        told = f"equal before the first step, and different after the last: {_listed(parameters)}"
+        told = f"{_listed(parameters)}: equal before the first step, different after the last"
         evidence = replace(evidence, gradients_apart=told)
     if buffers and not initial:
         evidence = replace(evidence, buffers_apart=_listed(buffers))
     if repeated:
         told = (
-            f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; is "
-            "dropout on (model.eval() undone, functional.dropout without training=), or anything drawn?"
+            f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; look for "
+            "dropout that is on (model.eval() undone, functional.dropout without training=), or other random numbers"
         )
         return replace(evidence, answers_change=told)
     if initial or parameters or buffers:
@@ -168,9 +168,9 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
             observables.append(Observable(name, relations, row.detail))
     # What was learned before what was answered: it is the cause.
     first = (parameters or buffers or list(wrong))[0]
-    what = "answers otherwise when asked again" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
+    what = "another answer when asked again" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
     return Report(
-        f"ranks do not answer alike in evaluation mode: {what} on {named(first.wrong)}"
+        f"ranks give different answers in evaluation mode: {what} on {named(first.wrong)}"
         + ("" if first.kind == "repeated" else f": {first.detail}"),
         case,
         observables,

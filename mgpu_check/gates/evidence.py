@@ -101,7 +101,7 @@ def _loads(tensors: Tensors) -> ByRank:
 def _steps(tensors: Tensors) -> ByRank:
     steps = [one.optimizer_steps for one in tensors.seen]
     told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
-    return ByRank(steps, f"the optimizer has stepped another number of times on each rank ({told})")
+    return ByRank(steps, f"the optimizer has stepped a different number of times on each rank ({told})")
 
 
 def _rates(tensors: Tensors) -> ByRank:
@@ -116,7 +116,9 @@ def _rates(tensors: Tensors) -> ByRank:
 def _metrics(tensors: Tensors) -> ByRank:
     metrics = [[event.details.get("metric") for event in trace.of("schedule")] for trace in tensors.traces]
     event = tensors.first("schedule")
-    return ByRank(metrics, "" if event is None else f"{event.name} ({event.site}) is given another value on each rank")
+    return ByRank(
+        metrics, "" if event is None else f"{event.name} ({event.site}) is given a different value on each rank"
+    )
 
 
 def _factor(tensors: Tensors) -> Factor | None:
@@ -158,6 +160,6 @@ def _repeated_epoch(tensors: Tensors) -> str:
     if len(iterated) < 2 or len({event.details["epoch"] for event in iterated}) > 1:
         return ""
     return (
-        f"a DistributedSampler that shuffles was gone through {len(iterated)} times ({iterated[0].site}), each time as epoch "
+        f"a DistributedSampler that shuffles was iterated {len(iterated)} times ({iterated[0].site}), each time as epoch "
         f"{iterated[0].details['epoch']}"
     )

@@ -59,7 +59,7 @@ def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> 
         f"{trials.name} does not scale: {lines[0]}",
         scenario.described,
         findings=findings_of_calls(calls_of(account, scenario, lines, hung=False), 1),
-        remarks=["terminates: NO, as it does on one device", *lines[1:]],
+        remarks=["terminates: NO, though it does on one device", *lines[1:]],
     )
 
 

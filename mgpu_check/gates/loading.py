@@ -125,7 +125,7 @@ def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
         others = (counts[differ] - counts[0]).total() or (counts[0] - counts[differ]).total()
         raise ValueError(
             f"at world size 1, epoch {differ} of make_loader differs from epoch 0 in {others} of {union.total()} samples, "
-            "so that it cannot be told which samples there are; where samples are augmented at random, pass key=, a "
+            "so which samples there are cannot be told; where samples are augmented at random, pass key=, a "
             "function from a batch to the ids of its samples; where drop_last drops others each time, pass dropped=True; "
             "samplers that draw with replacement cover nothing by design"
         )

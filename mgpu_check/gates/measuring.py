@@ -45,7 +45,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
     remarks += main.remarks
     if not main.precise:
         remarks.append(
-            "the step does not run in float64, or draws other random numbers there; the reference is float32, as it is"
+            "the step does not run in float64, or draws other random numbers there; the exact values are those of float32"
         )
     expected = Expected(
         main.single,

@@ -46,7 +46,7 @@ def relations_of(
             relations.skipped[name] = left_out[kind]
             continue
         if kind in _SHARDED and returns and _is_sharded(expected, seen, name):
-            relations.skipped[name] = "what the step divides among ranks: that is judged by what it returns"
+            relations.skipped[name] = "what the step divides among ranks; what it returns stands for it"
             continue
         held: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
@@ -58,7 +58,7 @@ def relations_of(
         _take_random_state(relations, seen)
     if "returned" in kinds:
         _take_texts(relations, expected, seen)
-    relations.remarks += sorted({f"not judged: {reason}" for reason in relations.skipped.values()})
+    relations.remarks += sorted({f"not compared: {reason}" for reason in relations.skipped.values()})
     return relations
 
 

@@ -187,9 +187,13 @@ class _Runs:
         remarks = []
         if self._failure is not None:
             said = next(iter(str(self._failure).splitlines()), "")
-            remarks.append(f"not all of it runs with its numbers perturbed: {type(self._failure).__name__}: {said}")
+            remarks.append(
+                f"tolerances may be too narrow: the step fails with perturbed numbers: {type(self._failure).__name__}: {said}"
+            )
         if not self._moved:
-            remarks.append("tolerances are those of one run: no perturbed one has left results to compare")
+            remarks.append(
+                "tolerances may be too narrow: they are of one run, because no perturbed one has left results to compare"
+            )
         indices = range(len(exact.snapshots)) if deep else ()
         stages = [self._assess(index) for index in indices]
         return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)

@@ -250,8 +250,8 @@ class Trials:
                 continue
             if size in self._refusals:
                 raise ValueError(
-                    f"{gate}: nothing was compared at world size {size}, because {self.name} {self._refusals[size]}; and so "
-                    "for every batch that was tried"
+                    f"{gate}: nothing was compared at world size {size}, because {self.name} {self._refusals[size]}; so it "
+                    "was for every batch that was tried"
                 ) from self._cause
             raise ValueError(
                 f"{gate}: no case could be drawn at world size {size}; sizes and world_sizes together leave nothing to try"

@@ -60,7 +60,7 @@ _ALL = (
     ),
     MistakeClass(
         "wrong-process-group",
-        "a collective runs over other ranks than those that hold the parts",
+        "a collective runs over the wrong ranks: others than those that hold the parts",
         "pass group= to the collective, and divide by the size of that group, not of the world",
     ),
     MistakeClass(
@@ -70,7 +70,7 @@ _ALL = (
     ),
     MistakeClass(
         "partial-result-added-on-every-rank",
-        "what is to be added once is added on every rank before the sum",
+        "a term that belongs to the result once is added on every rank, before the sum",
         "add the bias (or residual) after the all_reduce, or on one rank only",
     ),
     # models
@@ -93,7 +93,7 @@ _ALL = (
     MistakeClass(
         "random-numbers-per-rank",
         "a result depends on random numbers that are drawn rank by rank",
-        "draw what must be the same on all ranks from a generator with one seed; for the gate, switch dropout and "
+        "draw what must be the same on all ranks from a generator with one seed; for the comparison, switch dropout and "
         "augmentation off",
     ),
     # data
@@ -124,7 +124,7 @@ _ALL = (
     ),
     MistakeClass(
         "not-scattered",
-        "what is no tensor goes to every replica whole",
+        "every replica gets the whole of what is not a tensor",
         "make tensors of lists before DataParallel scatters the batch",
     ),
     MistakeClass(
@@ -171,13 +171,13 @@ _ALL = (
     ),
     MistakeClass(
         "wrong-reduction",
-        "values are combined by another operation than one device applies",
-        "choose the op that matches: SUM of sums and counts, MAX of flags; a mean or norm of parts is none of the whole",
+        "values are combined by a different operation than on one device",
+        "choose the op that matches: SUM of sums and counts, MAX of flags; the mean or norm of the parts is not that of the whole",
     ),
     # control flow
     MistakeClass(
         "decision-per-rank",
-        "ranks decide by values of their own what all must do alike",
+        "each rank decides by its own values what all ranks must do alike",
         "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a rate or the end",
     ),
     MistakeClass(

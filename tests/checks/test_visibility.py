@@ -53,7 +53,7 @@ def test_it_is_read_within_what_is_visible_here(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(visibility, "devices_seen", lambda values: [sight(seen.get(value, [])) for value in values])
     assert_visible_devices_honoured(["a", "b"])
     monkeypatch.setitem(seen, "3", ["c"])
-    with pytest.raises(DeviceEnumerationError, match=r"must see device 3, but sees a strange one \(c\)"):
+    with pytest.raises(DeviceEnumerationError, match=r"must see device 3, but sees an unknown device \(c\)"):
         assert_visible_devices_honoured(["a", "b"])
 
 

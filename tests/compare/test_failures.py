@@ -64,7 +64,7 @@ def test_a_script_that_raises_on_one_device(compare):
     outcome = compare("import torch\nraise SystemExit('not today')\n", code=2)
     assert "not comparable: on one device the script failed: rank 0 ended with exit code 1" in outcome.text
     assert "not today" in outcome.text
-    assert "torch sees no GPU here; do: have some in software, with --simulate" in outcome.text
+    assert "torch sees no GPU here; do: pass --simulate" in outcome.text
     assert len(outcome.json["runs"]) == 1
 
 

@@ -478,7 +478,7 @@ def test_a_loss_that_is_logged_otherwise_is_a_remark():
         training.loss = lambda number: 2.0
 
     found = verdict(change)
-    assert found.kind == "equal" and "what is logged is scaled otherwise" in found.report.remarks[0]
+    assert found.kind == "equal" and "the logged loss is scaled differently" in found.report.remarks[0]
 
 
 def test_another_number_of_steps():

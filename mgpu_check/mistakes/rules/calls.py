@@ -42,8 +42,8 @@ def uneven_steps(calls: Calls) -> Finding | None:
     parted = part_ways(calls)
     if parted is None or calls.samples % calls.size == 0:
         return None
-    uneven = f"{calls.samples} samples do not divide by {calls.size} ranks"
-    also = ", and where they do, it terminates" if calls.hung else f"; {parted.evidence}"
+    uneven = f"{calls.samples} samples are not divisible by {calls.size} ranks"
+    also = "; for numbers that are, it terminates" if calls.hung else f"; {parted.evidence}"
     return Finding("uneven-steps", uneven + also)
 
 
@@ -55,7 +55,7 @@ def part_ways(calls: Calls) -> Finding | None:
         return None
     sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
     if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
-        told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
+        told = calls.parting or "ranks have not entered the same collectives: " + _short(calls.told)
     elif calls.hung:
         told = f"{calls.hung}; the others wait for it in a collective that it does not enter"
     else:

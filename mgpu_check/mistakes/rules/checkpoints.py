@@ -17,9 +17,7 @@ __all__ = [
 ]
 
 _SHOWN = 4
-_UNSAID = (
-    "what train does not return (the optimizer, the schedule, the position in the data), if later steps depend on it"
-)
+_UNSAID = "something that train does not return (the optimizer, the schedule, the position in the data) is missing"
 
 
 def loaded_on_some(restored: Restored) -> Finding | None:
@@ -33,16 +31,15 @@ def loaded_on_none(restored: Restored) -> Finding | None:
     """Name what no rank has loaded as it was saved."""
     if not restored.nowhere:
         return None
-    return Finding(
-        "state-not-restored", f"right after loading, on no rank as saved: {few(list(restored.nowhere), _SHOWN)}"
-    )
+    told = f"right after loading, on no rank as saved: {few(list(restored.nowhere), _SHOWN)}"
+    return Finding("state-not-restored", told)
 
 
 def numbers_of_rank_0(restored: Restored) -> Finding | None:
     """Name generators that all ranks have as rank 0 had them."""
     if not restored.numbers_of_rank_0:
         return None
-    told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: what rank 0 had; each rank must save and load its own"
+    told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: ranks have loaded what rank 0 had; each must save and load its own"
     return Finding("state-not-restored", told)
 
 
@@ -51,16 +48,16 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
     if restored.on_some or not restored.of_rank_0:
         return None
     # Buffers that DistributedDataParallel broadcasts when it is made look like this, too, and do no harm.
-    told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: what rank 0 had, where each rank had saved its own; or {_UNSAID}"
+    told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: ranks have loaded what rank 0 had, where each had saved its own; or {_UNSAID}"
     return Finding("state-not-restored", told)
 
 
 def ranks_part_ways(restored: Restored) -> Finding | None:
     """Name a checkpoint that some ranks have loaded, by what differs between ranks in the end."""
     if restored.parted:
-        told = f"after an uninterrupted run ranks agree, after the resumed one not: {by_ranks(restored.parted, _SHOWN)}"
+        told = f"ranks agree after an uninterrupted run, and not after the resumed one: {by_ranks(restored.parted, _SHOWN)}"
     elif restored.right_on_rank_0:
-        told = f"right on rank 0, and wrong elsewhere: {by_ranks(restored.right_on_rank_0, _SHOWN)}"
+        told = f"right on rank 0 only: {by_ranks(restored.right_on_rank_0, _SHOWN)} are wrong"
     else:
         return None
     return Finding("restored-on-one-rank", told)
@@ -70,7 +67,7 @@ def not_in_the_state(restored: Restored) -> Finding | None:
     """Name what the state lacks, where all of it is loaded as it was saved."""
     if not restored.seen or restored.lost:
         return None
-    told = f"all that train returns is loaded as it was saved; left is {_UNSAID}"
+    told = f"all that train returns is loaded as it was saved, so {_UNSAID}"
     return Finding("state-not-restored", told)
 
 

@@ -188,9 +188,7 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
     if len(sizes) != 1 or not 1 < min(sizes) < tensors.size or not same or not always:
         return None
     together = " and ".join(named(ranks) for ranks in groups)
-    return Finding(
-        "wrong-process-group", f"{split[0]} is the same within each of {together}, and another in the others"
-    )
+    return Finding("wrong-process-group", f"{split[0]} is the same within each of {together}, and differs between them")
 
 
 def result_discarded(tensors: Tensors) -> Finding | None:
@@ -235,7 +233,7 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
         if event.name == "sync_params_and_buffers":
             continue
         if any(tensor.get("differentiable") and not tensor["result"] for tensor in event.tensors):
-            told = f"{_where(event)} was given a tensor that requires gradients, and what it gives has none"
+            told = f"{_where(event)} was given a tensor that requires gradients, and its result requires none"
             return Finding("gradient-cut-by-collective", told)
     return None
 
@@ -253,7 +251,7 @@ def read_too_early(tensors: Tensors) -> Finding | None:
     unsteady = [name for name, held in tensors.relations.held.items() if held.get("repeats") is False]
     if not waited or not (broken or unsteady):
         return None
-    seen = "not finite, as what is read before wait()" if broken else "another in a second run"
+    seen = "not finite, as what is read before wait()" if broken else "different in a second run"
     told = f"{_where(waited[0])} was called with async_op=True, and {(broken or unsteady)[0]} is {seen}"
     return Finding("not-waited", told)
 

@@ -104,7 +104,7 @@ def whole_dataset(tensors: Tensors) -> Finding | None:
     return Finding(
         "dataset-not-split",
         f"{counts[0]} is {tensors.size} times that of one device, and the DataLoader ({loader.site}) has {what}, which does "
-        "not know of ranks",
+        "not split the samples over ranks",
     )
 
 
@@ -141,8 +141,8 @@ def pads(tensors: Tensors) -> Finding | None:
     extra = -samples % replicas
     return Finding(
         "padding-counted",
-        f"DistributedSampler ({event.site}) makes {samples + extra} of {samples} samples, so that all of {replicas} ranks get "
-        f"as many: {extra} {'is' if extra == 1 else 'are'} counted twice",
+        f"DistributedSampler ({event.site}) repeats {extra} of {samples} samples, so that each of {replicas} ranks gets as "
+        f"many: {'it is' if extra == 1 else 'they are'} counted twice",
     )
 
 

@@ -93,7 +93,7 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
             return Finding(
                 "world-size-factor",
                 f"the gradients of optimizer step {step + 1} are right, and it changes the parameters {factor:.4g} times as much "
-                f"as on one device, on {tensors.size} ranks: the learning rate",
+                f"as on one device, on {tensors.size} ranks: does the learning rate depend on the world size?",
             )
         if step == 0 and tensors.factor() is None:
             return Finding("world-size-factor", _of_gradients(step, factor))

@@ -110,7 +110,7 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "mean-of-means" if tensors.hypotheses.padded else "wrong-reduction",
-        f"{tensors.names[0]} is the mean over ranks of each rank's own{found[1]}, which it is not for all samples together",
+        f"{tensors.names[0]} is the mean over ranks of each rank's own value{found[1]}, which is not the value for all samples together",
     )
 
 
@@ -125,7 +125,7 @@ def mean_of_parts(tensors: Tensors) -> Finding | None:
     return Finding(
         "mean-of-means",
         f"{tensors.names[0]} is the plain mean over ranks of what each has for its own part ({division.name}: {counts}{windows}"
-        f"){also}, however much of the parts counts",
+        f"){also}, whatever each part should count",
     )
 
 
@@ -141,8 +141,8 @@ def wrong_where_uneven(tensors: Tensors) -> Finding | None:
         return None
     return Finding(
         "mean-of-means",
-        f"{samples} samples do not divide by {size} ranks, which agree with each other on {few(tensors.names)}, but not with "
-        "one device: as when each part counts as much as any other",
+        f"{samples} samples are not divisible by {size} ranks, and ranks agree on {few(tensors.names)} with each other, but not "
+        "with one device: parts of different size seem to count alike",
     )
 
 

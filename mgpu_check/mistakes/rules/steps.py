@@ -44,8 +44,8 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
         if weights is None or max(weights) - min(weights) < _UNLIKE:
             continue
         told = ", ".join(f"{weight:.3g}" for weight in weights)
-        seen = f"{tensors.names[0]} has the micro-batches of each rank with weights {told}"
+        seen = f"in {tensors.names[0]} the micro-batches of each rank count {told} times"
         if min(weights) < _LEFT_OUT:
             return Finding("samples-missed", f"{seen}: one of them is left out")
-        return Finding("stale-gradients", f"{seen}: what was reduced is reduced again")
+        return Finding("stale-gradients", f"{seen}: what was reduced already is reduced again")
     return None
