@@ -315,10 +315,11 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
     failed: tuple[int, float] | None = None
     while True:
         now = time.monotonic()
+        # Before who has failed is asked: a process that ends in between is open still, and is asked again.
+        open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
         wrong = [process.rank for process in processes if process.failed()]
         if failed is None and wrong:
             failed = wrong[0], now
-        open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
         if not open_ or (failed is not None and now > failed[1] + _GRACE):
             return (failed[0] if failed else None), False
         if (grown := [process.size() for process in processes]) != sizes:

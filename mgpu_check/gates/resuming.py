@@ -143,7 +143,7 @@ def _check(
     except (RankFailure, RankHang, ValueError) as error:
         # What does not hold is known already; this is only to say why.
         call = f"train(rank, directory, {steps}, {steps})"
-        remarks.append(f"what loading restores could not be seen, because {call} failed: {_first(error)}")
+        remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     observables, findings = explained(ends, loaded)
     entry, detail, wrong = ends.first_wrong
     report = Report(

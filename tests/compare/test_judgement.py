@@ -431,7 +431,7 @@ def test_what_stands_in_the_way():
         whole_batch(training)
 
     assert said() == []
-    assert said(flawed) == ["noise", "Linear", "the", "torch.manual_seed", "it", "each"]
+    assert said(flawed) == ["noise", "Linear", "the", "torch.manual_seed", "the", "each"]
     assert said(flawed, fresh=True) == ["noise", "Linear", "the", "torch.manual_seed", "each"]
 
     def in_parts(training):
@@ -702,8 +702,9 @@ def test_a_script_that_goes_on_where_another_has_ended_is_told_which_file_to_rem
         ended = Ended(0, 0, "finished", trace, "going on after epoch 2", "")
         return "\n".join(without_steps(Run("one device", [ended], 1.0, None), [ended]).report.remarks)
 
-    assert "  going on after epoch 2\ndo: it has loaded /runs/last.pt: where training goes on" in todo("/runs/last.pt")
-    assert "do: it has loaded a, b:" in todo("a", "b", "a", None)
-    assert "it has loaded" not in todo() and "it has loaded" not in todo(None)
+    advice = "do: the script has loaded /runs/last.pt: if that is a training that has ended, remove it"
+    assert f"  going on after epoch 2\n{advice}" in todo("/runs/last.pt")
+    assert "do: the script has loaded a, b:" in todo("a", "b", "a", None)
+    assert "has loaded" not in todo() and "has loaded" not in todo(None)
     run = Run("one device", [], 1.0, None, Path("/tmp/own"))
     assert [run.shown(file) for file in ("/tmp/own/runs/last.pt", "/tmp/other.pt")] == ["runs/last.pt", "/tmp/other.pt"]

@@ -55,7 +55,7 @@ def part_ways(calls: Calls) -> Finding | None:
         return None
     sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
     if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
-        told = calls.parting or "ranks have not entered the same collectives: " + _short(calls.told)
+        told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
     elif calls.hung:
         told = f"{calls.hung}; the others wait for it in a collective that it does not enter"
     else:

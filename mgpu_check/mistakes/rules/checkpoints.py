@@ -17,7 +17,7 @@ __all__ = [
 ]
 
 _SHOWN = 4
-_UNSAID = "something that train does not return (the optimizer, the schedule, the position in the data) is missing"
+_UNSAID = "what train does not return (the optimizer, the schedule, the position in the data) was not restored"
 
 
 def loaded_on_some(restored: Restored) -> Finding | None:
@@ -39,7 +39,7 @@ def numbers_of_rank_0(restored: Restored) -> Finding | None:
     """Name generators that all ranks have as rank 0 had them."""
     if not restored.numbers_of_rank_0:
         return None
-    told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: ranks have loaded what rank 0 had; each must save and load its own"
+    told = f"{by_ranks(restored.numbers_of_rank_0, _SHOWN)}: what rank 0 had; each rank must save and load its own"
     return Finding("state-not-restored", told)
 
 
@@ -48,7 +48,7 @@ def state_of_rank_0(restored: Restored) -> Finding | None:
     if restored.on_some or not restored.of_rank_0:
         return None
     # Buffers that DistributedDataParallel broadcasts when it is made look like this, too, and do no harm.
-    told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: ranks have loaded what rank 0 had, where each had saved its own; or {_UNSAID}"
+    told = f"{by_ranks(restored.of_rank_0, _SHOWN)}: what rank 0 had, where each rank had saved its own; or {_UNSAID}"
     return Finding("state-not-restored", told)
 
 
