@@ -31,7 +31,10 @@ from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.arguments import group_of, option
 from mgpu_check.torch_hooks.collectives import Recorder
+from mgpu_check.torch_hooks.forms import Form
+from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
 from mgpu_check.torch_hooks.tensors import as_real
 
 __all__ = ["traced"]
@@ -137,17 +140,19 @@ class _EventRecorder:
             details = self._operands(local["form"], local["args"], local["kwargs"])
             self._trace.events.append(Event("collective", local["form"].name, _site(frame), details))
 
-    def _operands(self, form: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        details: dict[str, Any] = {}
-        for name in form.positions:
+    def _operands(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        group = group_of(form.argument(form.group, args, kwargs))
+        details: dict[str, Any] = {} if group is None else {"group": group.ranks}
+        for name in form.parameters:
             value = form.argument(name, args, kwargs)
-            if name in ("op", "reduceOp"):
-                details["op"] = str(getattr(value, "name", value)).rpartition(".")[2].lower()
-            elif name in ("src", "dst", "group_src", "group_dst") and value is not None:
-                details[name.removeprefix("group_")] = int(value)
-            elif name == form.group:
-                group = dist.group.WORLD if value is None else value
-                details["group"] = tuple(dist.get_process_group_ranks(group))
+            if value is None or name == form.group:
+                continue
+            if name in OPERATIONS:
+                details["op"] = option(name, value)
+            elif name in ROOTS:
+                details[name.removeprefix("group_")] = (
+                    int(value) if name in ("src", "dst") or group is None else group.ranks[value]
+                )
             elif isinstance(value, torch.Tensor):
                 details.setdefault("tensors", []).append(self._tensor(value))
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):

@@ -19,11 +19,12 @@ from mgpu_check.simulated.calls import Call, without_self
 from mgpu_check.simulated.functional import group_of, install_functional
 from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
 from mgpu_check.simulated.late import LateWork, Staging
-from mgpu_check.simulated.parsing import PARSERS
+from mgpu_check.simulated.parsing import parser_of
 from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.collectives import recorded_method, recorded_wait
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.table import METHODS
 
 __all__ = ["install_collectives", "record"]
 
@@ -216,9 +217,10 @@ def install_collectives(patches: Patches) -> None:
     """Replace the collectives of process groups, and let groups with NCCL be made."""
     install_groups(patches)
     patches.at_exit(_coalescing.clear)
-    for name, parse in PARSERS.items():
+    for name in METHODS:
+        parse = parser_of(name)
         original = getattr(_pg, name, None)
-        if original is not None:
+        if original is not None and parse is not None:
             patches.set(_pg, name, _recorded(name, _method(original, parse)))
     install_functional(patches.replace, _refuse_host)
     patches.set(_pg, "barrier", _recorded("barrier", _barrier(_pg.barrier)))

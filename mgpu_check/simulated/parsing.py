@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from mgpu_check.simulated import calls
 from mgpu_check.simulated.calls import Call
+from mgpu_check.torch_hooks.table import METHODS
 
-__all__ = ["PARSERS"]
+__all__ = ["PARSERS", "parser_of"]
 
 Tensors = list[torch.Tensor]
 _Op = dist.ReduceOp
@@ -190,30 +191,29 @@ def _parse_recv_anysource(tensors: Any, tag: int = 0) -> list[Call]:
 
 
 PARSERS: dict[str, Callable[..., list[Call]]] = {
-    "allreduce": _parse_allreduce,
-    "allreduce_coalesced": _parse_allreduce_coalesced,
+    "all_reduce": _parse_allreduce,
+    "all_reduce_coalesced": _parse_allreduce_coalesced,
     "broadcast": _parse_broadcast,
     "reduce": _parse_reduce,
-    "allgather": _parse_allgather,
-    "allgather_coalesced": _parse_allgather_coalesced,
-    "_allgather_base": _parse_all_gather_single,
-    "all_gather_single": _parse_all_gather_single,
-    "allgather_into_tensor_coalesced": _parse_all_gather_single_coalesced,
-    "all_gather_single_coalesced": _parse_all_gather_single_coalesced,
+    "all_gather": _parse_allgather,
+    "all_gather_coalesced": _parse_allgather_coalesced,
+    "all_gather_into_tensor": _parse_all_gather_single,
+    "all_gather_into_tensor_coalesced": _parse_all_gather_single_coalesced,
     "gather": _parse_gather,
     "gather_single": _parse_gather_single,
-    "gather_into_tensor": _parse_gather_single,
     "scatter": _parse_scatter,
     "reduce_scatter": _parse_reduce_scatter,
-    "_reduce_scatter_base": _parse_reduce_scatter_single,
-    "reduce_scatter_single": _parse_reduce_scatter_single,
+    "reduce_scatter_tensor": _parse_reduce_scatter_single,
     "reduce_scatter_tensor_coalesced": _parse_reduce_scatter_single_coalesced,
-    "reduce_scatter_single_coalesced": _parse_reduce_scatter_single_coalesced,
-    "alltoall_base": _parse_all_to_all_single,
+    "all_to_all": _parse_alltoall,
     "all_to_all_single": _parse_all_to_all_single,
-    "alltoall": _parse_alltoall,
     "send": _parse_send,
     "recv": _parse_recv,
     "recv_anysource": _parse_recv_anysource,
 }
-"""Method of a process group -> what turns its arguments into calls."""
+"""Function of ``torch.distributed``, or a method that has arguments of its own -> what turns those of the methods into calls."""
+
+
+def parser_of(method: str) -> Callable[..., list[Call]] | None:
+    """Return what parses the arguments of a method of process groups; None of a barrier, which has no tensors."""
+    return PARSERS.get(method) or PARSERS.get(METHODS[method].function)

@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from mgpu_check.processes.protocol import Group
 from mgpu_check.torch_hooks.flows import size_of
+from mgpu_check.torch_hooks.table import OPERATIONS
 
 __all__ = ["compared", "group_of", "option", "shown"]
 
@@ -66,7 +67,7 @@ def option(name: str, value: Any) -> str:
 
     Of an operation with a factor its kind: each rank may well have a factor of its own.
     """
-    if name in ("op", "reduceOp"):
+    if name in OPERATIONS:
         if type(value) is dist.ReduceOp:  # an object, of which each rank has its own; `SUM` is none
             state: Any = value.__getstate__()
             value = state[0]

@@ -7,13 +7,12 @@ name, operand and call site before they do the same. The C++ reducer of Distribu
 from __future__ import annotations
 
 import functools
-import inspect
 import mmap
 import os
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,82 +24,18 @@ from mgpu_check.processes import record
 from mgpu_check.processes.frames import calling_line
 from mgpu_check.processes.protocol import ANY, COLLECTIVE, Flow, Group
 from mgpu_check.torch_hooks.arguments import compared, group_of, option, shown
-from mgpu_check.torch_hooks.flows import FLOWS, Flows
-from mgpu_check.torch_hooks.group_methods import METHODS, MethodForm
+from mgpu_check.torch_hooks.flows import Flows
+from mgpu_check.torch_hooks.forms import Form, FunctionForm, MethodForm
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS
 
-__all__ = ["RECORDED", "Agreement", "Recorder", "install", "recorded_method", "recorded_wait", "recorder"]
-
-# The parameter that says what a rank contributes, or receives, by which ranks can be compared.
-_COLLECTIVES = {
-    "all_reduce": "tensor",
-    "all_reduce_coalesced": "tensors",
-    "broadcast": "tensor",
-    "reduce": "tensor",
-    "all_gather": "tensor",
-    "all_gather_coalesced": "input_tensor_list",
-    "all_gather_into_tensor": "input_tensor",
-    "all_gather_single": "input_tensor",
-    "all_gather_object": "",
-    "gather": "tensor",
-    "gather_single": "tensor",
-    "gather_into_tensor": "tensor",
-    "gather_object": "",
-    "scatter": "tensor",
-    "scatter_object_list": "",
-    "broadcast_object_list": "",
-    "reduce_scatter": "output",
-    "reduce_scatter_tensor": "output",
-    "reduce_scatter_single": "output",
-    "all_to_all": "",
-    "all_to_all_single": "",
-    "barrier": "",
-    "monitored_barrier": "",
-}
-_PEERS = {
-    "send": "tensor",
-    "isend": "tensor",
-    "recv": "tensor",
-    "irecv": "tensor",
-    "send_object_list": "",
-    "recv_object_list": "",
-}
-_FUNCTIONAL = {
-    "all_reduce": "self",
-    "all_reduce_coalesced": "self",
-    "broadcast": "self",
-    "all_gather_single": "self",
-    "all_gather_tensor": "self",
-    "all_gather_into_tensor_coalesced": "self",
-    "all_gather_single_coalesced": "self",
-    "reduce_scatter_single": "self",
-    "reduce_scatter_tensor": "self",
-    "reduce_scatter_tensor_coalesced": "self",
-    "reduce_scatter_single_coalesced": "self",
-    "all_to_all_single": "self",
-}
-# Those of which every rank has tensors of as many elements, and of the same dtype. In the others what a rank has must be
-# what its peer has for it: see `flows`.
-_SYMMETRIC = frozenset(
-    {"all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_coalesced", "all_gather_tensor"}
-    | {"all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_single", "reduce_scatter_tensor"}
-    | {"reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"}
-    | {"all_gather_single_coalesced", "gather_single", "gather_into_tensor"}
-)
-# What DistributedDataParallel does as it is made.
-_OF_MODULES = {
-    "_verify_param_shape_across_processes": "tensors",
-    "_sync_params_and_buffers": "module_states",
-}
-_OPTIONS = ("op", "reduceOp", "src", "dst", "group_src", "group_dst")
+__all__ = ["Agreement", "Recorder", "install", "recorded_method", "recorded_wait", "recorder"]
 
 Agreement = tuple[tuple[Group, int, int], ...]
 """For each group in which a rank has entered collectives: how many, and a checksum of what must be equal."""
 
 
-_TABLES = ((c10d, _COLLECTIVES), (c10d, _PEERS), (functional, _FUNCTIONAL), (utils, _OF_MODULES))
-RECORDED = frozenset(name for _, table in _TABLES for name in table)
-"""Names of the functions of torch that are recorded."""
+_HOMES = {module.__name__.rpartition(".")[2]: module for module in (c10d, functional, utils)}
 
 
 class _Inside(threading.local):
@@ -198,7 +133,7 @@ class Recorder:
         alike = compared(given) if form.symmetric else ""
         file, line = calling_line()
         take_back = None
-        if form.flows is not None and group is not None:
+        if form.paired and group is not None:
             take_back = self._add_flows(form, lambda name: form.argument(name, args, kwargs), group, (file, line))
         assert self._memory is not None
         with self._lock:
@@ -230,8 +165,7 @@ class Recorder:
         if not isinstance(root, int) or me not in ranks or root >= len(ranks):
             return None  # the collective itself will say what is wrong with it
         tag = get("tag") if form.peer else COLLECTIVE
-        assert form.flows is not None
-        return self._flows.add(form.flows, get, group, me, root, tag or 0, place)
+        return self._flows.add(form.name, get, group, me, root, tag or 0, place)
 
     def _note(self, slot: int, state: bytes) -> None:
         """Change the state of an entry, unless a later one has taken its place, or a later call."""
@@ -244,65 +178,14 @@ recorder = Recorder()
 """That of this process."""
 
 
-class Form(Protocol):
-    """How to read the arguments of one function.
-
-    Attributes:
-        name: of the function of ``torch.distributed``.
-        group, operand: names of the parameters that say where, and with what; an empty one where there is none.
-        options: names of those that must be equal on all ranks.
-        root: what a rank that stands out is called, "src" or "dst".
-        peer: it is a send, or a receive.
-        symmetric: all ranks must have operands of the same dtypes and sizes.
-        flows: by what name `FLOWS` knows it, None where it does not.
-    """
-
-    name: str
-    group: str
-    operand: str
-    options: tuple[str, ...]
-    root: str
-    peer: bool
-    symmetric: bool
-    flows: str | None
-
-    def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the argument of that name, None where there is none."""
-
-
-class _FunctionForm:
-    """How to read the arguments of one function."""
-
-    def __init__(self, function: Callable[..., Any], operand: str, peer: bool) -> None:
-        self.name = function.__name__.lstrip("_")
-        self.operand = operand
-        self.peer = peer
-        self.symmetric = self.name in _SYMMETRIC
-        self.flows = self.name if self.name in FLOWS else None
-        parameters = inspect.signature(function).parameters
-        self.positions = {name: index for index, name in enumerate(parameters)}
-        self.group = "group" if "group" in parameters else "process_group"
-        self.options = tuple(name for name in _OPTIONS if name in parameters)
-        self.root = "src" if "src" in parameters else "dst"
-        self._defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
-        if "self" in parameters:  # of a functional collective: what takes the place of `input`
-            self.positions["input"] = self.positions["self"]
-
-    def argument(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if name in kwargs:
-            return kwargs[name]
-        position = self.positions.get(name, len(args))
-        return args[position] if position < len(args) else self._defaults.get(name)
-
-
 def install() -> None:
     """Replace the functions, wherever torch has a name for them by now. Once, before the code under test is imported."""
     patches = Patches(among="torch.")
-    for module, forms in _TABLES:
-        for name in forms:
-            function = getattr(module, name, None)  # torch's versions differ in which they have
-            if function is not None:
-                patches.replace(function, _recorded(function, forms))
+    for name, collective in COLLECTIVES.items():
+        for home in collective.homes:
+            function = getattr(_HOMES[home], name, None)  # torch's versions differ in which they have
+            if function is not None and function.__name__ in COLLECTIVES:
+                patches.replace(function, _around(function, FunctionForm(function)))
     patches.apply()
     for name in METHODS:
         if hasattr(dist.ProcessGroup, name):
@@ -321,17 +204,8 @@ def recorded_wait(wait: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recorded_method(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method of a process group that has that name; return one that is no collective as it is."""
-    if name not in METHODS:
-        return method
-    return _around(method, MethodForm(name, METHODS[name][0] in _SYMMETRIC))
-
-
-def _recorded(function: Callable[..., Any], forms: Mapping[str, str]) -> Callable[..., Any]:
-    name = function.__name__
-    if name not in forms:
-        return function
-    return _around(function, _FunctionForm(function, forms[name], peer=name in _PEERS))
+    """Wrap the method of a process group that has that name in `METHODS`."""
+    return _around(method, MethodForm(name))
 
 
 def _around(function: Callable[..., Any], form: Form) -> Callable[..., Any]:

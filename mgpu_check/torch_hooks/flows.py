@@ -1,8 +1,8 @@
 """Read what a rank gives each other rank in an operation, and what it takes from it, so that both sides can be
 compared.
 
-Sends and receives, and the collectives in which ranks may well have tensors of different sizes. In the others all ranks
-must have the same; see `collectives`.
+Sends and receives, and the collectives in which ranks may well have tensors of different sizes: those whose sizes are
+"paired" in the table.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ FLOWS: Mapping[str, Callable[[Get, int, int, int], Parts]] = {
     "send_object_list": _send_objects,
     "recv_object_list": _receive_objects,
 }
-"""By function of ``torch.distributed``; given its arguments by name, the own index, the size, and the index of the root."""
+"""By function of ``torch.distributed`` that is "paired" in the table; given its arguments by name, the own index, the size, and the index of the root."""
 
 
 class Flows:

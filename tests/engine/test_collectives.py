@@ -24,9 +24,9 @@ def message(info: pytest.ExceptionInfo[BaseException]) -> list[str]:
 
 def test_every_collective_of_torch_is_recorded_and_simulated():
     """A collective that a new version of torch has must be in the tables: CONTRIBUTING says in which."""
-    from mgpu_check.simulated.parsing import PARSERS
-    from mgpu_check.torch_hooks.collectives import RECORDED
-    from mgpu_check.torch_hooks.group_methods import METHODS
+    from mgpu_check.simulated.parsing import PARSERS, parser_of
+    from mgpu_check.torch_hooks.flows import FLOWS
+    from mgpu_check.torch_hooks.table import COLLECTIVES, METHODS
 
     operands = {"tensor", "tensors", "input", "output", "input_tensor", "output_tensor_list", "object_list", "obj"}
     functions = {name: function for name, function in vars(c10d).items() if type(function) is types.FunctionType}
@@ -35,7 +35,7 @@ def test_every_collective_of_torch_is_recorded_and_simulated():
     }
     there = {name for name, of in parameters.items() if "group" in of and (of & operands or "barrier" in name)}
     assert {"all_reduce", "gather_object", "barrier"} <= there
-    assert there - RECORDED == set()
+    assert there - set(COLLECTIVES) == set()
 
     traced = {"isend_inplace", "irecv_inplace"}  # in compiled code only, which is left alone
     begun = {
@@ -46,14 +46,16 @@ def test_every_collective_of_torch_is_recorded_and_simulated():
         and "torch.ops._c10d_functional." in inspect.getsource(function)
     }
     assert "all_reduce" in begun
-    assert begun - RECORDED - traced == set()
+    assert begun - set(COLLECTIVES) - traced == set()
 
     methods = {
         name for name in dir(dist.ProcessGroup) if re.match(r"_?(all|broadcast|gather|re(duce|cv)|sc|send)", name)
     }
     methods -= {"reconfigure"}
     assert methods - set(METHODS) == set()
-    assert methods - set(PARSERS) == set()
+    assert {name for name, method in METHODS.items() if parser_of(name) is None} == {"barrier", "monitored_barrier"}
+    assert set(PARSERS) <= {method.function for method in METHODS.values()} | set(METHODS)
+    assert set(FLOWS) == {name for name, one in COLLECTIVES.items() if one.sizes == "paired"}
 
 
 def test_different_collectives_are_named_with_number_and_place(pool):
@@ -387,3 +389,35 @@ def test_compiled_code_is_left_alone(tmp_path):
     """In a process of its own: the simulated node has no collectives inside of one compiled graph."""
     done = subprocess.run([sys.executable, "-c", COMPILED, str(tmp_path / "store")], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
+
+
+def test_a_gate_reads_functions_and_methods_alike(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+        from torch import nn
+        from torch.distributed import _functional_collectives as functional
+
+        from mgpu_check.gates.events import traced
+        from mgpu_check.mistakes.observed import Trace
+
+        group = dist.new_group([1, 3])
+        trace = Trace()
+        x = torch.ones(2)
+        with traced(nn.Linear(1, 1), trace):
+            if rank.index in (1, 3):
+                dist.broadcast(x, group=group, group_src=1)
+                group.broadcast(x, 1).wait()
+                dist.all_reduce(x, dist.ReduceOp.MAX, group)
+                group.allreduce([x], dist.ReduceOp.MAX).wait()
+                functional.all_reduce(x, "max", group).sum()
+        return [
+            (event.name, *map(event.details.get, ("group", "src", "op")), [one["shape"] for one in event.tensors])
+            for event in trace.of("collective")
+        ]
+
+    found = pool.run(body)
+    assert found[0] == found[2] == []
+    broadcast = ("broadcast", (1, 3), 3, None, [(2,)])
+    reduced = ("all_reduce", (1, 3), None, "max", [(2,)])
+    assert found[1] == found[3] == [broadcast, broadcast, reduced, reduced, reduced]

@@ -10,6 +10,7 @@ from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
+from mgpu_check.torch_hooks.table import COLLECTIVES
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
@@ -32,7 +33,6 @@ __all__ = [
     "uneven_tensors",
 ]
 
-_FILLING = ("all_gather", "gather", "scatter", "all_to_all", "reduce_scatter")
 _NARROW = ("float16", "bfloat16")
 _NEAR = 2e-3
 """Of a ratio: a hypothesis about it is computed in another order than the ratio."""
@@ -81,8 +81,8 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
     for same in zip(*calls, strict=False):
         # The lists that a collective fills or deals out are those of one rank only.
         shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
-        name = same[0].name
-        if any(shape != shapes[0] for shape in shapes) and name.startswith(_FILLING) and "object" not in name:
+        known = COLLECTIVES.get(same[0].name)
+        if any(shape != shapes[0] for shape in shapes) and known is not None and known.kind == "parts":
             told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
             return Finding("uneven-gather", f"{_where(same[0])} was given tensors of shapes {told}, rank by rank")
     return None
