@@ -1,4 +1,7 @@
-"""Walking a batch and its shards side by side, through the containers that `nn.parallel.scatter` knows."""
+"""Walk a batch and its shards side by side, through the containers that `nn.parallel.scatter` knows.
+
+They are others than those of `torch_hooks.nested` and of torch's pytree, and where two differ is told by name.
+"""
 
 from __future__ import annotations
 

@@ -119,7 +119,10 @@ def _multipliers(count: int) -> torch.Tensor:
 
 
 def inputs_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of a model, also in lists, tuples and dicts, in order."""
+    """Return the tensors among the arguments of a model, also in lists, tuples and dicts, in order.
+
+    Those of dicts are in the order of their keys, not of the dict, which another process may have built in another order.
+    """
     found: list[torch.Tensor] = []
     for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
         if isinstance(value, torch.Tensor):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.gates.batches import has_padding, samples_in, tensors_of, with_tensors
+from mgpu_check.gates.batches import has_padding, samples_in
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.rounding import one_thread
@@ -19,6 +19,7 @@ from mgpu_check.mistakes.observed import Alternative, Division, Hypotheses, Othe
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.seeds import seed_everything
 
 __all__ = ["run_hypotheses"]

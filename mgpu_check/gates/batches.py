@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.seeds import seed_everything
 
 __all__ = [
@@ -16,9 +15,7 @@ __all__ = [
     "has_padding",
     "make_batches",
     "samples_in",
-    "tensors_of",
     "wider",
-    "with_tensors",
 ]
 
 _IGNORED = -100
@@ -139,41 +136,3 @@ def wider(value: Any) -> Any:
     """Return `value` with float32 tensors in float64, and complex64 in complex128, in any structure."""
     wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     return with_tensors(value, [leaf.to(wide.get(leaf.dtype, leaf.dtype)) for leaf in tensors_of(value)])
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a structure of mappings, sequences and dataclasses, in order."""
-    found: list[torch.Tensor] = []
-
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    _mapped(take, value)
-    return found
-
-
-def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the same structure with other tensors, in the order of `tensors_of`."""
-    rest = iter(tensors)
-    return _mapped(lambda tensor: next(rest), value)
-
-
-def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {
-            part.name: _mapped(change, getattr(value, part.name)) for part in dataclasses.fields(value) if part.init
-        }
-        return dataclasses.replace(value, **parts)
-    if isinstance(value, Mapping):
-        new: Any = copy.copy(value)
-        for key in list(value):
-            new[key] = _mapped(change, value[key])
-        return new
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_mapped(change, part) for part in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(change, part) for part in value)
-    return value

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from mgpu_check.gates.flattening import Opaque, flattened
 from mgpu_check.gates.observing import plain_copy
@@ -23,6 +22,7 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real
 
@@ -115,7 +115,7 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
     if program.evaluate is not None:
         return flattened(program.evaluate(model, batch), "answer", take=plain_copy)
-    first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+    first = next(iter(tensors_of(batch)), None)
     if first is None:
         raise ValueError(
             "batch(n) holds no tensor to call the model with; pass evaluate=, a function of model and batch"

@@ -1,6 +1,7 @@
 """Flatten a state or an answer to tensors, numbers and texts by dotted name. Imports torch.
 
-Two values that differ must not come out the same: what cannot be taken apart is refused.
+Two values that differ must not come out the same: what cannot be taken apart is refused. So it goes further than
+`torch_hooks.nested`: into objects, generators and arrays, by their state.
 """
 
 from __future__ import annotations

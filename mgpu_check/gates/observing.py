@@ -17,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.gates.batches import make_batches, tensors_of, wider
+from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
 
@@ -149,13 +150,8 @@ def _normalizes(module: nn.Module) -> bool:
 
 def _take(seen: Observation, name: Result, value: Any) -> None:
     """Take down a returned value, part by part."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        value = value._asdict()
-    if isinstance(value, (Mapping, list, tuple)):
-        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, part in entries:
+    if (parts := entries(value)) is not None:
+        for key, part in parts:
             _take(seen, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), part)
         return
     if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from mgpu_check.gates.batches import tensors_of, with_tensors
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.observing import Nudge, observe
 from mgpu_check.gates.program import Program, modules_of
@@ -23,6 +22,7 @@ from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 
 __all__ = ["Measured", "measured", "one_thread"]
 

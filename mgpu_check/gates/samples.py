@@ -9,11 +9,11 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from mgpu_check.gates.coverage import Epoch, Visits
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.nested import leaves
 from mgpu_check.torch_hooks.tensors import as_real, bytes_of, plain
 
 __all__ = ["Key", "MakeLoader", "visit"]
@@ -142,7 +142,7 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
             identity = _plain_id(given)
             yield identity, _cut(repr(identity))
         return
-    columns = [column for leaf in tree_leaves(batch, is_leaf=_is_column) for column in _columns(leaf)]
+    columns = [column for leaf in leaves(batch, _is_column) for column in _columns(leaf)]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
         raise _Misuse(
@@ -170,10 +170,7 @@ def _is_column(node: Any) -> bool:
 
 def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
     """Yield the rows of a leaf of a batch, each as bytes and as a text; nothing for what is not one thing per sample."""
-    if isinstance(leaf, Mapping):  # one that torch's pytree does not know, such as a UserDict
-        for part in tree_leaves(dict(leaf), is_leaf=_is_column):
-            yield from _columns(part)
-    elif isinstance(leaf, list | tuple):
+    if isinstance(leaf, list | tuple):
         yield [(repr(part).encode() + b"\0", repr(part)) for part in leaf]
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype") and leaf.dtype.kind in "biufc":
         yield from _columns(torch.as_tensor(leaf))

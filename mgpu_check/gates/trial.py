@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gates.batches import tensors_of
 from mgpu_check.gates.measuring import largest_factor, measure
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
 from mgpu_check.gates.relations import relations_of, repeats
@@ -16,6 +15,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
+from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import digest_of
 
 __all__ = ["Trial", "Trials"]

@@ -39,6 +39,7 @@ _coalescing: dict[str, list[Call]] = {}
 
 
 def _leaves(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments; methods written in C++ take them in lists and tuples only, and this is quick."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,0 +1,80 @@
+"""Walk values that are nested: dataclasses, mappings, named tuples, lists, tuples, and what torch's pytree knows.
+
+The pytree alone would not do: dataclasses and most mappings are one thing to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+__all__ = ["entries", "leaves", "tensors_of", "with_tensors"]
+
+
+def entries(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the parts of a value, each with its key, name or index; None where it is one thing."""
+    if isinstance(value, torch.Tensor):
+        return None
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(part.name, getattr(value, part.name)) for part in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        return [(key, value[key]) for key in value]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return list(zip(value._fields, value, strict=True))
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    known = tree_leaves(value, is_leaf=lambda one: one is not value)
+    return None if len(known) == 1 and known[0] is value else list(enumerate(known))
+
+
+def leaves(value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Iterator[Any]:
+    """Yield what cannot be taken apart, and what `is_leaf` says is not to be, in order."""
+    parts = None if is_leaf(value) else entries(value)
+    if parts is None:
+        yield value
+    else:
+        for _, part in parts:
+            yield from leaves(part, is_leaf)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in it, in order; of a dataclass those that its constructor takes."""
+    found: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _mapped(take, value)
+    return found
+
+
+def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the same structure with other tensors, in the order of `tensors_of`."""
+    rest = iter(tensors)
+    return _mapped(lambda tensor: next(rest), value)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = {
+            part.name: _mapped(change, getattr(value, part.name)) for part in dataclasses.fields(value) if part.init
+        }
+        return dataclasses.replace(value, **parts)
+    if isinstance(value, Mapping):
+        new: Any = copy.copy(value)
+        for key in list(value):
+            new[key] = _mapped(change, value[key])
+        return new
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(change, part) for part in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(change, part) for part in value)
+    return tree_map(lambda part: part if part is value else _mapped(change, part), value)
