@@ -22,7 +22,6 @@ from mgpu_check.simulated.late import LateWork, Staging
 from mgpu_check.simulated.parsing import parser_of
 from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor
-from mgpu_check.torch_hooks.collectives import recorded_method, recorded_wait
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.table import METHODS
 
@@ -193,20 +192,22 @@ def _end_coalescing(original: Callable[..., object]) -> Callable[..., object]:
     return end
 
 
-_recording = False
+_recorded: Callable[[str, Callable[..., object]], Callable[..., object]] | None = None
 
 
 def record() -> None:
     """Write a collective down, in nodes that are entered from now on, before the simulation does what may wait for other
     ranks.
     """
-    global _recording
-    _recording = True
+    from mgpu_check.torch_hooks.collectives import recorded_method, recorded_wait  # late: only ranks record
+
+    global _recorded
+    _recorded = recorded_method
     Patches().wrap(LateWork, "wait", recorded_wait)
 
 
-def _recorded(name: str, method: Callable[..., object]) -> Callable[..., object]:
-    return recorded_method(name, method) if _recording else method
+def _around(name: str, method: Callable[..., object]) -> Callable[..., object]:
+    return method if _recorded is None else _recorded(name, method)
 
 
 def _refuse_host(group: Any) -> None:
@@ -222,8 +223,8 @@ def install_collectives(patches: Patches) -> None:
         parse = parser_of(name)
         original = getattr(_pg, name, None)
         if original is not None and parse is not None:
-            patches.set(_pg, name, _recorded(name, _method(original, parse)))
+            patches.set(_pg, name, _around(name, _method(original, parse)))
     install_functional(patches.replace, _refuse_host)
-    patches.set(_pg, "barrier", _recorded("barrier", _barrier(_pg.barrier)))
+    patches.set(_pg, "barrier", _around("barrier", _barrier(_pg.barrier)))
     patches.wrap(_pg, "_start_coalescing", _start_coalescing)
     patches.wrap(_pg, "_end_coalescing", _end_coalescing)

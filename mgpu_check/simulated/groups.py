@@ -18,6 +18,7 @@ from mgpu_check.simulated.nccl import NcclOptions, ProcessGroupNCCL, on_construc
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import to_real
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.tensors import bytes_of
 
 __all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nccl_of"]
 
@@ -242,7 +243,7 @@ def _hash_tensors(tensors: Sequence[torch.Tensor]) -> int:
     """Hash tensors as torch logs them at its most talkative debug level."""
     number = 0
     for tensor in tensors:
-        number = zlib.crc32(to_real(tensor).numpy().tobytes(), number)
+        number = zlib.crc32(bytes_of(to_real(tensor)), number)
     return number
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.simulated import groups
+from mgpu_check.simulated import groups, simulated_node
 
 
 def filled(rank, *shape):
@@ -527,6 +527,13 @@ def meshes(rank, size):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tensors_are_hashed_as_the_most_talkative_debug_level_logs_them():
+    with simulated_node(1):
+        numbers = torch.ones(3, device="cuda"), torch.ones(3, device="cuda", dtype=torch.bfloat16)
+        one, other = (torch._C._distributed_c10d._hash_tensors([number]) for number in numbers)
+        assert one == torch._C._distributed_c10d._hash_tensors([torch.ones(3)]) != other
+
+
 def test_device_mesh_tensor_parallel_and_fully_shard(on_ranks):
     first, second = on_ranks(meshes)
     assert first == ([[0, 1], [2, 3]], 0, 56)
