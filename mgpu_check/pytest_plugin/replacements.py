@@ -229,7 +229,10 @@ def _found(holder: Any, path: tuple[str, ...]) -> Any:
 
 @contextlib.contextmanager
 def replaced(pickled: bytes) -> Iterator[None]:
-    """Replace, in a rank, what `Replacements.pickled` has named, until the end of the context."""
+    """Replace, in a rank, what `Replacements.pickled` has named, until the end of the context.
+
+    Items of mappings, and what a fixture has removed, are among them, which `torch_hooks.patches` knows nothing of.
+    """
     if not pickled:
         yield
         return
