@@ -81,6 +81,25 @@ def test_pages_that_the_code_names_exist() -> None:
     assert [page for page in named if not (ROOT / page).exists()] == []
 
 
+def test_links_of_the_readme_lead_somewhere_wherever_it_is_shown() -> None:
+    """Package indexes show it without the files beside it: a relative link would lead nowhere there."""
+    urls = project()["project"]["urls"]
+    site, files = urls["Documentation"], urls["Source"] + "/blob/main/"
+    text = (ROOT / "README.md").read_text()
+    addresses = dict(re.findall(r"^\[([\w/-]+)\]: (\S+)$", text, re.MULTILINE))
+    assert {*re.findall(r"\]\[([^\]]+)\]", text)} == addresses.keys()
+    for link in (*addresses.values(), *re.findall(r"\]\(([^)\s]+)\)", text)):
+        address = link.partition("#")[0]
+        if address.startswith(site):
+            page = address.removeprefix(site)
+            assert page.endswith("/"), link
+            # As MkDocs names the pages: a README is that of its directory.
+            assert any((DOCS / name).is_file() for name in (f"{page[:-1]}.md", f"{page}README.md")), link
+        else:
+            assert address.startswith(files), link
+            assert (ROOT / address.removeprefix(files)).is_file(), link
+
+
 @pytest.mark.parametrize("path", sorted(FRAGMENTS.glob("*")), ids=lambda path: path.name)
 def test_a_fragment_of_the_changelog_has_a_type_and_a_sentence(path: Path) -> None:
     if path.name == "README.md":
