@@ -68,11 +68,11 @@ def false_alarms(ranks: Any, names: list[str], steps: int, seed: int) -> dict[st
 
 
 def _what(failed: Any) -> str:
-    if failed.verdict is None:
+    if failed.relations is None:
         return str(failed.error)[:3000]
-    wrong = [name for name, relations in failed.verdict.relations.items() if False in relations.values()]
+    wrong = [name for name, relations in failed.relations.held.items() if False in relations.values()]
     return "; ".join(
-        f"{name}: {failed.verdict.relations[name]} {failed.verdict.details.get(name, '')}" for name in wrong[:4]
+        f"{name}: {failed.relations.held[name]} {failed.relations.details.get(name, '')}" for name in wrong[:4]
     )
 
 

@@ -24,7 +24,7 @@ class Step:
 
 def test_step_scales(ranks):
     # The loader drops the last, incomplete batch: all ranks have equally many samples.
-    assert_step_scales(ranks, Step, build=build, batch=make_data, sizes="divisible")
+    assert_step_scales(ranks, Step, build=build, batch=make_data, sizes="divisible", max_examples=12)
 
 
 class BrokenStep(Step):
@@ -33,5 +33,5 @@ class BrokenStep(Step):
 
 def test_the_broken_twin_is_refuted(ranks, refuted):
     with pytest.raises(ScalingMismatch) as mismatch:
-        assert_step_scales(ranks, BrokenStep, build=build, batch=make_data, sizes="divisible")
+        assert_step_scales(ranks, BrokenStep, build=build, batch=make_data, sizes="divisible", max_examples=12)
     assert refuted("mlp_ddp", mismatch.value) == "gradients-not-synchronized"

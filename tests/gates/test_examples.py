@@ -29,20 +29,22 @@ def examples(pytester: pytest.Pytester) -> Path:
     return copy
 
 
-# With as many ranks, and other models, as the others: these are the quickest.
-QUICK = ("lenet_by_hand", "mlp_ddp")
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "broken").glob("[!_]*.py"))
+QUICK = ["lenet_by_hand", "mlp_ddp"]  # with as many ranks, and other models, as the others
+OTHERS = [name for name in EXAMPLES if name not in QUICK]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in EXAMPLES])
-def test_an_example_passes_and_its_twin_is_refuted_as_reported(
-    run: Callable[..., pytest.RunResult], examples: Path, name: str
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["quick", "others"])
+def test_examples_pass_and_their_twins_are_refuted_as_reported(
+    run: Callable[..., pytest.RunResult], examples: Path, names: list[str]
 ) -> None:
     written = examples / "written"
-    result = run("--gpus=4", "--simulate", f"--reports={written}", str(examples / f"test_{name}.py"))
+    tests = [str(examples / f"test_{name}.py") for name in names]
+    result = run("--gpus=4", "--simulate", f"--reports={written}", *tests)
     assert result.ret == 0, result.stdout.str()
-    (report,) = written.iterdir()
-    assert shape(report.read_text()) == shape((REPORTS / f"{name}.txt").read_text())
+    assert {report.stem for report in written.iterdir()} == set(names)
+    for report in written.iterdir():
+        assert shape(report.read_text()) == shape((REPORTS / report.name).read_text())
 
 
 def test_there_is_a_test_and_a_report_of_each_broken_twin() -> None:

@@ -1,0 +1,56 @@
+"""The programs of the pages of mistakes, and what the gates say of them."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+from mgpu_check import (
+    ScalingMismatch,
+    assert_evaluation_agrees,
+    assert_loader_covers,
+    assert_resume_continues,
+    assert_step_scales,
+)
+from mgpu_check.gates.worlds import RanksFixture
+from tests.docs.pages import MISTAKES, first_files
+
+# By what tells programs apart that they define: their gate, which function of theirs it judges, and what else of them it
+# is given.
+GATES: dict[str, tuple[Callable[..., None], str, tuple[str, ...]]] = {
+    "make_loader": (assert_loader_covers, "make_loader", ()),
+    "train": (assert_resume_continues, "train", ()),
+    "evaluate": (assert_evaluation_agrees, "step", ("build", "batch", "evaluate")),
+    "step": (assert_step_scales, "step", ("build", "batch", "reference", "sizes", "single_process")),
+}
+
+
+def source(name: str, kind: str) -> str:
+    """The program of a page, complete: what the right one does not define is as in the wrong one."""
+    shown = first_files(MISTAKES / f"{name}.md")
+    return shown["wrong.py"] if kind == "wrong" else f"{shown['wrong.py']}\n\n{shown['right.py']}"
+
+
+def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -> ScalingMismatch | None:
+    """Hand the program of the page `name` to its gate; the mismatch that it raises, or None.
+
+    Args:
+        kind: "wrong" or "right".
+        max_examples: for the gate of steps.
+    """
+    text = source(name, kind)
+    # No module that could be imported: so it travels to ranks by value, as a module of tests does.
+    program = types.ModuleType(f"{name.replace('-', '_')}_{kind}")
+    exec(compile(text, f"{name}.md", "exec"), program.__dict__)
+    known = next(function for function in GATES if re.search(rf"^def {function}\(", text, re.MULTILINE))
+    gate, judged, taken = GATES[known]
+    options: dict[str, Any] = {option: value for option, value in vars(program).items() if option in taken}
+    if gate is assert_step_scales:
+        options["max_examples"] = max_examples
+    try:
+        gate(ranks, getattr(program, judged), **options)
+    except ScalingMismatch as mismatch:
+        return mismatch
+    return None

@@ -1,0 +1,56 @@
+"""Tests that run where each process has reworded the texts of mgpu-check, after this module's conftest."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.compare.test_judgement import mistakes, start, verdict
+from tests.gates.pages import judge
+
+# Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.
+WRONG = (
+    "mean-of-means",
+    "gradients-not-synchronized",
+    "uneven-gather",
+    "padding-counted",
+    "state-not-restored",
+    "evaluation-differs",
+)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(ranks, name):
+    refuted = judge(ranks, name, "wrong", 8)
+    assert refuted is not None
+    assert refuted.mistakes[:1] == (name,)
+    assert "does not scale" not in str(refuted) and "looks like" not in str(refuted)  # it is reworded, indeed
+    assert name in str(refuted)
+
+
+def test_right(ranks):
+    assert judge(ranks, "mean-of-means", "right", 8) is None
+
+
+def doubled(training):
+    training.gradient = lambda number: [2 * g for g in training.after(number)]
+
+
+def elsewhere(training):
+    training.begin = [value + training.rank for value in start()]
+
+
+def rate(training):
+    training.rate = 0.1 * (1 + training.rank)
+
+
+def same(training):
+    training.samples = lambda number: [8 * number + i for i in range(8)]
+
+
+def test_comparisons():
+    assert verdict().kind == "equal"
+    assert mistakes(doubled) == ("world-size-factor",)
+    assert mistakes(elsewhere) == ("different-initialization",)
+    assert mistakes(rate) == ("decision-per-rank",)
+    assert mistakes(same) == ("dataset-not-split",)
+    assert "differs between ranks" not in str(verdict(rate).report)
