@@ -126,6 +126,10 @@ class _Config:
         return 1
 
     @staticmethod
+    def get_terminal_writer() -> TerminalWriter:  # versions before 9 ask it for colours, whatever plugins there are
+        return TerminalWriter(io.StringIO())
+
+    @staticmethod
     def getini(name: str) -> object:
         return {
             "assertion_text_diff_style": "ndiff",
