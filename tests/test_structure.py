@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -30,6 +31,7 @@ FLOORS = [
 LOOSE = {"__init__", "__main__", "errors", "settings", "version"}
 
 
+@functools.cache
 def rooms_and_imports() -> list[tuple[str, str, str]]:
     found = []
     for path in PACKAGE.rglob("*.py"):
@@ -112,9 +114,22 @@ def test_ranks_know_nothing_of_hypothesis():
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def first_to_import(unwanted: str, *modules: str) -> str:
+    """Which of `modules`, imported one after the other, is the first with which `unwanted` comes; "" if none is."""
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[2:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if sys.argv[1] in sys.modules:\n"
+        "        print(name)\n"
+        "        break\n"
+    )
+    command = [sys.executable, "-c", code, unwanted, *modules]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def test_the_pytest_process_does_without_torch():
+    modules = (
         "mgpu_check",
         "mgpu_check.pytest_plugin.plugin",
         "mgpu_check.pytest_plugin.execution",
@@ -126,23 +141,23 @@ def test_ranks_know_nothing_of_hypothesis():
         "mgpu_check.suite.test_gradients",
         "mgpu_check.suite.test_mismatch",
         "mgpu_check.suite.test_scatter",
-    ],
-)
-def test_the_pytest_process_does_without_torch(module):
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    )
+    assert first_to_import("torch", *modules) == ""
 
 
-@pytest.mark.parametrize("module", ["mgpu_check", "mgpu_check.pytest_plugin.plugin"])
-def test_the_plugin_does_without_hypothesis(module):
-    code = f"import sys, {module}; sys.exit('hypothesis' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_the_plugin_does_without_hypothesis():
+    assert first_to_import("hypothesis", "mgpu_check", "mgpu_check.pytest_plugin.plugin") == ""
 
 
-@pytest.mark.parametrize("module", ["mgpu_check.rank_side.worker", "mgpu_check.numerics.perturbation"])
-def test_real_ranks_do_without_the_simulator(module):
-    code = f"import sys, {module}; sys.exit('mgpu_check.simulated' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_real_ranks_do_without_the_simulator():
+    modules = ("mgpu_check.rank_side.worker", "mgpu_check.numerics.perturbation")
+    assert first_to_import("mgpu_check.simulated", *modules) == ""
+
+
+def test_what_comes_with_a_module_is_found():
+    assert (
+        first_to_import("mgpu_check.devices", "json", "mgpu_check.devices.inventory") == "mgpu_check.devices.inventory"
+    )
 
 
 def test_every_public_name_exists_and_has_a_docstring():

@@ -80,7 +80,7 @@ def test_operator_cases_are_of_the_kind_asked_for(run_with: Callable[[int], None
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 def test_splits_cover_the_sizes_that_matter(run_with: Callable[[int], None], count: int) -> None:
     run_with(count)
-    found = drawn(strategies.splits(leaves=True), 400)
+    found = drawn(strategies.splits(leaves=True))
     spread = {(split.size, split.devices) for split in found}
     assert any(size == 0 for size, _ in spread)
     assert any(size == devices for size, devices in spread)
