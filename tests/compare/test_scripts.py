@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 from tests.docs.pages import DOCS, blocks
 
 SIMULATED = ("--gpus=2", "--simulate")
@@ -18,7 +16,6 @@ AVERAGE = """\
 CLIP = "    nn.utils.clip_grad_norm_(net.parameters(), 0.5)\n"
 
 
-@pytest.mark.cold
 def test_the_tutorial_is_equal(compare, tutorial):
     outcome = compare(tutorial, *SIMULATED, code=0)
     assert outcome.json["verdict"] == "equal"
