@@ -561,11 +561,13 @@ def program_of(command: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 def _standbys(words: Sequence[str]) -> int:
     """How many a program needs: for ranks and one device of a comparison; or one for each worker, or one fork server."""
-    if list(words[:3]) == ["-m", "mgpu_check", "compare"]:
-        ranks = re.search(r" --gpus=(\d+) ", " ".join(words))
+    line = " ".join([*words, ""])
+    if line.startswith("-m mgpu_check compare "):
+        ranks = re.search(r" --gpus=(\d+) ", line)
         return (int(ranks[1]) if ranks else 2) + COMPARED_ON_ONE_DEVICE
-    workers = re.search(r"(?:^| )-n ?(\d+)(?: |$)", " ".join(words))
-    return max(1, int(workers[1])) if workers else 1
+    workers = re.search(r" -n ?([1-9]\d*) ", line)
+    # Who hands out the tests counts real devices in a process that ends before those of the workers are there.
+    return int(workers[1]) + ("--simulate" not in words) if workers else 1
 
 
 def main(control: str) -> None:
