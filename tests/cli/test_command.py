@@ -130,8 +130,9 @@ def test_devices_says_what_there_is(command, monkeypatch):
     assert "no GPU is visible" in text
 
 
-def test_selftest_of_one_property_proves_each_check(command):
-    text = command("selftest", "-k", "test_mismatch")
+@pytest.mark.parametrize("quick", [("--quick",), pytest.param((), marks=pytest.mark.slow)], ids=["quick", "all pairs"])
+def test_selftest_of_one_property_proves_each_check(command, quick):
+    text = command("selftest", *quick, "-k", "test_mismatch")
     assert "selftest: " in text
     assert "every fault is caught, every check catches one" in text
 

@@ -125,14 +125,17 @@ def python(begin: Begin) -> Python:
 
 @pytest.fixture
 def compare(tmp_path, python):
-    """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with."""
+    """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with.
 
-    def compare(script: str, *options: str, code: int, arguments: Sequence[str] = ()) -> Outcome:
+    Other comparisons than of ranks with one device run `more` processes.
+    """
+
+    def compare(script: str, *options: str, code: int, arguments: Sequence[str] = (), more: int = 0) -> Outcome:
         tmp_path.joinpath("train.py").write_text(textwrap.dedent(script))
         before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
         ranks = next((int(option.partition("=")[2]) for option in options if option.startswith("--gpus=")), 2)
         words = (*options, "--json=out.json", "--html=out.html", "--", "train.py", *arguments)
-        exited, stdout, stderr = python("-m", "mgpu_check", "compare", *words, processes=ranks + COMPARED_ON_ONE_DEVICE)
+        exited, stdout, stderr = python("-m", "mgpu_check", "compare", *words, processes=ranks + COMPARED_ON_ONE_DEVICE + more)
         text = (stdout + stderr).decode()
         assert exited == code, text
         assert sorted(p.name for p in tmp_path.iterdir() if p.name not in ("out.json", "out.html")) == before
