@@ -135,7 +135,9 @@ def compare(tmp_path, python):
         before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
         ranks = next((int(option.partition("=")[2]) for option in options if option.startswith("--gpus=")), 2)
         words = (*options, "--json=out.json", "--html=out.html", "--", "train.py", *arguments)
-        exited, stdout, stderr = python("-m", "mgpu_check", "compare", *words, processes=ranks + COMPARED_ON_ONE_DEVICE + more)
+        exited, stdout, stderr = python(
+            "-m", "mgpu_check", "compare", *words, processes=ranks + COMPARED_ON_ONE_DEVICE + more
+        )
         text = (stdout + stderr).decode()
         assert exited == code, text
         assert sorted(p.name for p in tmp_path.iterdir() if p.name not in ("out.json", "out.html")) == before

@@ -69,7 +69,7 @@ def test_ranks_that_part_ways_are_reported_as_shown(run: Run, pytester: pytest.P
             "@pytest.mark.ranks(4)\ndef test_crash(rank): train.crash(rank)\n",
         },
     )
-    result = run(*GPUS, "--rank-timeout=2")
+    result = run(*GPUS, "--rank-timeout=5")
     result.assert_outcomes(failed=3)
     for block in blocks(WRITE_TESTS, "")[1:]:
         assert_shows(result, block.text)
