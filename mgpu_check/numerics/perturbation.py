@@ -6,6 +6,7 @@ Monte Carlo arithmetic: D. S. Parker, *Monte Carlo Arithmetic*, UCLA CSD-970002,
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -74,13 +75,12 @@ class Perturbed(TorchDispatchMode):
             with self:
                 return _COMPOSED[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        schema = func._schema
+        computes, written = _effects(func)
         made: list[Any] = []
-        # A result that aliases an argument without writing to it is a view: nothing was computed.
-        if not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns):
-            made += tree_leaves(result)
-        if not schema.returns:
-            made += tree_leaves([a for a, part in zip(args, schema.arguments, strict=False) if _written(part)])
+        if computes:
+            made += (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
+        if written:
+            made += tree_leaves([args[place] for place in written if place < len(args)])
         for value in made:
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
             tensor = getattr(value, "_local_tensor", value)
@@ -97,8 +97,10 @@ class Perturbed(TorchDispatchMode):
         roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
         size = self.spread * roundoff
         least = 1 if self.coherent else 0
-        sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.int8)
-        factor = (1 - size + 2 * size * sign).to(tensor.device)
+        sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.get_default_dtype())
+        factor = sign.mul_(2 * size).add_(1 - size)
+        if tensor.device != factor.device:
+            factor = factor.to(tensor.device)
         if self.counts and tensor.element_size() > 2:
             whole = tensor == tensor.round()
             if bool(whole.any()):  # of most results none is
@@ -120,6 +122,19 @@ def unfused() -> Iterator[None]:
     finally:
         for library, value in zip(libraries, before, strict=True):
             library.enabled = value
+
+
+@functools.cache
+def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
+    """Return whether an operator computes its results, and the places of the arguments that it writes to instead.
+
+    A result that aliases an argument without writing to it is a view: nothing was computed.
+    """
+    schema = func._schema
+    computes = not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns)
+    if schema.returns:
+        return computes, ()
+    return computes, tuple(place for place, part in enumerate(schema.arguments) if _written(part))
 
 
 def _written(argument: Any) -> bool:
