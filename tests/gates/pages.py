@@ -14,7 +14,11 @@ from mgpu_check import (
     assert_resume_continues,
     assert_step_scales,
 )
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.mistakes.results import KINDS
 from tests.docs.pages import MISTAKES, first_files
 
 # By what tells programs apart that they define: their gate, which function of theirs it judges, and what else of them it
@@ -33,6 +37,15 @@ def source(name: str, kind: str) -> str:
     return shown["wrong.py"] if kind == "wrong" else f"{shown['wrong.py']}\n\n{shown['right.py']}"
 
 
+def program_of(name: str, kind: str) -> tuple[types.ModuleType, str]:
+    """The program of a page as a module, and by which of `GATES` it is judged."""
+    text = source(name, kind)
+    # No module that could be imported: so it travels to ranks by value, as a module of tests does.
+    program = types.ModuleType(f"{name.replace('-', '_')}_{kind}")
+    exec(compile(text, f"{name}.md", "exec"), program.__dict__)
+    return program, next(known for known in GATES if re.search(rf"^def {known}\(", text, re.MULTILINE))
+
+
 def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -> ScalingMismatch | None:
     """Hand the program of the page `name` to its gate; the mismatch that it raises, or None.
 
@@ -40,11 +53,7 @@ def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -
         kind: "wrong" or "right".
         max_examples: for the gate of steps.
     """
-    text = source(name, kind)
-    # No module that could be imported: so it travels to ranks by value, as a module of tests does.
-    program = types.ModuleType(f"{name.replace('-', '_')}_{kind}")
-    exec(compile(text, f"{name}.md", "exec"), program.__dict__)
-    known = next(function for function in GATES if re.search(rf"^def {function}\(", text, re.MULTILINE))
+    program, known = program_of(name, kind)
     gate, judged, taken = GATES[known]
     options: dict[str, Any] = {option: value for option, value in vars(program).items() if option in taken}
     if gate is assert_step_scales:
@@ -54,3 +63,17 @@ def judge(ranks: RanksFixture, name: str, kind: str, max_examples: int | None) -
     except ScalingMismatch as mismatch:
         return mismatch
     return None
+
+
+def alarm(ranks: RanksFixture, name: str) -> object:
+    """What the gate has against the right program of a page; for a step in one case, which takes a tenth of the time."""
+    program, known = program_of(name, "right")
+    if known != "step":
+        return judge(ranks, name, "right", None)
+    given = {option: value for option, value in vars(program).items() if option in ("reference", "single_process")}
+    step = Program(program.step, program.build, program.batch, **given)
+    trials = Trials(ranks, step, frozenset(KINDS), None, name)
+    sizes: Any = getattr(program, "sizes", "divisible")
+    failed = trials.run(Scenario(2, 8 if sizes == "divisible" else sizes[0]))
+    assert failed is not None or trials.completed[2] == 1  # it was compared
+    return failed

@@ -30,7 +30,7 @@ def examples(pytester: pytest.Pytester) -> Path:
 
 
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples" / "broken").glob("[!_]*.py"))
-QUICK = ["lenet_by_hand", "mlp_ddp"]  # with as many ranks, and other models, as the others
+QUICK = ["lenet_by_hand"]
 OTHERS = [name for name in EXAMPLES if name not in QUICK]
 
 

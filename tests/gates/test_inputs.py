@@ -31,7 +31,7 @@ def test_sizes_below_the_world_size(ranks):
         (loss * rank.size / len(batch[0])).backward()
 
     refuted(ranks, step, match="world size 2, samples 1,")
-    passes(ranks, step, sizes=st.integers(4, 9), world_sizes=[2])
+    passes(ranks, step, sizes=st.integers(4, 9))
 
 
 def test_scaled_batches_reach_a_limit_on_the_norm(ranks):

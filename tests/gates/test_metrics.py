@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from mgpu_check import ScalingMismatch, assert_metric_scales
-from tests.gates.steps import batch, build, mine, passes, refuted
+from tests.gates.steps import ALL, batch, build, mine, passes, refuted
 
 pytestmark = pytest.mark.gpus(4)
 
@@ -27,7 +27,7 @@ def test_right(ranks):
         dist.all_reduce(found)
         return {"accuracy": found / len(batch[0])}
 
-    metric_passes(ranks, accuracy)
+    metric_passes(ranks, accuracy, **ALL)
 
 
 def test_mean_of_means(ranks):
@@ -36,7 +36,7 @@ def test_mean_of_means(ranks):
         dist.all_reduce(found)
         return {"accuracy": found / rank.size}
 
-    metric_refuted(ranks, metric, "mean-of-means")
+    metric_refuted(ranks, metric, "mean-of-means", sizes=[5])
 
 
 def test_each_rank_its_own(ranks):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import ScalingMismatch
-from tests.gates.steps import batch, mine, passes, refuted, summed, total
+from tests.gates.steps import ALL, batch, mine, passes, refuted, summed, total
 
 pytestmark = pytest.mark.gpus(4)
 
@@ -110,7 +110,7 @@ def test_each_world_size_is_tried(ranks, examples):
     def step(model, batch, rank):
         return {"sum": batch[0].sum() + (rank.size == 4)}
 
-    refuted(ranks, step, match="world size 4", max_examples=examples)
+    refuted(ranks, step, match="world size 4", max_examples=examples, **ALL)
 
 
 def test_a_reference_that_cannot_do_one_world_size(ranks):
@@ -120,7 +120,7 @@ def test_a_reference_that_cannot_do_one_world_size(ranks):
         return {"sum": batch[0].sum()}
 
     with pytest.raises(ValueError, match=r"nothing was compared at world size 4.*not yet"):
-        passes(ranks, total, reference=reference)
+        passes(ranks, total, reference=reference, **ALL)
 
 
 @dataclasses.dataclass
@@ -196,7 +196,7 @@ def wide():
 
 def test_rounding_that_decides_the_sign_of_a_step(ranks):
     """Adam takes a whole step in the direction of a gradient that is nothing but rounding errors."""
-    passes(ranks, Narrow, build=wide, sizes="divisible", max_examples=12)
+    passes(ranks, Narrow, build=wide, sizes="divisible")
 
 
 def test_wrong_labels_in_bfloat16(ranks):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.compare.test_judgement import mistakes, start, verdict
-from tests.gates.pages import judge
+from tests.gates.pages import alarm, judge
 
 # Of each kind of evidence: combined values, calls, ranks that raise, loaders, checkpoints, evaluation.
 WRONG = (
@@ -28,7 +28,7 @@ def test_wrong(ranks, name):
 
 
 def test_right(ranks):
-    assert judge(ranks, "mean-of-means", "right", 8) is None
+    assert alarm(ranks, "mean-of-means") is None
 
 
 def doubled(training):
