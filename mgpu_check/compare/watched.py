@@ -183,7 +183,8 @@ def _seeds(patches: Patches, note: Note) -> None:
             told.append(1)
             note("seed")
 
-    patches.replace(torch.manual_seed, _after(torch.manual_seed, seeded))
+    for function in (torch.manual_seed, torch.random.manual_seed):  # two, once torch._dynamo has been imported
+        patches.replace(function, _after(function, seeded))
 
 
 def _groups(patches: Patches, witness: Witness) -> None:

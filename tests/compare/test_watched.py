@@ -44,8 +44,8 @@ def test_what_is_watched_is_so_under_each_name_that_torch_has_for_it(tmp_path):
     patches = watched.install(witness, 1)
     try:
         for *owners, name in names.values():
-            (found,) = {getattr(owner, name) for owner in owners}
-            assert found.__wrapped__ is before[owners[0], name]
+            for owner in owners:
+                assert getattr(owner, name).__wrapped__ is before[owner, name]
         assert not os.path.exists(tmp_path / "checkpoint")
         torch.save({}, tmp_path / "checkpoint")
         parameter = torch.nn.Parameter(torch.ones(1))
