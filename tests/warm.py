@@ -44,6 +44,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, NoReturn
 
+from _pytest.assertion import rewrite
+
 IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
 ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
 THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
@@ -261,6 +263,7 @@ def _become(environment: dict[str, str], directory: int, streams: Sequence[int],
     for file in {*streams} - {0, 1, 2}:
         os.close(file)
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    _Hypothesis.forget_if_it_differs()
 
 
 def _show_environment(environment: Mapping[str, str]) -> None:
@@ -459,10 +462,11 @@ def _customize() -> None:
 
 
 class _ToBeImported(importlib.abc.Loader):
-    """Finds and loads a module that was imported already."""
+    """Finds and loads a module that was imported already, and with it the `others` that its import has brought."""
 
-    def __init__(self, module: types.ModuleType) -> None:
+    def __init__(self, module: types.ModuleType, others: Mapping[str, types.ModuleType] | None = None) -> None:
         self._module, self._spec = module, module.__spec__
+        self.others = others or {}
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
@@ -474,6 +478,40 @@ class _ToBeImported(importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         module.__spec__ = self._spec
         sys.meta_path.remove(self)
+        sys.modules.update(self.others)
+
+
+class _Hypothesis:
+    """Hypothesis, which a run is to find when it imports it, and not before: pytest asks whether it is there."""
+
+    hidden: ClassVar[list[_ToBeImported]] = []
+    asks: ClassVar[Callable[[], bool]] = staticmethod(lambda: "CI" in os.environ)  # as Hypothesis does
+
+    @classmethod
+    def hide(cls) -> None:
+        """Import it, as in an environment without variables, which it looks at; and take it away again."""
+        environment = dict(os.environ)
+        os.environ.clear()
+        importlib.import_module("hypothesis")
+        os.environ.update(environment)
+        cls.asks = getattr(sys.modules["hypothesis._settings"], "is_in_ci", cls.asks)
+        others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("hypothesis.")}
+        cls.hidden.append(_ToBeImported(sys.modules.pop("hypothesis"), others))
+        if "_hypothesis_globals" in sys.modules:  # in some versions
+            cls.hidden.append(_ToBeImported(sys.modules.pop("_hypothesis_globals")))
+        rewritten = rewrite.AssertionRewritingHook.find_spec
+
+        def find_spec(hook: Any, name: str, *rest: Any) -> Any:
+            hidden = any(one in sys.meta_path and one.find_spec(name) for one in cls.hidden)
+            return None if hidden else rewritten(hook, name, *rest)  # of pytest, which stands before
+
+        rewrite.AssertionRewritingHook.find_spec = find_spec  # type: ignore[assignment]
+
+    @classmethod
+    def forget_if_it_differs(cls) -> None:
+        """Leave the import to the run, if its environment has variables that decide what the import does."""
+        if cls.asks() or any(name.startswith("HYPOTHESIS") for name in os.environ):
+            sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in cls.hidden]
 
 
 class _Adopted(_Process):
@@ -577,6 +615,7 @@ def main(control: str) -> None:
     with warnings.catch_warnings():
         for name in IMPORTS:
             importlib.import_module(name)
+        _Hypothesis.hide()
     gc.freeze()
     gc.enable()
     _serve(socket.socket(fileno=int(control)))()

@@ -32,7 +32,17 @@ FACTS = """
             "filters": len(warnings.filters),
             "hypothesis": "hypothesis" in sys.modules,
             "plugin": sorted(name for name in sys.modules if name.startswith("mgpu_check")),
+            "of hypothesis": of_hypothesis(),
         }
+
+    def of_hypothesis():
+        # After all else: this imports it.
+        import hypothesis
+        from hypothesis import strategies
+
+        assert hypothesis.__spec__.origin == hypothesis.__file__ and hypothesis.strategies is strategies
+        names = sorted(name for name in sys.modules if name.startswith("hypothesis"))
+        return names, hypothesis.settings.get_current_profile_name(), hypothesis.settings.default.max_examples
 
     def test_it(capfd):
         with capfd.disabled():
