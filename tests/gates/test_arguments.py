@@ -93,10 +93,5 @@ def test_what_is_observed(ranks):
     passes(ranks, step, observe=("grads", "params"))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [6, [4, 8], st.sampled_from([4, 12]), lambda world: st.just(3 * world), range(2, 12, 2)],
-    ids=["one", "several", "a strategy", "a function", "a range"],
-)
-def test_sizes(ranks, sizes):
-    passes(ranks, tutorial, sizes=sizes)
+def test_sizes(ranks):
+    passes(ranks, tutorial, sizes=[4, 8])

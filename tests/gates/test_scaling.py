@@ -61,7 +61,7 @@ def test_a_reference_that_goes_shard_by_shard(ranks):
             x, y = batch[0][rank::world_size], batch[1][rank::world_size]
             (F.cross_entropy(model(x), y) / world_size).backward()
 
-    options = {"build": normalized, "sizes": [8, 16], "observe": ("grads",)}
+    options = {"build": normalized, "sizes": [8], "observe": ("grads",)}
     passes(ranks, tutorial, reference=reference, **options)
     refuted(ranks, tutorial, "batch-statistics-per-rank", **options)
 

@@ -1,0 +1,43 @@
+"""The sizes of the batches that the gate for steps tries."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.errors import Unsatisfiable
+
+from mgpu_check.gates.scenario import CHANGES
+from mgpu_check.gates.scenario_families import families
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (6, {6}),
+        ([4, 8], {4, 8}),
+        (st.sampled_from([4, 12]), {4, 12}),
+        (lambda world: st.just(3 * world), {6}),
+        (lambda world: [world, 5], {2, 5}),
+        (range(2, 12, 2), {2, 4, 6, 8, 10}),
+        ("divisible", {2, 4, 6, 8}),
+        (None, {1, 2, 3, 4, 5, 6, 7, 8, 9, 11}),
+    ],
+    ids=["one", "several", "a strategy", "a function", "a function to several", "a range", "divisible", "all"],
+)
+def test_sizes_are_as_given(sizes, expected):
+    found = set()
+    for family in families([2], sizes, None, 24):
+        if family.scenarios.is_empty or family.name in CHANGES:
+            continue
+
+        @settings(max_examples=40, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+        @given(family.scenarios)
+        def note(scenario):
+            found.add(scenario.samples)
+
+        with contextlib.suppress(Unsatisfiable):  # of these sizes none is of that kind
+            note()
+    assert found == expected
