@@ -223,7 +223,8 @@ class Stress:
         return {
             "files": _files(os.getpid()),
             "memory": _memory(os.getpid()),
-            "files of the fork server": _files(self.server),
+            # But for standard output and error of each rank that is there, which it keeps from filling the disk.
+            "files of the fork server": _files(self.server) - 2 * len(_children(self.server)),
             "memory of the fork server": _memory(self.server),
         }
 
@@ -233,12 +234,16 @@ def _descendants(pid: int) -> list[int]:
     while todo:
         try:
             one = todo.pop()
-            some = [int(child) for child in Path(f"/proc/{one}/task/{one}/children").read_text().split()]
+            some = _children(one)
         except OSError:
             continue
         found += some
         todo += some
     return found
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _name(pid: int) -> str:
