@@ -2,9 +2,8 @@
 
 An inner run starts two interpreters that import torch: its own, for its test files, and its fork server's. That is four
 of the five seconds of processor time that it takes, and the same each time. `mgpu-check compare` starts six, and needs
-little more time itself. Here a *template* imports once; each run is forked from it, and forks *standbys* before it does
-anything, which become its fork server, the workers of pytest-xdist, the processes of the script, or the driver of a
-launched run, when it asks for them.
+little more time itself. Here a *template* imports once; each run is forked from it. What happens there is in
+`template.py`; here is how tests ask for it.
 
 To the run and its test all is as if an interpreter had been started: arguments, environment (also in /proc), directory,
 standard streams, a session of its own, `__main__`, the end by `sys.exit`, and its exit code. Different are: torch and
@@ -12,77 +11,33 @@ torch._dynamo are in `sys.modules` from the beginning, a fork server has not the
 given itself, and the interpreter ends after its threads and what was registered with `atexit`, without destroying the
 thousands of objects that torch has made: that takes half a second. So a run starts a new interpreter where that is what a
 test is about (`Template.fits`), or if it is started without the fixture `warm`.
-
-This file is run by the template, and imports nothing of the project: pytest wants to import that itself.
 """
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import fcntl
-import gc
-import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import re
-import runpy
 import select
-import selectors
-import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-import types
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, NoReturn
+from collections.abc import Mapping, Sequence
 
-from _pytest.assertion import rewrite
+from tests import template
+from tests.template import NUMBER, ROOM, STANDBY, STANDBYS_OF_LAUNCHED, Process
 
-IMPORTS = ("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "pytest")
-ROOM = "MGPU_TEST_ROOM"  # a variable that makes room for the environments of the processes to come
-THREADS = "OMP_NUM_THREADS"  # torch can be told later, too
+__all__ = ["COMPARED_ON_ONE_DEVICE", "STANDBY", "STANDBYS_OF_LAUNCHED", "Forked", "Template", "program_of"]
+
 COMPARED_ON_ONE_DEVICE = 3  # runs of a comparison, beside that on ranks
-COMPARED = "_MGPU_CHECK_COMPARE"  # a variable that processes of a script have which is compared
 _READ_AT_IMPORT = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "LD_", "NUMPY", "MALLOC_")
 # PYTHONPATH is each run's own; torch._dynamo writes the third into the environment of who imports it.
 _READ_LATER = ("PYTHONPATH", "PYTHONBREAKPOINT", "TORCHINDUCTOR_CACHE_DIR")
-STANDBYS_OF_LAUNCHED = 2  # what the ranks of a launched process are forked from, and perhaps the driver
-STANDBY = "standby"  # the name of a process that has no task yet, and ends with the run that it waits for
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-_CLONE_NEWNET = 0x40000000
-_OF_TORCHRUN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-_WORKER = "import sys;exec(eval(sys.stdin.readline()))"  # how execnet starts a process
-_NUMBER = struct.Struct("q")  # a process id, and then an exit code
 
 
-class _Process:
-    """What is used of `subprocess.Popen`, whoever is the parent."""
-
-    pid: int
-
-    def wait(self, timeout: float | None = None) -> int:
-        raise AssertionError("each kind of process is waited for in its own way")
-
-    def poll(self) -> int | None:
-        try:
-            return self.wait(0)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-class Forked(_Process):
+class Forked(Process):
     """A process that was forked from the template: what is used of `subprocess.Popen`."""
 
     stdin = stdout = stderr = None
@@ -93,9 +48,9 @@ class Forked(_Process):
         self.returncode: int | None = None
 
     def _next(self) -> int:
-        data = self._status.recv(_NUMBER.size, socket.MSG_WAITALL)
-        assert len(data) == _NUMBER.size, "the template of inner runs has ended"
-        return int(_NUMBER.unpack(data)[0])
+        data = self._status.recv(NUMBER.size, socket.MSG_WAITALL)
+        assert len(data) == NUMBER.size, "the template of inner runs has ended"
+        return int(NUMBER.unpack(data)[0])
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
@@ -179,7 +134,7 @@ class Template:
             self._control, theirs = socket.socketpair()
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, __file__, str(theirs.fileno())],
+                    [sys.executable, template.__file__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     env=self._environment | {ROOM: "x" * 32768},
@@ -192,399 +147,6 @@ class Template:
         if self._process is not None and self._control is not None:
             self._control.close()
             self._process.wait()
-
-
-# What follows runs in the template, and in what is forked from it.
-
-
-def _prctl(option: int, value: int | bytes) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
-
-
-def _serve(control: socket.socket) -> Callable[[], None]:
-    """The loop of the template. Returns in a forked process, what that is to do."""
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    selector = selectors.DefaultSelector()
-    selector.register(control, selectors.EVENT_READ)
-    selector.register(read, selectors.EVENT_READ)
-    children: dict[int, socket.socket] = {}
-    while True:
-        for key, _ in selector.select():
-            if key.fileobj is not control:
-                os.read(read, 4096)
-                continue
-            byte, files, _, _ = socket.recv_fds(control, 1, 6)
-            if not byte:
-                for pid in children:
-                    os.killpg(pid, signal.SIGKILL)
-                os._exit(0)
-            status = socket.socket(fileno=files[1])
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                selector.close()
-                for file in (read, write):
-                    os.close(file)
-                for open_ in (control, status, *children.values()):
-                    open_.close()
-                return lambda files=files: _run(*files[:1], *files[2:])  # type: ignore[misc]
-            for file in (files[0], *files[2:]):
-                os.close(file)
-            status.sendall(_NUMBER.pack(pid))
-            children[pid] = status
-        while children:
-            pid, code = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            with children.pop(pid) as status:
-                try:
-                    status.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(code)))
-                except BrokenPipeError:
-                    pass  # nobody waits for it
-
-
-def _become(environment: dict[str, str], directory: int, streams: Sequence[int], session: bool) -> None:
-    """Be as a process that was started with these, and in a session of its own or not."""
-    if session:
-        os.setsid()
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None  # which the template has found by its own environment
-    _show_environment(environment)
-    os.fchdir(directory)
-    os.close(directory)
-    for number, file in enumerate(streams):
-        os.dup2(file, number)
-    for file in {*streams} - {0, 1, 2}:
-        os.close(file)
-    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    _Hypothesis.forget_if_it_differs()
-
-
-def _show_environment(environment: Mapping[str, str]) -> None:
-    """Let /proc tell it, by which tests find the processes of a run. Nothing may use the variables of before any more."""
-    with open("/proc/self/stat") as file:
-        start, end = (int(word) for word in file.read().rpartition(")")[2].split()[47:49])
-    data = b"".join(f"{name}={value}".encode(errors="surrogateescape") + b"\0" for name, value in environment.items())
-    assert len(data) <= end - start, "the environment of a run is larger than the room for it"
-    ctypes.memmove(start, data.ljust(end - start, b"\0"), end - start)
-
-
-def _run(request: int, directory: int, *streams: int) -> None:
-    """What the template was asked for, up to and with the end of the interpreter."""
-    with open(request) as file:
-        file.seek(0)
-        asked = json.load(file)
-    _become(asked["environment"], directory, streams, session=True)
-    if asked["network"]:
-        _enter(asked["network"])
-    for name in asked["imports"]:
-        importlib.import_module(name)
-    for _ in range(asked["standbys"]):
-        _Standby()
-    _adopt()
-    _end(_interpret, asked["words"])
-
-
-def _enter(network: str) -> None:
-    with open(f"/run/netns/{network}") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
-
-
-def _adopt() -> None:
-    """Let standbys be what this process starts."""
-    subprocess.Popen = _Popen  # type: ignore[misc]
-    if _OF_TORCHRUN in sys.modules:  # it has a name of its own for it
-        sys.modules[_OF_TORCHRUN].Popen = _Popen  # type: ignore[attr-defined]
-
-
-def _end(function: Callable[[list[str]], None], words: list[str]) -> NoReturn:
-    """Call `function`, and end the process as an interpreter does that has, except that objects are not destroyed.
-
-    Other exceptions than SystemExit are the interpreter's to report.
-    """
-    code: object = None
-    try:
-        function(words)
-    except SystemExit as error:
-        code = error.code
-    status = code if isinstance(code, int) else 0 if code is None else 1
-    if status == 1 and not isinstance(code, int):
-        print(code, file=sys.stderr)
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    try:
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not stream.closed:
-                stream.flush()
-    except OSError:
-        sys.exit(status)  # nobody reads it: the interpreter knows what that means
-    os._exit(status & 0xFF)
-
-
-def _interpret(words: Sequence[str]) -> None:
-    """Be ``python WORDS…`` from where it begins with what they name."""
-    if words[0] == "-m":
-        sys.path.insert(0, os.getcwd())
-        sys.argv = list(words[1:])
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        return
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    if words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        exec(words[1], module.__dict__)
-        return
-    sys.argv = list(words)
-    path = Path(words[0]).absolute()
-    sys.path.insert(0, str(path.parent))
-    module.__file__ = str(path)
-    exec(compile(path.read_bytes(), str(path), "exec"), module.__dict__)
-
-
-class _Standby:
-    """A process that will be a fork server, a worker of pytest-xdist, or one of a script."""
-
-    waiting: ClassVar[list[_Standby]] = []
-
-    def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid:
-            theirs.close()
-            self.waiting.append(self)
-            return
-        for ours in (self, *self.waiting):
-            ours.socket.close()
-        self.waiting.clear()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-        name = Path("/proc/self/comm").read_bytes().strip()
-        _prctl(_PR_SET_NAME, STANDBY.encode())
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's is for the run
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in range(3):  # who waits for the end of the run's output is not to wait for this
-            os.dup2(nothing, number)
-        os.close(nothing)
-        byte, files, _, _ = socket.recv_fds(theirs, 1, 16)
-        if not byte:
-            os._exit(0)
-        theirs.close()
-        _prctl(_PR_SET_NAME, name)
-        _prctl(_PR_SET_PDEATHSIG, 0)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        _start(*files)
-
-    def start(
-        self,
-        words: Sequence[str],
-        streams: Sequence[int],
-        *,
-        kept: Sequence[int] = (),
-        group: Literal["session", "own", "same"] = "same",
-        environment: Mapping[str, str] | None = None,
-        directory: str | os.PathLike[str] | None = None,
-        role: Literal["plain", "worker", "launched", "script"] = "plain",
-    ) -> int:
-        """Be ``python WORDS…`` now; the process id.
-
-        Args:
-            streams: stdin, stdout and stderr.
-            kept: file descriptors that it has under the same numbers.
-            group: a session of its own, a process group of its own, or none.
-            role: of a worker, which starts a fork server; of what torchrun launches, which starts one, too, and perhaps
-                the driver; of a script, before which our `sitecustomize` runs.
-        """
-        asked = {
-            "words": list(words),
-            "kept": list(kept),
-            "session": group == "session",
-            "role": role,
-            "environment": dict(os.environ if environment is None else environment),
-        }
-        if group == "own":
-            os.setpgid(self.pid, self.pid)  # from here, where it is needed at once
-        opened = os.open(directory or ".", os.O_RDONLY)
-        with self.socket, tempfile.TemporaryFile() as request:
-            request.write(json.dumps(asked).encode())
-            request.flush()
-            socket.send_fds(self.socket, [b"S"], [request.fileno(), opened, *streams, *kept])
-        os.close(opened)
-        return self.pid
-
-
-def _start(request: int, directory: int, stdin: int, stdout: int, stderr: int, *kept: int) -> NoReturn:
-    """In a standby: be what it was asked to be, up to and with the end of the interpreter."""
-    with open(request) as file:
-        file.seek(0)
-        asked = json.load(file)
-    for path in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if path in sys.path:
-            sys.path.remove(path)
-    _become(asked["environment"], directory, (stdin, stdout, stderr), session=asked["session"])
-    above = max((*kept, *asked["kept"]), default=0) + 1  # where neither those that came are, nor what they shall be
-    moved = [fcntl.fcntl(received, fcntl.F_DUPFD, above) for received in kept]
-    for received in kept:
-        os.close(received)
-    for received, number in zip(moved, asked["kept"], strict=True):
-        os.dup2(received, number)
-        os.close(received)
-    if asked["role"] == "worker":
-        sys.path.insert(0, "")
-        _Standby()  # its fork server
-        _adopt()
-    elif asked["role"] == "launched":
-        for _ in range(STANDBYS_OF_LAUNCHED):
-            _Standby()
-        _adopt()
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nearly what -u does
-    elif asked["role"] == "script":
-        _customize()
-    _end(_interpret, asked["words"])
-
-
-def _customize() -> None:
-    """Do what an interpreter does of its own accord, and what torch does when it is imported in this environment."""
-    torch: Any = sys.modules["torch"]
-    if THREADS in os.environ:
-        torch.set_num_threads(int(os.environ[THREADS]))
-    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
-    _ToBeImported(sys.modules.pop("torch"))  # so that what is done after it has its place among what the script does
-    sys.modules.pop("sitecustomize", None)
-    importlib.import_module("sitecustomize")
-
-
-class _ToBeImported(importlib.abc.Loader):
-    """Finds and loads a module that was imported already, and with it the `others` that its import has brought."""
-
-    def __init__(self, module: types.ModuleType, others: Mapping[str, types.ModuleType] | None = None) -> None:
-        self._module, self._spec = module, module.__spec__
-        self.others = others or {}
-        sys.meta_path.insert(0, self)
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name == self._module.__name__ else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return self._module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__spec__ = self._spec
-        sys.meta_path.remove(self)
-        sys.modules.update(self.others)
-
-
-class _Hypothesis:
-    """Hypothesis, which a run is to find when it imports it, and not before: pytest asks whether it is there."""
-
-    hidden: ClassVar[list[_ToBeImported]] = []
-    asks: ClassVar[Callable[[], bool]] = staticmethod(lambda: "CI" in os.environ)  # as Hypothesis does
-
-    @classmethod
-    def hide(cls) -> None:
-        """Import it, as in an environment without variables, which it looks at; and take it away again."""
-        environment = dict(os.environ)
-        os.environ.clear()
-        importlib.import_module("hypothesis")
-        os.environ.update(environment)
-        cls.asks = getattr(sys.modules["hypothesis._settings"], "is_in_ci", cls.asks)
-        others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("hypothesis.")}
-        cls.hidden.append(_ToBeImported(sys.modules.pop("hypothesis"), others))
-        if "_hypothesis_globals" in sys.modules:  # in some versions
-            cls.hidden.append(_ToBeImported(sys.modules.pop("_hypothesis_globals")))
-        rewritten = rewrite.AssertionRewritingHook.find_spec
-
-        def find_spec(hook: Any, name: str, *rest: Any) -> Any:
-            hidden = any(one in sys.meta_path and one.find_spec(name) for one in cls.hidden)
-            return None if hidden else rewritten(hook, name, *rest)  # of pytest, which stands before
-
-        rewrite.AssertionRewritingHook.find_spec = find_spec  # type: ignore[assignment]
-
-    @classmethod
-    def forget_if_it_differs(cls) -> None:
-        """Leave the import to the run, if its environment has variables that decide what the import does."""
-        if cls.asks() or any(name.startswith("HYPOTHESIS") for name in os.environ):
-            sys.meta_path[:] = [finder for finder in sys.meta_path if finder not in cls.hidden]
-
-
-class _Adopted(_Process):
-    """A process that a standby has become: what is used of `subprocess.Popen`."""
-
-    stderr = None
-
-    def __init__(self, pid: int, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> None:
-        self.pid, self.stdin, self.stdout = pid, stdin, stdout
-        self.returncode: int | None = None
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                if not select.select([descriptor], [], [], timeout)[0]:
-                    raise subprocess.TimeoutExpired("a standby", timeout or 0.0)
-            finally:
-                os.close(descriptor)
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-
-class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """As `subprocess.Popen`; what a run starts that can be forked are its standbys, as long as there are some."""
-
-    def __new__(cls, args: Any, *rest: Any, **options: Any) -> Any:
-        if not _Standby.waiting or list(args[:1]) != [sys.executable]:
-            return super().__new__(cls)
-        if list(args[1:3]) == ["-P", "-c"] and "import forkserver" in args[3]:
-            with open(os.devnull) as nothing:
-                streams = nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()
-                pid = _Standby.waiting.pop().start(
-                    args[2:], streams, kept=options["pass_fds"], group="session", environment=options["env"]
-                )
-            return _Adopted(pid, None, None)
-        if list(args[1:4]) == ["-u", "-m", "mgpu_check"]:
-            with open(os.devnull) as nothing:
-                streams = nothing.fileno(), options["stdout"] or 1, options["stderr"] or 2
-                pid = _Standby.waiting.pop().start(
-                    args[2:], streams, group="session", environment=options["env"], role="launched"
-                )
-            return _Adopted(pid, None, None)
-        if list(args[1:3]) == ["-m", "mgpu_check"] and options.get("start_new_session"):
-            with open(os.devnull) as nothing:
-                pid = _Standby.waiting.pop().start(
-                    args[1:],
-                    (nothing.fileno(), 1, 2),
-                    kept=options["pass_fds"],
-                    group="session",
-                    environment=options["env"],
-                )
-            return _Adopted(pid, None, None)
-        if COMPARED in (options.get("env") or {}):
-            with open(os.devnull) as nothing:
-                pid = _Standby.waiting.pop().start(
-                    args[1:],
-                    (nothing.fileno(), options["stdout"].fileno(), options["stderr"].fileno()),
-                    kept=options["pass_fds"],
-                    group="own",
-                    environment=options["env"],
-                    directory=options["cwd"],
-                    role="script",
-                )
-            return _Adopted(pid, None, None)
-        if args[-1] == _WORKER:
-            (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
-            words = args[args.index("-c") :]
-            pid = _Standby.waiting.pop().start(words, (theirs_in, theirs_out, 2), role="worker")
-            os.close(theirs_in)
-            os.close(theirs_out)
-            return _Adopted(pid, open(ours_in, "wb"), open(ours_out, "rb"))
-        return super().__new__(cls)
 
 
 def program_of(command: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
@@ -606,20 +168,3 @@ def _standbys(words: Sequence[str]) -> int:
     workers = re.search(r" -n ?([1-9]\d*) ", line)
     # Who hands out the tests counts real devices in a process that ends before those of the workers are there.
     return int(workers[1]) + ("--simulate" not in words) if workers else 1
-
-
-def main(control: str) -> None:
-    del sys.path[0]  # this file's directory
-    gc.disable()
-    # Where a test file imports torch, its filters are gone again when pytest has read the file.
-    with warnings.catch_warnings():
-        for name in IMPORTS:
-            importlib.import_module(name)
-        _Hypothesis.hide()
-    gc.freeze()
-    gc.enable()
-    _serve(socket.socket(fileno=int(control)))()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -53,7 +53,7 @@ def skips_of(trace: Trace, step: int) -> list[int]:
 
 
 def of_samples(aligned: Aligned, number: int) -> Evidence:
-    """Diagnose a step whose samples are known, and not those of one device, or the whole batch on each rank."""
+    """Return the evidence of a step whose samples are known, and not those of one device, or the whole batch on each rank."""
     samples, world, step = aligned.samples(number), len(aligned.ranks), number + 1
     if samples.repeated_on_each_rank:
         return Evidence(
@@ -76,7 +76,7 @@ def of_samples(aligned: Aligned, number: int) -> Evidence:
 
 
 def _repeated_epoch(aligned: Aligned, step: int) -> str:
-    """Return the samples that the ranks see at this step, and saw in an earlier epoch, for want of set_epoch."""
+    """Say at which step of an earlier epoch the ranks saw the samples of this one, for want of set_epoch; empty where at none."""
     epochs: dict[int, list[dict[str, Any]]] = {}
     for event in aligned.ranks[0].of("sampler"):
         if event["shuffle"] and not event["set_epoch"] and event["after"] <= step:
@@ -189,7 +189,7 @@ def _uneven(difference: FirstDifference) -> str:
 
 
 def _of_update(difference: FirstDifference) -> Evidence:
-    """Return the gradients are right, and what the optimizer has made of them is not."""
+    """Return the evidence of a step whose gradients are right, and what the optimizer has made of them is not."""
     world, step, apart = difference.aligned.world, difference.step + 1, difference.apart["parameter"]
     loads, parted = _loads(difference), "the same gradient led elsewhere"
     if loads.apart:

@@ -167,10 +167,7 @@ def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
 
 def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
     """Return by how much this step has changed a parameter's kept elements: (on the first rank, on one device)."""
-    found = []
-    for got, wanted in zip(_update(difference, name, 0), _update(difference, name, None), strict=False):
-        found.append((got, wanted))
-    return found
+    return list(zip(_update(difference, name, 0), _update(difference, name, None), strict=False))
 
 
 def _update(difference: FirstDifference, name: str, rank: int | None) -> list[float]:

@@ -45,6 +45,9 @@ _TAIL = 8192
 _HERE = Path(__file__).parents[1]
 _WAITING = ("stopped", "alone", "starts")  # events after which a process waits for its end
 
+How = Literal["finished", "stopped", "failed", "killed", "hung"]
+"""How a process has come to its end; see `Ended`."""
+
 
 @dataclass
 class Ended:
@@ -61,7 +64,7 @@ class Ended:
 
     rank: int
     exit_code: int | None
-    how: Literal["finished", "stopped", "failed", "killed", "hung"]
+    how: How
     trace: Trace | None
     stdout: str
     stderr: str
@@ -199,12 +202,13 @@ class _Process:
         trace = self.recorded
         stopped = trace is not None and any(trace.of(event) for event in _WAITING)
         code = None if self.killed else self.process.returncode
+        how: How
         if code is not None:
             how = "failed" if self.failed() else "finished"
         else:
             how = "stopped" if stopped else "hung" if hung else "killed"
         said = [_last_lines(_content(file, _TAIL)) for file in (self.stdout, self.stderr)]
-        return Ended(self.rank, code, how, trace, said[0], said[1], self.location)  # type: ignore[arg-type]
+        return Ended(self.rank, code, how, trace, said[0], said[1], self.location)
 
 
 def _last_lines(written: bytes) -> str:
@@ -317,8 +321,7 @@ def _wait(processes: Sequence[_Process], timeout: float) -> tuple[int | None, bo
         now = time.monotonic()
         # Before who has failed is asked: a process that ends in between is open still, and is asked again.
         open_ = [process for process in processes if process.process.poll() is None and not process.said(*_WAITING)]
-        wrong = [process.rank for process in processes if process.failed()]
-        if failed is None and wrong:
+        if failed is None and (wrong := [process.rank for process in processes if process.failed()]):
             failed = wrong[0], now
         if not open_ or (failed is not None and now > failed[1] + _GRACE):
             return (failed[0] if failed else None), False

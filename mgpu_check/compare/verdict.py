@@ -55,7 +55,7 @@ def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> Verdict:
 
 
 def of_failure(run: Run, failed: Ended, one_device: bool) -> Verdict:
-    """Return a run that did not come to its end."""
+    """Return the verdict on a run that did not come to its end."""
     where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
     verb = "hung" if failed.how == "hung" else "failed"
     remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *last_words(failed)]
@@ -81,7 +81,7 @@ def last_words(ended: Ended) -> list[str]:
 
 
 def without_steps(run: Run, silent: Sequence[Ended]) -> Verdict:
-    """Return a run in which `silent` have come to their ends without a step of an optimizer."""
+    """Return the verdict on a run in which `silent` have come to their ends without a step of an optimizer."""
     where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
     todo = [
         "if the script ended with a message of its own, follow it: the script has to train on one device, too",
@@ -181,7 +181,9 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
 
 
 def _says_nothing(aligned: Aligned) -> Verdict | None:
-    """Return whether runs agree for no merit: nothing was learned, or what they were given is not the same."""
+    """Return the verdict on runs that agree for no merit, because nothing was learned, or what they were given is not the
+    same; None on others.
+    """
     steps = range(aligned.compared)
     gradients = [aligned.one.steps[step].gradients.get(name) for step in steps for name in aligned.held]
     if not any(gradient is not None and gradient.norm for gradient in gradients):
@@ -219,7 +221,7 @@ def _not_finite(aligned: Aligned) -> str:
 
 
 def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
-    """Return the tensors that count as equal because anything would, within so many steps."""
+    """Name the tensors that count as equal because anything would, within so many steps."""
     remarks = []
     kinds: tuple[tuple[TensorKind, str], ...] = (
         ("gradient", "the gradients of"),

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mgpu_check.mistakes.samples import Accepted, EpochSamples
-from mgpu_check.processes.rank_lists import grouped, named
 
 __all__ = ["Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "samples_of"]
 
@@ -83,22 +82,18 @@ def samples_of(
         workers: worker processes of each rank that read an IterableDataset.
     """
     largest = max((len(batch) for part in parts for batch in part.batches), default=0)
-    numbers = _numbers_of_batches(parts)
-    uneven = ""
-    if len(numbers) > 1 and not accepted.uneven:
-        texts = [f"{number} on {named(ranks)}" for number, ranks in numbers]
-        uneven = f"numbers of batches differ: {', '.join(texts)}"
-    return EpochSamples(expected, [part.counts for part in parts], largest, labels, workers, accepted, uneven)
+    batches = [len(part.batches) for part in parts]
+    return EpochSamples(expected, [part.counts for part in parts], largest, batches, labels, workers, accepted)
 
 
-def coverage_of(samples: EpochSamples, parts: Sequence[Epoch]) -> Coverage:
+def coverage_of(samples: EpochSamples) -> Coverage:
     """Return which relations hold for the samples of one epoch."""
     result = Coverage()
     result.relations = {
         ALL_SEEN: samples.all_seen,
         ONLY_ONCE: samples.only_once,
         KNOWN: samples.known,
-        AS_MANY: None if len(parts) == 1 else not samples.uneven,
+        AS_MANY: None if len(samples.counts) == 1 else not samples.uneven,
     }
     size, missing, repeated, unknown = samples.expected.total(), samples.missing, samples.repeated, samples.unknown
     if not samples.all_seen:
@@ -108,8 +103,8 @@ def coverage_of(samples: EpochSamples, parts: Sequence[Epoch]) -> Coverage:
     if not samples.known:
         result.details.append(f"{unknown.total()} seen that world size 1 does not give: {samples.shown(unknown)}")
     if samples.uneven:
-        result.details.append(samples.uneven)
-        result.ranks.update(sorted((ranks for _, ranks in _numbers_of_batches(parts)), key=len)[0])
+        result.details.append(samples.told_of_batches)
+        result.ranks.update(sorted((ranks for _, ranks in samples.numbers_of_batches), key=len)[0])
         result.remarks.append(
             "where ranks have different numbers of batches, DistributedDataParallel waits in backward for those that are "
             "done: drop or pad the last ones, or use torch.distributed.algorithms.Join; uneven=True accepts it in loops "
@@ -139,7 +134,3 @@ def same_orders(visits: Sequence[Visits], samples: int) -> tuple[list[int], bool
     orders = math.lgamma(samples + 1) - math.lgamma(samples - drawn + 1)
     repeats = len(visits[0].epochs) - 1
     return same, repeats > 0 and orders * repeats > -math.log(_CHANCE)
-
-
-def _numbers_of_batches(parts: Sequence[Epoch]) -> list[tuple[int, list[int]]]:
-    return grouped((len(part.batches), rank) for rank, part in enumerate(parts))

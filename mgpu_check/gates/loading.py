@@ -148,7 +148,7 @@ def _check(
     for number in range(len(alone.epochs)):
         parts = [visit.epochs[number] for visit in visits]
         samples = samples_of(expected, parts, accepted, labels, workers)
-        coverage = coverage_of(samples, parts)
+        coverage = coverage_of(samples)
         if again is not None:
             _repeatable(coverage, visits, again, number)
         evidence.append(samples)

@@ -218,18 +218,15 @@ class _StepRecorder:
             after = {Result("params", name): plain_copy(value) for name, value in rest}
             self._seen.snapshots.append(self._gradients | after)
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for prefix, module in self._modules.items():
-            for name, value in module.named_parameters():
-                yield prefix + name, value
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, value) for kind, name, value in _state_of(self._modules) if kind == "params")
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
             inside = {id(buffer) for buffer in module.buffers()}
-            for prefix, one in self._modules.items():
-                self._seen.broadcast |= {
-                    Result("buffers", prefix + name) for name, buffer in one.named_buffers() if id(buffer) in inside
-                }
+            self._seen.broadcast |= {
+                Result(kind, name) for kind, name, value in _state_of(self._modules) if id(value) in inside
+            }
 
     def take_optimizers(self, modules: Mapping[str, nn.Module]) -> None:
         """Take down what the optimizers hold that have stepped."""

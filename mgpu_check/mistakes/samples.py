@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from mgpu_check.processes.rank_lists import grouped
+from mgpu_check.processes.rank_lists import grouped, named
 
 __all__ = ["Accepted", "EpochSamples", "Loader"]
 
@@ -35,18 +35,18 @@ class EpochSamples:
         expected: how often each sample is to be seen; at least one sample.
         counts: how often each rank was given each, in rank order.
         largest: samples in the largest batch.
+        batches: how many each rank was given, in rank order.
         labels: how a sample is shown, by identity.
         workers: worker processes of each rank that read an IterableDataset.
-        uneven: how many batches ranks were given, as a clause, where the numbers differ, and are not accepted.
     """
 
     expected: Counter[Hashable]
     counts: Sequence[Counter[Hashable]]
     largest: int
+    batches: Sequence[int]
     labels: Mapping[Hashable, str] = field(default_factory=dict)
     workers: int = 0
     accepted: Accepted = Accepted()
-    uneven: str = ""
 
     @cached_property
     def missing(self) -> Counter[Hashable]:
@@ -136,6 +136,22 @@ class EpochSamples:
         """Ranks that see exactly the same samples, where there are several."""
         same = grouped((frozenset(count.items()), rank) for rank, count in enumerate(self.counts) if count)
         return [ranks for _, ranks in same if len(ranks) > 1]
+
+    @property
+    def numbers_of_batches(self) -> list[tuple[int, list[int]]]:
+        """Each number of batches, with the ranks that were given so many."""
+        return grouped((number, rank) for rank, number in enumerate(self.batches))
+
+    @property
+    def uneven(self) -> bool:
+        """True if ranks were given different numbers of batches, and that is not accepted."""
+        return len(self.numbers_of_batches) > 1 and not self.accepted.uneven
+
+    @property
+    def told_of_batches(self) -> str:
+        """The numbers of batches that differ, as a clause."""
+        texts = [f"{number} on {named(ranks)}" for number, ranks in self.numbers_of_batches]
+        return f"numbers of batches differ: {', '.join(texts)}"
 
     def shown(self, samples: Counter[Hashable]) -> str:
         """Return a few of them."""

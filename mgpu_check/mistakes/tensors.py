@@ -105,18 +105,30 @@ class Tensors:
 
     def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
         """Return whether what differs is the results of all parts combined in that way; see `combined`."""
-        if not self.explains(self.combined(division, how, factor), names):
+        names = names or self.names
+        if not self.explains(self.combined(division, how, factor, names), names):
             return False
         for other in self.further:
             same = next(
                 (d for d in other.hypotheses.divisions if (d.name, d.windows) == (division.name, division.windows)),
                 None,
             )
-            if same is None or not other.explains(
-                other.combined(same, how, factor, self.names), names or self.names, False
-            ):
+            if same is None or not other.explains(other.combined(same, how, factor, names), names, False):
                 return False
         return True
+
+    @cached_property
+    def own_parts(self) -> list[tuple[Division, list[Result]]]:
+        """The divisions by which ranks hold what is each one's own, and what that is; as it is, or divided by the world
+        size.
+        """
+        split = [name for name in self.names if name in self.relations.split]
+        found = [
+            (division, [name for name in split if self.is_combined(division, "own", factor, [name])])
+            for division in self.hypotheses.divisions
+            for factor in (1.0, 1.0 / self.size)
+        ]
+        return [(division, names) for division, names in found if names]
 
     def is_alternative(self, alternative: Alternative) -> bool:
         """Return whether what differs is what one device gives for another batch."""

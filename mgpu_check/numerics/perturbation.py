@@ -80,7 +80,7 @@ class Perturbed(TorchDispatchMode):
         if computes:
             made += (result,) if isinstance(result, torch.Tensor) else tree_leaves(result)
         if written:
-            made += tree_leaves([args[place] for place in written if place < len(args)])
+            made += tree_leaves([args[index] for index in written if index < len(args)])
         for value in made:
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
             tensor = getattr(value, "_local_tensor", value)
@@ -126,7 +126,7 @@ def unfused() -> Iterator[None]:
 
 @functools.cache
 def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
-    """Return whether an operator computes its results, and the places of the arguments that it writes to instead.
+    """Return whether an operator computes its results, and the indices of the arguments that it writes to instead.
 
     A result that aliases an argument without writing to it is a view: nothing was computed.
     """
@@ -134,7 +134,7 @@ def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
     computes = not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns)
     if schema.returns:
         return computes, ()
-    return computes, tuple(place for place, part in enumerate(schema.arguments) if _written(part))
+    return computes, tuple(index for index, part in enumerate(schema.arguments) if _written(part))
 
 
 def _written(argument: Any) -> bool:

@@ -154,7 +154,7 @@ class Recorder:
         return slot, take_back
 
     def _add_flows(
-        self, form: Form, get: Callable[[str], Any], group: Group, place: tuple[str, int]
+        self, form: Form, get: Callable[[str], Any], group: Group, site: tuple[str, int]
     ) -> Callable[[], None] | None:
         me, ranks = dist.get_rank(), group.ranks
         peer, in_group = get(form.root), get(f"group_{form.root}")
@@ -165,7 +165,7 @@ class Recorder:
         if not isinstance(root, int) or me not in ranks or root >= len(ranks):
             return None  # the collective itself will say what is wrong with it
         tag = get("tag") if form.peer else COLLECTIVE
-        return self._flows.add(form.name, get, group, me, root, tag or 0, place)
+        return self._flows.add(form.name, get, group, me, root, tag or 0, site)
 
     def _note(self, slot: int, state: bytes) -> None:
         """Change the state of an entry, unless a later one has taken its place, or a later call."""

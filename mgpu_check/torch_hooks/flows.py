@@ -144,7 +144,7 @@ class Flows:
         self._runs.clear()
 
     def add(
-        self, name: str, get: Get, group: Group, me: int, root: int, tag: int, place: tuple[str, int]
+        self, name: str, get: Get, group: Group, me: int, root: int, tag: int, site: tuple[str, int]
     ) -> Callable[[], None]:
         """Write an operation down that begins. What takes that back, if it then did not."""
         added: list[list[Any]] = []
@@ -154,8 +154,8 @@ class Flows:
                 runs = self._runs.setdefault((group, given, peer, tag), [])
                 if len(runs) >= _MOST_RUNS:
                     what = MANY
-                if not runs or (runs[-1][1:] != [what, name, *place] and runs[-1][1] != MANY):
-                    runs.append([0, what, name, *place])
+                if not runs or (runs[-1][1:] != [what, name, *site] and runs[-1][1] != MANY):
+                    runs.append([0, what, name, *site])
                 runs[-1][0] += 1
                 added.append(runs[-1])
 

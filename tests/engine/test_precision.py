@@ -19,8 +19,8 @@ SETTINGS = {
     "newer, all": lambda: setattr(backends, "fp32_precision", "tf32"),
     "newer, all off": lambda: setattr(backends, "fp32_precision", "ieee"),
     "newer, products": lambda: setattr(backends.cuda.matmul, "fp32_precision", "tf32"),
-    "newer, one of two": lambda: setattr(backends.cudnn.conv, "fp32_precision", "ieee"),  # type: ignore[attr-defined]
-    "newer, on the CPU": lambda: setattr(backends.mkldnn.matmul, "fp32_precision", "bf16"),  # type: ignore[attr-defined]
+    "newer, one of two": lambda: setattr(backends.cudnn.conv, "fp32_precision", "ieee"),  # type: ignore[attr-defined]  # made at import
+    "newer, on the CPU": lambda: setattr(backends.mkldnn.matmul, "fp32_precision", "bf16"),  # type: ignore[attr-defined]  # made at import
     "sums": lambda: setattr(backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     "accumulation": lambda: setattr(backends.cuda.matmul, "allow_fp16_accumulation", True),
 }

@@ -104,8 +104,8 @@ def literals(tree: ast.AST) -> set[str]:
 def reworded(source: str, seed: int, data: Collection[str] = ()) -> ast.Module:
     """A module with other texts; `data` are those that stay, besides its own values of a `Literal`."""
     tree = ast.parse(source)
-    changed = Rewording(literals(tree).union(data), seed).visit(tree)
-    return ast.fix_missing_locations(changed)  # type: ignore[no-any-return]
+    changed: ast.Module = Rewording(literals(tree).union(data), seed).visit(tree)
+    return ast.fix_missing_locations(changed)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):

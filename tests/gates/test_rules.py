@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Hashable
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,10 @@ def test_evidence_is_judged_by_its_data(evidence, mistakes):
     assert [finding.mistake for finding in findings_of(evidence, 3)] == mistakes
 
 
-def epoch(*ranks: str, **more) -> EpochSamples:
-    """What ranks were given of the samples a to f, a letter each."""
-    return EpochSamples(Counter("abcdef"), [Counter(rank) for rank in ranks], largest=2, **more)
+def epoch(*ranks: str, batches=(), **more) -> EpochSamples:
+    """What ranks were given of the samples a to f, a letter each; in as many batches each, if nothing else is said."""
+    counts: list[Counter[Hashable]] = [Counter(rank) for rank in ranks]
+    return EpochSamples(Counter("abcdef"), counts, largest=2, batches=batches or [2] * len(ranks), **more)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +65,8 @@ def epoch(*ranks: str, **more) -> EpochSamples:
         (epoch("abc", "dex"), "split-differs-between-ranks", (1,)),
         (epoch("abc", "de"), "samples-missed", ()),
         (epoch("abc", "de", accepted=Accepted(dropped=True)), None, ()),
-        (epoch("abcd", "ef", uneven="2 and 1"), "uneven-steps", ()),
-        (epoch("abcd", "e", uneven="2 and 1"), "samples-missed", ()),
+        (epoch("abcd", "ef", batches=(2, 1)), "uneven-steps", ()),
+        (epoch("abcd", "e", batches=(2, 1)), "samples-missed", ()),
         (epoch("xyz", "uvw"), None, ()),
     ],
 )

@@ -27,7 +27,7 @@ NEVER_WRITTEN = {
     "to_empty": lambda: nn.Linear(2, 2, device="meta").to_empty(device="cuda").weight.detach(),
     "to_empty of a module that is there": lambda: nn.Linear(2, 2).to_empty(device="cuda:1").weight.detach(),
     "new": lambda: like().new(2, 3),
-    "typed": lambda: torch.cuda.DoubleTensor(2, 3),  # type: ignore[attr-defined]
+    "typed": lambda: torch.cuda.DoubleTensor(2, 3),  # type: ignore[attr-defined]  # made at import
     "resize_": lambda: torch.ones(1, device="cuda").resize_(4)[1:],
     "storage": lambda: torch.empty(0, device="cuda").set_(torch.UntypedStorage(16, device="cuda"), 0, (4,), (1,)),
     "resized storage": lambda: regrown(),

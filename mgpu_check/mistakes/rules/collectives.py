@@ -193,11 +193,8 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
 
 def result_discarded(tensors: Tensors) -> Finding | None:
     """Name a collective on just as many numbers as a rank has kept of its own."""
-    own = [
-        name
-        for name in tensors.names
-        if name in tensors.relations.split and name.kind != "buffers" and _is_own(tensors, name)
-    ]
+    held = {name for _, names in tensors.own_parts for name in names}
+    own = [name for name in tensors.names if name in held and name.kind != "buffers"]
     if not own or not tensors.traces:
         return None
     sizes = {tuple(tensors.expected.exact[name].shape) for name in own}
@@ -215,14 +212,6 @@ def result_discarded(tensors: Tensors) -> Finding | None:
                     "still each rank's own",
                 )
     return None
-
-
-def _is_own(tensors: Tensors, name: Result) -> bool:
-    return any(
-        tensors.is_combined(division, "own", factor, [name])
-        for division in tensors.hypotheses.divisions
-        for factor in (1.0, 1.0 / tensors.size)
-    )
 
 
 def gradient_cut(tensors: Tensors) -> Finding | None:

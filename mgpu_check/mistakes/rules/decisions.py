@@ -150,7 +150,10 @@ def broadcast_of_rank_0(tensors: Tensors) -> Finding | None:
 def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
     sent = next((event for _, event in tensors.events("collective") if event.name == "broadcast"), None)
     wrong = [name for name in tensors.wrong() if name not in tensors.relations.split]
-    if sent is None or not wrong or from_rank_0 is bool(source := sent.details.get("src", 0)):
+    if sent is None or not wrong:
+        return None
+    source = sent.details.get("src", 0)
+    if (not source) is not from_rank_0:
         return None
     return Finding(
         "value-of-one-rank",

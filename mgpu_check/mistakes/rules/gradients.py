@@ -153,17 +153,11 @@ def gradients_apart(evidence: Evidence) -> Finding | None:
 
 def each_rank_its_own(tensors: Tensors) -> Finding | None:
     """Name what is not synchronized, where each rank holds what it has computed from its own part."""
-    for division in tensors.hypotheses.divisions:
-        for factor in (1.0, 1.0 / tensors.size):
-            local = [
-                name
-                for name in tensors.names
-                if name in tensors.relations.split and tensors.is_combined(division, "own", factor, [name])
-            ]
-            if local:
-                verb = "is" if len(local) == 1 else "are"
-                return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
-    return None
+    if not tensors.own_parts:
+        return None
+    division, local = tensors.own_parts[0]
+    verb = "is" if len(local) == 1 else "are"
+    return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
 
 
 def differs_from_rank_to_rank(tensors: Tensors) -> Finding | None:

@@ -86,7 +86,7 @@ def on_no_rank(samples: EpochSamples) -> Finding | None:
 
 def uneven_batches(samples: EpochSamples) -> Finding | None:
     """Name uneven numbers of batches, where all samples are there."""
-    return Finding("uneven-steps", samples.uneven) if samples.covered and samples.uneven else None
+    return Finding("uneven-steps", samples.told_of_batches) if samples.covered and samples.uneven else None
 
 
 def order_repeats(loader: Loader) -> Finding | None:

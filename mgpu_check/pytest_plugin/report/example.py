@@ -79,7 +79,7 @@ _OBSERVED = {"observability_enabled": lambda: True, "TESTCASE_CALLBACKS": (None,
 
 @contextlib.contextmanager
 def keeping_steps() -> Iterator[None]:
-    """Have state machines keep the text of each step that they take, for `asides.steps_to`, for the time of the
+    """Have state machines keep the text of each step that they take, for `forwarding.steps_to`, for the time of the
     context.
 
     By inner parts of Hypothesis: it writes the steps of an example for an observer, or when it runs the example for the

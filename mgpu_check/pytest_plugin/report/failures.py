@@ -47,11 +47,11 @@ def replace_traceback(
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
         lines[:0] = [error.message, *notes, *([] if len(parts) > 1 else [""])]
     first = parts[0]
-    place = _place_in_test(first, item, report)
+    location = _location_in_test(first, item, report)
     headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
     if len(parts) > 1:
         headline += f" (and {len(parts) - 1} more)"
-    crash = ReprFileLocation(place.path, place.lineno, _printable(headline))
+    crash = ReprFileLocation(location.path, location.lineno, _printable(headline))
     entry = ReprEntryNative([line + "\n" for line in _printable("\n".join(lines)).split("\n")])
     entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest itself prints that line
     report.longrepr = ReprExceptionInfo(ReprTraceback(entries, None, style="native"), crash)
@@ -64,9 +64,9 @@ def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, i
         return [str(info.getrepr(style="short")), *notes]
     if not in_parent:
         return [str(error), *notes]
-    # A test that calls `ranks.run` itself has a place of its own to tell, besides that in the rank.
-    place = _place_in_test(error, item, report)
-    return [f"{place.path}:{place.lineno}: in {item.name}", "", str(error), *notes]
+    # A test that calls `ranks.run` itself has a line of its own to tell, besides that in the rank.
+    location = _location_in_test(error, item, report)
+    return [f"{location.path}:{location.lineno}: in {item.name}", "", str(error), *notes]
 
 
 def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
@@ -82,7 +82,7 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _place_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
+def _location_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
     """Return the innermost line of the test's file that the error passed, in this process or, as `raised_at` has it, in
     a rank.
     """
