@@ -25,7 +25,7 @@ FLOORS = [
     {"numerics", "simulated"},
     {"mistakes", "rank_side", "specs"},
     {"checks", "engine", "faults", "strategies"},
-    {"compare", "gates", "pytest_plugin", "suite"},
+    {"acceptance", "compare", "gates", "pytest_plugin", "suite"},
     {"cli", "startup"},
 ]
 LOOSE = {"__init__", "__main__", "errors", "settings", "version"}

@@ -1,0 +1,3 @@
+"""Defects of collectives."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Defects of compute."""
+
+from __future__ import annotations

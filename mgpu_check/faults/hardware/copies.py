@@ -1,0 +1,3 @@
+"""Defects of copies."""
+
+from __future__ import annotations

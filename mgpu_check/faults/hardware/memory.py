@@ -1,0 +1,3 @@
+"""Defects of memory."""
+
+from __future__ import annotations

@@ -1,0 +1,139 @@
+"""Register defects of hardware, read how a user names one, and find what it stands for."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.devices.observations import Part
+
+if TYPE_CHECKING:
+    from mgpu_check.simulated.hardware import Defect
+
+__all__ = ["MODULES", "HardwareFault", "Override", "Planted", "all_hardware_faults", "hardware_fault", "planted_from"]
+
+MODULES = ("memory", "compute", "copies", "collectives", "speed", "telemetry")
+"""`mgpu_check.faults.hardware.<module>` holds the faults of each theme."""
+
+Value = int | float | str
+Parameters = Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Override:
+    """What simulated telemetry says of a GPU in the place of the truth.
+
+    Attributes:
+        gpu: its number in the run.
+        field: as in `mgpu_check.devices.telemetry`.
+        value: what it says; with `grows`, the first value.
+        grows: what is added at each sample.
+        after: seconds since the start of the run before which all is well.
+        error: what the query raises, if it is not empty: "lost", "timeout" (never answers), "unknown error".
+    """
+
+    gpu: int
+    field: str
+    value: Any = None
+    grows: float = 0
+    after: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class HardwareFault:
+    """A defect of hardware that can be planted.
+
+    Attributes:
+        defaults: its parameters: "device", "peer", "dtype", "operation", "above" (bytes), "probability" (per operation),
+            "every" (one operation in so many), "after" (seconds since the start), "factor", ... as far as it has them.
+        parts: what must be accused.
+        caught_by: the checks that must see it.
+        level: the lowest level at which it must be found.
+        defect: makes what is planted in the simulated node; None where only telemetry shows it.
+        telemetry: what telemetry says, if it shows it.
+    """
+
+    name: str
+    summary: str
+    defaults: Parameters
+    parts: Callable[[Parameters], tuple[Part, ...]]
+    caught_by: tuple[str, ...]
+    level: str = "quick"
+    defect: Callable[[Parameters], Defect] | None = None
+    telemetry: Callable[[Parameters], Sequence[Override]] = field(default=lambda parameters: ())
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault with its parameters.
+
+    Attributes:
+        text: as a user names it: ``copies-zeros:device=0,peer=2,above=2097152``.
+    """
+
+    fault: HardwareFault
+    parameters: Parameters
+
+    @property
+    def text(self) -> str:
+        given = ",".join(f"{name}={value}" for name, value in self.parameters.items())
+        return f"{self.fault.name}:{given}" if given else self.fault.name
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that must be accused."""
+        return self.fault.parts(self.parameters)
+
+
+_faults: dict[str, HardwareFault] = {}
+
+
+def hardware_fault(fault: HardwareFault) -> HardwareFault:
+    """Register a fault.
+
+    Raises:
+        ValueError: another one has its name.
+    """
+    if _faults.get(fault.name, fault) != fault:
+        raise ValueError(f"hardware_fault: {fault.name!r} is registered already")
+    _faults[fault.name] = fault
+    return fault
+
+
+def all_hardware_faults() -> dict[str, HardwareFault]:
+    """Return every fault by name. Imports no torch."""
+    for name in MODULES:
+        importlib.import_module(f"mgpu_check.faults.hardware.{name}")
+    return dict(_faults)
+
+
+def planted_from(text: str) -> Planted:
+    """Read a fault as a user names it: a name, and after a colon parameters that differ from its defaults.
+
+    Raises:
+        ValueError: naming what is unknown, and the valid set.
+    """
+    faults = all_hardware_faults()
+    name, _, given = text.partition(":")
+    if name not in faults:
+        raise ValueError(f"{name!r} is no fault of hardware; choose one of {', '.join(sorted(faults))}")
+    fault = faults[name]
+    parameters = dict(fault.defaults)
+    for pair in filter(None, given.split(",")):
+        key, equals, value = pair.partition("=")
+        if key not in parameters or not equals:
+            raise ValueError(f"{name}: {pair!r} is no parameter of it; choose from {', '.join(parameters)}")
+        parameters[key] = _value(name, key, value, parameters[key])
+    return Planted(fault, parameters)
+
+
+def _value(name: str, key: str, text: str, default: Value) -> Value:
+    if isinstance(default, str):
+        return text
+    if not re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", text):
+        raise ValueError(f"{name}: {key}={text!r} is no number; its default is {default}")
+    return int(text) if isinstance(default, int) else float(text)

@@ -1,0 +1,3 @@
+"""Defects of speed."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""Defects of telemetry."""
+
+from __future__ import annotations
