@@ -146,6 +146,7 @@ class Measurement(Entry):
         value: the median of `repeats`.
         repeats: how often it was measured.
         size: bytes, or elements along a side, with which it was measured: values of one size are compared.
+        spread: median absolute deviation of the repeats from `value`, in `unit`; None where it was not kept.
     """
 
     quantity: str
@@ -153,3 +154,4 @@ class Measurement(Entry):
     value: float
     repeats: int
     size: int
+    spread: float | None = None
