@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mgpu_check.gates.resuming import assert_resume_continues as assert_resume_continues
     from mgpu_check.gates.scaling import assert_metric_scales as assert_metric_scales
     from mgpu_check.gates.scaling import assert_step_scales as assert_step_scales
-    from mgpu_check.pytest_plugin.session import Ranks as Ranks
+    from mgpu_check.pytest_plugin.ranks import Ranks as Ranks
     from mgpu_check.rank_side.rank import Rank as Rank
     from mgpu_check.rank_side.rank import current_rank as current_rank
     from mgpu_check.simulated import simulated_node as simulated_node
@@ -35,7 +35,7 @@ _HOMES = {
     "RankDied": "mgpu_check.errors",
     "RankFailure": "mgpu_check.errors",
     "RankHang": "mgpu_check.errors",
-    "Ranks": "mgpu_check.pytest_plugin.session",
+    "Ranks": "mgpu_check.pytest_plugin.ranks",
     "ScalingMismatch": "mgpu_check.errors",
     "assert_allreduce_matches": "mgpu_check.checks.allreduce",
     "assert_evaluation_agrees": "mgpu_check.gates.evaluating",

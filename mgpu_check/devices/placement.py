@@ -55,12 +55,20 @@ def spread(size: int, per_host: Sequence[int]) -> WorldSize:
     return WorldSize(counts)
 
 
-def slots_for(size: int, available: Sequence[Slot]) -> tuple[Slot, ...]:
-    """Return the slots of the ranks 0 to `size` - 1.
+def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int] | None = None) -> tuple[Slot, ...]:
+    """Return the slots of the ranks of a world.
+
+    Args:
+        size: how many ranks; None for one on each of `devices`, or on each slot.
+        devices: numbers of devices, host by host, from 0: rank ``i`` is on ``devices[i]``.
 
     Raises:
-        ValueError: there are not as many, or not on the hosts that a `WorldSize` names.
+        ValueError: there are not as many, not on the hosts that a `WorldSize` names, or no such devices.
     """
+    if devices is not None:
+        return _slots_of(devices, size, available)
+    if size is None:
+        return tuple(sorted(available))
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= len(available):
         raise ValueError(f"size={size!r} is not a world size of this run; choose 1 to {len(available)}")
     if not isinstance(size, WorldSize):
@@ -72,3 +80,17 @@ def slots_for(size: int, available: Sequence[Slot]) -> tuple[Slot, ...]:
             raise ValueError(f"size={size!r}: host {host} has {len(here)} devices, and {count} ranks are to run there")
         taken += here[:count]
     return tuple(taken)
+
+
+def _slots_of(devices: Sequence[int], size: int | None, available: Sequence[Slot]) -> tuple[Slot, ...]:
+    ordered, valid = sorted(available), f"choose different numbers of 0 to {len(available) - 1}"
+    if not isinstance(devices, Sequence) or not devices:
+        raise ValueError(f"devices={devices!r} is no list of devices; {valid}")
+    for device in devices:
+        if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < len(ordered):
+            raise ValueError(f"devices={devices!r}: {device!r} is no device of this test; {valid}")
+    if len(set(devices)) < len(devices):
+        raise ValueError(f"devices={list(devices)!r}: each rank needs a device of its own; {valid}")
+    if size not in (None, len(devices)):
+        raise ValueError(f"size={size!r}, but devices={list(devices)!r}; leave the size out where devices are given")
+    return tuple(ordered[device] for device in devices)

@@ -14,6 +14,7 @@ from mgpu_check.devices.placement import Slot, slots_for
 from mgpu_check.devices.visibility import Mask, Masks
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.own_environment import own_environment
 from mgpu_check.engine.warm import WarmWorlds, WorldKey
 from mgpu_check.engine.world import Function, World
 from mgpu_check.errors import AgentLost, StartupFailure
@@ -111,6 +112,8 @@ class RankPool:
         *args: Any,
         size: int | None = None,
         timeout: float | None = None,
+        devices: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on every rank of a world of `size` ranks.
@@ -120,21 +123,26 @@ class RankPool:
         Args:
             size: world size, 1 to `devices`; default all. A size that was used before costs nothing to return to.
             timeout: seconds for all ranks to return; default ``--rank-timeout``.
+            devices: rank ``i`` runs on device ``devices[i]``, of 0 to ``self.devices - 1``; default the first ones, in order.
+            environment: variables that the ranks have from their start.
 
         Returns:
             One result per rank, in rank order.
 
         Raises:
             RankFailure: a rank raised. RankDied: a process ended. RankHang: not all returned in time.
-            ValueError: a size or timeout out of range. TypeError: `fn` or an argument cannot be sent.
+            ValueError: an argument out of range. TypeError: `fn` or an argument cannot be sent.
         """
-        size = self.devices if size is None else size
         try:
-            slots_for(size, self.available)
+            slots_for(size, self.available, devices)
+            own_environment(environment)
         except ValueError as error:
             raise ValueError(f"ranks.run: {error}") from None
         args, kwargs = _with_rank(fn, args, kwargs)
-        return self.call(self.function(fn), args, kwargs, size=size, timeout=timeout)
+        size = self.devices if size is None else size
+        return self.call(
+            self.function(fn), args, kwargs, size=size, timeout=timeout, devices=devices, environment=environment
+        )
 
     def call(
         self,
@@ -146,8 +154,14 @@ class RankPool:
         backend: str | None = None,
         timeout: float | None = None,
         host: int = 0,
+        devices: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Run a function that is pickled already, as `run` does; `size` 0 stands for the node process of `host`."""
+        """Run a function that is pickled already, as `run` does; `size` 0 stands for the node process of `host`.
+
+        Args:
+            devices: the size of the world is that of `devices`, where they are given.
+        """
         timeout = self.timeout if timeout is None else timeout
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout!r} is not valid; choose a finite number of seconds above 0")
@@ -158,9 +172,10 @@ class RankPool:
                 f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
             ) from error
         with self._lock:
-            world = self._world(self._key(size, backend, host))
-            if size:
-                self.sizes.add(size)
+            key = self._key(size, backend, host, devices, environment)
+            world = self._world(key)
+            if key.slots:
+                self.sizes.add(len(key.slots))
             try:
                 results = world.run(function, arguments, self._call_context(self._simulate), timeout)
             finally:
@@ -184,10 +199,18 @@ class RankPool:
         with self._lock:
             self._world(self._key(size, backend, host))
 
-    def _key(self, size: int, backend: str | None, host: int) -> WorldKey:
-        slots = slots_for(size, self.available) if size else ()
+    def _key(
+        self,
+        size: int,
+        backend: str | None,
+        host: int,
+        devices: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> WorldKey:
+        slots = slots_for(None if devices else size, self.available, devices) if size else ()
         hosts = {slot.host for slot in slots} or {host}
-        return WorldKey(slots, tuple(slot for slot in self.available if slot.host in hosts), backend)
+        visible = tuple(slot for slot in self.available if slot.host in hosts)
+        return WorldKey(slots, visible, backend, own_environment(environment))
 
     def _world(self, key: WorldKey) -> World:
         world = self._worlds.take(key)
@@ -219,7 +242,7 @@ class RankPool:
             beside = [other for other in slots if other.host == slot.host]
             node_index, local_index = hosts.index(slot.host), beside.index(slot)
             device, devices = (here.index(slot), len(here)) if simulate else self._launcher.binding(slot, here)
-            environment = {
+            environment = dict(key.environment) | {
                 "RANK": str(rank or 0),
                 "LOCAL_RANK": str(local_index),
                 "GROUP_RANK": str(node_index),
@@ -229,7 +252,7 @@ class RankPool:
             }
             if simulate and self._launcher.host_name(slot.host):
                 environment["NCCL_HOSTID"] = str(slot.host)  # hosts of a simulated run may well be one machine
-            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in call_context.environment:
+            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in call_context.environment | environment:
                 # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
                 # devices after each call, report such an error with its site, and replace the process ourselves.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"

@@ -9,6 +9,7 @@ from multiprocessing.connection import wait
 
 from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.own_environment import OwnEnvironment
 from mgpu_check.engine.world import World
 
 __all__ = ["WarmWorlds", "WorldKey"]
@@ -32,11 +33,13 @@ class WorldKey:
     Attributes:
         slots: of its ranks, in rank order; empty for a node process.
         visible: the slots whose devices its processes see, on all hosts where it has any.
+        environment: variables that its processes have from their start.
     """
 
     slots: tuple[Slot, ...]
     visible: tuple[Slot, ...]
     backend: str | None
+    environment: OwnEnvironment = ()
 
     @property
     def occupied(self) -> tuple[Slot, ...]:

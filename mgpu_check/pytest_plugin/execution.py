@@ -17,11 +17,12 @@ from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.pytest_plugin.forwarding import steps_to
+from mgpu_check.pytest_plugin.ranks import abandoning
 from mgpu_check.pytest_plugin.report.example import blob_of_this, is_final, keeping_steps
 from mgpu_check.pytest_plugin.report.replay import BLOB
 from mgpu_check.pytest_plugin.requirements import Needs
 from mgpu_check.pytest_plugin.serialization import bare, by_value
-from mgpu_check.pytest_plugin.session import GpuSession, abandoning
+from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["Absent", "modules_of", "running"]
 

@@ -10,15 +10,18 @@ from mgpu_check.pytest_plugin.stash import SESSION
 
 if TYPE_CHECKING:
     from mgpu_check.pytest_plugin.execution import Absent
-    from mgpu_check.pytest_plugin.session import Ranks
+    from mgpu_check.pytest_plugin.ranks import Ranks
 
 __all__ = ["gpus", "rank", "ranks"]
 
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Run functions on ranks: `ranks.run(fn, *args, size=None, timeout=None)` calls fn on each, results in rank order."""
-    from mgpu_check.pytest_plugin.session import Ranks
+    """Run functions on ranks: `ranks.run(fn, *args, size=None)` calls fn on each, results in rank order.
+
+    Also `timeout=`, and `devices=` and `environment=` of the ranks.
+    """
+    from mgpu_check.pytest_plugin.ranks import Ranks
 
     session = request.config.stash[SESSION]
     if lack := session.lack(0):

@@ -21,7 +21,7 @@ class Rank:
         size: world size.
         local_index: rank among those of this machine.
         node_index: index of this machine.
-        device: the device that this rank owns, ``cuda:<local_index>``.
+        device: the device that this rank owns: ``cuda:<local_index>``, unless the ranks run on devices that were chosen.
     """
 
     index: int

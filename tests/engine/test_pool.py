@@ -87,6 +87,69 @@ def test_a_wrong_size_is_a_value_error(pool, size):
         pool.run(os.getpid, size=size)
 
 
+def test_ranks_run_on_the_devices_that_are_chosen_in_their_order_with_their_variables(pool):
+    def body(rank):
+        import torch
+        import torch.distributed as dist
+
+        total = torch.full((3,), float(rank.index + 1), device=rank.device)
+        dist.all_reduce(total)
+        own = os.environ.get("NCCL_P2P_DISABLE")
+        return rank.index, rank.size, str(rank.device), torch.cuda.current_device(), total.tolist(), own, os.getpid()
+
+    def at_birth():
+        with open("/proc/self/environ") as file:
+            return "NCCL_P2P_DISABLE" in os.environ, "NCCL_P2P_DISABLE" in file.read()
+
+    first = pool.run(body, devices=[2, 0])
+    assert [seen[:-1] for seen in first] == [(0, 2, "cuda:2", 2, [3.0] * 3, None), (1, 2, "cuda:0", 0, [3.0] * 3, None)]
+    assert pool.run(body, devices=[2, 0]) == first, "the world stays warm"
+    arm = pool.run(body, devices=[2, 0], environment={"NCCL_P2P_DISABLE": "1"})
+    assert [seen[:-1] for seen in arm] == [(*seen[:-2], "1") for seen in first]
+    others = pool.run(body, devices=[0, 2]) + pool.run(body, size=2)
+    assert [seen[3] for seen in others] == [0, 2, 0, 1]
+    assert len({seen[-1] for seen in (*first, *arm, *others)}) == 8, "each world has processes of its own"
+    assert [seen[3] for seen in pool.run(body, devices=[3])] == [3]
+    assert pool.sizes == {1, 2}
+    node = pool.function(at_birth)
+    assert pool.call(node, (), {}, size=0, environment={"NCCL_P2P_DISABLE": "1"}) == [(True, False)]
+    assert pool.call(node, (), {}, size=0) == [(False, False)]
+
+
+def test_variables_of_a_world_stay_while_those_of_the_pytest_process_change(pool, monkeypatch):
+    def change():
+        os.environ["NCCL_SHM_DISABLE"] = "changed by the test"
+
+    def now():
+        return os.environ["NCCL_SHM_DISABLE"], os.environ.get("RATE")
+
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "0")
+    pool.run(change, size=2, environment={"NCCL_SHM_DISABLE": "1"})
+    monkeypatch.setenv("RATE", "7")
+    assert pool.run(now, size=2, environment={"NCCL_SHM_DISABLE": "1"}) == [("1", "7")] * 2
+    assert pool.run(now, size=2) == [("0", "7")] * 2
+
+
+def test_wrong_devices_and_variables_are_value_errors(pool):
+    cases = [
+        ({"devices": [0, 4]}, r"devices=\[0, 4\]: 4 is no device of this test; choose different numbers of 0 to 3"),
+        ({"devices": [-1]}, "-1 is no device"),
+        ({"devices": [True]}, "True is no device"),
+        ({"devices": [1, 1]}, "each rank needs a device of its own"),
+        ({"devices": 2}, "devices=2 is no list of devices"),
+        ({"devices": []}, r"devices=\[\] is no list of devices"),
+        ({"devices": "01"}, "devices='01': '0' is no device"),
+        ({"devices": [0, 1], "size": 3}, r"size=3, but devices=\[0, 1\]; leave the size out"),
+        ({"environment": {"RANK": "1"}}, "RANK is set for each rank; choose other variables than CUDA_VISIBLE_DEVICES"),
+        ({"environment": {"A=B": "1"}}, "'A=B' is no name of a variable"),
+        ({"environment": {"A": 1}}, "A=1 is no value of a variable; choose a str"),
+        ({"environment": "A=1"}, "environment='A=1' is no mapping"),
+    ]
+    for wrong, said in cases:
+        with pytest.raises(ValueError, match="^ranks.run: .*" + said):
+            pool.run(os.getpid, **wrong)
+
+
 def test_a_wrong_timeout_is_a_value_error(pool):
     with pytest.raises(ValueError, match="timeout=0 is not valid"):
         pool.run(os.getpid, timeout=0)

@@ -64,6 +64,16 @@ def test_ranks_of_worlds_below_the_whole(ranks):
     assert [found[3] for found in ranks.run(place, size=3)] == [0, 0, 1]
 
 
+def test_ranks_on_chosen_devices_of_both_hosts(ranks):
+    found = ranks.run(place, devices=[3, 0, 2], environment={"SET_LATER": "by the world"})
+    assert found == [
+        (0, 3, 0, 1, "cuda:1", "0", "0", "3", "2", "1", "2", "second", "by the world"),
+        (1, 3, 0, 0, "cuda:0", "1", "0", "3", "1", "0", "2", "first", "by the world"),
+        (2, 3, 1, 1, "cuda:0", "2", "1", "3", "2", "1", "2", "second", "by the world"),
+    ]
+    assert ranks.run(total, devices=[3, 0, 2], environment={"SET_LATER": "by the world"}) == [6.0] * 3
+
+
 def test_worlds_are_drawn_within_hosts_and_across(ranks):
     seen = set()
 

@@ -8,6 +8,7 @@ from tests.standin.conftest import Machine
 CASES = (
     HEAD
     + """
+import os
 import threading
 
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +23,17 @@ def test_green_device_and_cpu_tensors_have_backends(rank):
     got = [None] * rank.size
     dist.all_gather_object(got, rank.index)
     assert got == list(range(rank.size))
+
+
+def test_green_ranks_on_chosen_devices(ranks):
+    def body(rank):
+        x = on(rank, rank.index + 1.0)
+        dist.all_reduce(x)
+        return str(rank.device), torch.cuda.current_device(), x.item(), os.environ.get("NCCL_P2P_DISABLE")
+
+    arm = {"NCCL_P2P_DISABLE": "1"}
+    assert ranks.run(body, devices=[2, 0], environment=arm) == [("cuda:2", 2, 3.0, "1"), ("cuda:0", 0, 3.0, "1")]
+    assert ranks.run(body, devices=[1]) == [("cuda:1", 1, 1.0, None)]
 
 
 @pytest.mark.ranks(2)
