@@ -14,6 +14,7 @@ from mgpu_check.version import __version__
 __all__ = ["main"]
 
 _COMMANDS = {
+    "accept": "accept or reject this node, and name the GPU or the link: accept --gpus=8 --report=node.html",
     "compare": "run a training script on one device and on ranks: compare --gpus=4 -- train.py --args",
     "devices": "list the GPUs that torch sees here",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
@@ -43,6 +44,7 @@ exit codes:
 examples:
   mgpu-check --gpus=4 --simulate        on any machine: is the code right?
   mgpu-check --gpus=8                   on a node with 8 GPUs: are code and hardware right?
+  mgpu-check accept --gpus=8            may this node join the fleet, and if not, which part goes back?
   mgpu-check --gpus=8 -k allreduce -x   one property, up to the first failure
   torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m mgpu_check --gpus=16
                                         on two nodes with 8 GPUs each

@@ -6,12 +6,12 @@ Every value keeps its origin, so an error can say where to change it.
 from __future__ import annotations
 
 import difflib
-import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
+
+from mgpu_check import option_values
 
 __all__ = ["OPTIONS", "Option", "Settings", "activate", "active", "resolve", "unknown_variables"]
 
@@ -22,55 +22,7 @@ PREFIX = "MGPU_CHECK_"
 DEFAULT_RANK_TIMEOUT = 60.0
 DEFAULT_AGENT_TIMEOUT = 300.0
 
-REPORT_SUFFIXES = (".md",)
-
-
-def _gpus(text: str) -> int | None:
-    if text == "all":
-        return None
-    if re.fullmatch(r"\d+", text) and int(text) >= 1:
-        return int(text)
-    raise ValueError("choose a whole number of at least 1, or 'all'")
-
-
-def _simulate(text: str) -> str | None:
-    if text.lower() in ("", "0", "false", "no", "off"):
-        return None
-    if text.lower() in ("1", "true", "yes", "on"):
-        return "cpu"
-    if re.fullmatch(r"cpu|cuda:\d+", text):
-        return text
-    raise ValueError("choose 'cpu', or the real device that backs the simulated ones, such as 'cuda:0'")
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise ValueError("choose a number of seconds above 0, such as 60 or 2.5")
-    return seconds
-
-
-def _reports(text: str) -> tuple[str, ...]:
-    files = tuple(dict.fromkeys(line.strip() for line in text.split("\n")))
-    if all(file.lower().endswith(REPORT_SUFFIXES) for file in files):
-        return files
-    raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)} (Markdown)")
-
-
-def _file(text: str) -> str | None:
-    return text or None
-
-
-def _switch(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("", "0", "false", "no", "off"):
-        return False
-    raise ValueError("choose true or false")
-
+DEFAULT_MEMORY_SHARE = 0.9
 
 _SWITCH = {"action": "store_const", "const": "true"}
 
@@ -118,35 +70,35 @@ OPTIONS: dict[str, Option[Any]] = {
     for option in (
         Option(
             "gpus",
-            _gpus,
+            option_values.gpus,
             "how many GPUs the tests get, cuda:0 to cuda:N-1, or 'all' that are visible",
             "none",
             {"metavar": "N|all"},
         ),
         Option(
             "simulate",
-            _simulate,
+            option_values.simulate,
             "make the GPUs in software, on the CPU or on one real device such as cuda:0; proves code, never hardware",
             "real GPUs; --simulate alone: cpu",
             {"metavar": "cpu|cuda:I", "nargs": "?", "const": "cpu"},
         ),
         Option(
             "rank_timeout",
-            _seconds,
+            option_values.seconds,
             "seconds that the ranks get for a test, or for one example of a property",
             f"{DEFAULT_RANK_TIMEOUT:g}",
             {"metavar": "SECONDS"},
         ),
         Option(
             "agent_timeout",
-            _seconds,
+            option_values.seconds,
             "beyond one machine: seconds to wait for processes that have not come, or are lost",
             f"{DEFAULT_AGENT_TIMEOUT:g}",
             {"metavar": "SECONDS"},
         ),
         Option(
             "agent_key_file",
-            _file,
+            option_values.file,
             "beyond one machine: file with the key by which the processes of a run know each other, the same on all hosts; "
             "made if it is not there",
             "mgpu-check/agent-key in $XDG_CONFIG_HOME, or in ~/.config",
@@ -154,26 +106,78 @@ OPTIONS: dict[str, Option[Any]] = {
         ),
         Option(
             "trust_network",
-            _switch,
+            option_values.switch,
             "beyond one machine: use no key file; whoever reaches the launcher's port can then run code in the run",
             "use the key file",
             _SWITCH,
         ),
         Option(
             "strict_gpus",
-            _switch,
+            option_values.switch,
             "fail, instead of skip, a test that needs more GPUs than --gpus gives",
             "skip, with counts",
             _SWITCH,
         ),
         Option(
             "gpu_report",
-            _reports,
+            option_values.reports,
             "write a summary of the run to this file, which ends in .md; can be given several times, in the ini file one "
             "file per line",
             "none",
             {"metavar": "FILE.md", "action": "append"},
             repeats=False,
+        ),
+        Option(
+            "gpu_level",
+            option_values.level,
+            "how much the packaged suites do: quick, standard or long",
+            "standard",
+            {"metavar": "|".join(option_values.LEVELS)},
+        ),
+        Option(
+            "accept_for",
+            option_values.duration,
+            "acceptance: keep the GPUs under load for so long after the checks, such as 90s, 30m or 2h",
+            "no soak; at --gpu-level=long: 10m",
+            {"metavar": "TIME"},
+        ),
+        Option(
+            "accept_memory",
+            option_values.share,
+            "acceptance: the share of the free memory of each GPU that is written and read back",
+            f"{DEFAULT_MEMORY_SHARE}",
+            {"metavar": "SHARE"},
+        ),
+        Option(
+            "accept_baseline",
+            option_values.file,
+            "acceptance: hold facts and speed of the GPUs against this file, which --accept-record-baseline has written",
+            "none",
+            {"metavar": "FILE"},
+        ),
+        Option(
+            "accept_record_baseline",
+            option_values.file,
+            "acceptance: write facts and speed of the GPUs to this file, if the node is accepted",
+            "none",
+            {"metavar": "FILE"},
+            repeats=False,
+        ),
+        Option(
+            "accept_report",
+            option_values.acceptance_reports,
+            "acceptance: write a report to this file, which ends in .html, .json, .md or .xml (JUnit); can be given several "
+            "times, in the ini file one file per line",
+            "none",
+            {"metavar": "FILE", "action": "append"},
+            repeats=False,
+        ),
+        Option(
+            "accept_plant",
+            option_values.lines,
+            "acceptance of a simulated node: plant a defect, such as copy-zeros:device=0,peer=2; can be given several times",
+            "none",
+            {"metavar": "FAULT", "action": "append"},
         ),
     )
 }
@@ -195,6 +199,12 @@ class Settings:
         per_host: number of devices of each host, empty on one machine.
         host: where tests run now that run in one process.
         gpu_report: the files that a summary is written to.
+        gpu_level: one of `option_values.LEVELS`.
+        accept_for: seconds of load after the checks of an acceptance; None where nothing was said.
+        accept_memory: share of the free memory of each GPU that an acceptance writes and reads back.
+        accept_baseline, accept_record_baseline: files with facts and speed of the GPUs, to compare with and to write.
+        accept_report: the files that reports of an acceptance are written to.
+        accept_plant: defects that are planted in the simulated node of an acceptance.
     """
 
     gpus: int | None
@@ -208,6 +218,13 @@ class Settings:
     per_host: tuple[int, ...] = ()
     host: int = 0
     gpu_report: tuple[str, ...] = ()
+    gpu_level: str = "standard"
+    accept_for: float | None = None
+    accept_memory: float = DEFAULT_MEMORY_SHARE
+    accept_baseline: str | None = None
+    accept_record_baseline: str | None = None
+    accept_report: tuple[str, ...] = ()
+    accept_plant: tuple[str, ...] = ()
 
     @property
     def asked(self) -> bool:
@@ -240,6 +257,8 @@ def resolve(
     """
     values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
     values |= {"agent_timeout": DEFAULT_AGENT_TIMEOUT, "agent_key_file": None, "trust_network": False, "gpu_report": ()}
+    values |= {"gpu_level": "standard", "accept_for": None, "accept_memory": DEFAULT_MEMORY_SHARE}
+    values |= {"accept_baseline": None, "accept_record_baseline": None, "accept_report": (), "accept_plant": ()}
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():
         for origin, text in (
@@ -259,6 +278,11 @@ def resolve(
         )
     if settings.simulate and not settings.asked and origins["simulate"] == OPTIONS["simulate"].flag:
         raise ValueError("--simulate: say how many devices to simulate, such as --gpus=4 --simulate")
+    if settings.accept_plant and settings.asked and not settings.simulate:
+        raise ValueError(
+            f"{origins['accept_plant']}: {', '.join(settings.accept_plant)}: a defect is planted in a simulated node only; add "
+            "--simulate"
+        )
     if settings.trust_network and settings.agent_key_file is not None:
         raise ValueError(
             f"{origins['trust_network']}: a run that trusts its network uses no key file, but {origins['agent_key_file']} "

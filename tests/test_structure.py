@@ -20,15 +20,16 @@ PACKAGE = Path(mgpu_check.__file__).parent
 
 # The floors, from the ground up. A room may import those on lower floors, and itself; never one on its own floor.
 FLOORS = [
-    {"errors", "settings", "version", "devices", "processes", "recipes"},
-    {"torch_hooks"},
+    {"errors", "option_values", "version", "devices", "processes", "recipes"},
+    {"settings", "torch_hooks"},
     {"numerics", "simulated"},
     {"mistakes", "rank_side", "specs"},
     {"checks", "engine", "faults", "strategies"},
-    {"acceptance", "compare", "gates", "pytest_plugin", "suite"},
+    {"compare", "gates", "pytest_plugin", "suite"},
+    {"acceptance"},
     {"cli", "startup"},
 ]
-LOOSE = {"__init__", "__main__", "errors", "settings", "version"}
+LOOSE = {"__init__", "__main__", "errors", "option_values", "settings", "version"}
 
 
 @functools.cache

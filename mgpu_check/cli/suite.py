@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,24 +39,28 @@ def asks_for_gpus(arguments: Sequence[str]) -> bool:
     return given or OPTIONS["gpus"].variable in os.environ
 
 
-def names_a_check(argument: str) -> bool:
-    """Return whether an argument is a file of the suite, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
-    return argument.partition("::")[0] in files()
+def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool:
+    """Return whether an argument is a file of a package of tests, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
+    return argument.partition("::")[0] in files(package)
 
 
-def files() -> list[str]:
-    """Return the files of the suite."""
-    return sorted(path.name for path in Path(mgpu_check.suite.__file__).parent.glob("test_*.py"))
+def files(package: ModuleType = mgpu_check.suite) -> list[str]:
+    """Return the files of a package of tests."""
+    return sorted(path.name for path in _directory(package).glob("test_*.py"))
 
 
-def run(arguments: Sequence[str], plugins: Sequence[Any]) -> int:
-    """Run pytest on the packaged suite, quietly, with nothing taken from or left in the current directory."""
-    ini = Path(mgpu_check.suite.__file__).with_name("pytest.ini")
+def _directory(package: ModuleType) -> Path:
+    return Path(package.__path__[0])
+
+
+def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = mgpu_check.suite) -> int:
+    """Run pytest on a package of tests, quietly, with nothing taken from or left in the current directory."""
+    ini = _directory(package) / "pytest.ini"
     # Named, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set here as everywhere.
     ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider"]
-    chosen = [str(ini.with_name(argument)) if names_a_check(argument) else argument for argument in arguments]
+    chosen = [str(ini.with_name(argument)) if names_a_check(argument, package) else argument for argument in arguments]
     if chosen == list(arguments):
-        ours += ["--pyargs", "mgpu_check.suite"]
+        ours += ["--pyargs", package.__name__]
     scratch = Scratch.new("suite")
     # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))

@@ -144,6 +144,12 @@ class RankPool:
             self.function(fn), args, kwargs, size=size, timeout=timeout, devices=devices, environment=environment
         )
 
+    def run_in_node_process(
+        self, fn: Callable[..., Any], /, *args: Any, host: int = 0, timeout: float | None = None
+    ) -> list[Any]:
+        """Call ``fn(*args)`` in the process that sees all devices of a host; its result, in a list. Raises as `run` does."""
+        return self.call(self.function(fn), args, {}, size=0, timeout=timeout, host=host)
+
     def call(
         self,
         function: Function,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
 
+from mgpu_check.settings import active
+
 __all__ = ["examples", "limit"]
 
 _FEWEST = 25
+_LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}
+"""Examples of a property at each level, as a share of those at the standard one."""
 
 _share: float | None = None
 
@@ -23,12 +27,16 @@ def limit(share: float | None) -> None:
 def examples(count: int) -> settings:
     """Hypothesis settings for a packaged property of `count` examples.
 
+    They are as many at the level "standard", a quarter at "quick" but not below 25, and ten times as many at "long".
+
     There is no deadline, because the first example of a world size starts its ranks; and no example database, because
     an acceptance run leaves no files where it was started.
     """
     phases: tuple[Phase, ...] = (Phase.explicit, Phase.generate, Phase.shrink)
+    share = _LEVELS[active().gpu_level]
     if _share is not None:
-        count, phases = min(count, max(_FEWEST, round(count * _share))), (Phase.explicit, Phase.generate)
+        share, phases = _share, (Phase.explicit, Phase.generate)
+    count = round(count * share) if share > 1 else min(count, max(_FEWEST, round(count * share)))
     return settings(
         max_examples=count,
         phases=phases,

@@ -27,6 +27,13 @@ def test_the_first_place_that_says_something_wins():
         "agent_key_file": "default",
         "trust_network": "default",
         "gpu_report": "default",
+        "gpu_level": "default",
+        "accept_for": "default",
+        "accept_memory": "default",
+        "accept_baseline": "default",
+        "accept_record_baseline": "default",
+        "accept_report": "default",
+        "accept_plant": "default",
     }
 
 

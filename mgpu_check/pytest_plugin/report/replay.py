@@ -25,7 +25,9 @@ FLAG = "--gpu-replay"
 BLOB = "_mgpu_check_blob"
 """Attribute by which an exception names the Hypothesis example that raised it."""
 
-_SUITE = "mgpu_check.suite"
+_PACKAGED = {"mgpu_check.suite": (), "mgpu_check.acceptance": ("accept",)}
+"""Packages of tests, with the words by which `mgpu-check` runs them."""
+
 _OURS = frozenset({FLAG, *(option.flag for option in OPTIONS.values())})
 
 # Options that select tests, stop early, run in parallel, measure or show: one test fails without them as it did with
@@ -117,8 +119,12 @@ class Invocation:
     def line(self, item: pytest.Item, extra: Sequence[str]) -> str:
         """Return the shell line for one test, with `extra` options."""
         names = item.nodeid.partition("::")[2]
-        if getattr(getattr(item, "module", None), "__name__", "").startswith(_SUITE + "."):
-            words = [*self.suite_program, *self.suite_options, *self.kept, f"{item.path.name}::{names}"]
+        package = getattr(getattr(item, "module", None), "__name__", "").rpartition(".")[0]
+        if package in _PACKAGED:
+            command = (
+                self.suite_program if self.suite_program == self.program else (*self.suite_program, *_PACKAGED[package])
+            )
+            words = [*command, *self.suite_options, *self.kept, f"{item.path.name}::{names}"]
         else:
             path = os.path.relpath(item.path, self.directory)
             words = [*self.program, *self.options, *self.kept, *self._ini(item), f"{path}::{names}"]

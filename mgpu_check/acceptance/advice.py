@@ -1,0 +1,30 @@
+"""What to do about a part that was accused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mgpu_check.devices.observations import Observation, Part
+
+__all__ = ["advice_for"]
+
+_ADVICE = {
+    "gpu": "drain the node, reset this GPU and run again; if it fails again, send it back",
+    "link": "drain the node, re-seat both GPUs or their bridge and run again; if it fails again, send back the baseboard, or the "
+    "bridge",
+    "host-link": "drain the node, re-seat this GPU, look at its slot and riser, and run again; if it fails again, try the GPU in "
+    "another slot",
+    "host": "look at what all GPUs share: driver, libraries, firmware, IOMMU and ACS settings; run again on one GPU at a time",
+}
+
+
+def advice_for(part: Part, failed: Sequence[Observation]) -> str:
+    """Return what to do about `part`, for which the observations `failed` speak."""
+    checks = {entry.check for entry in failed}
+    if checks == {"performance"}:
+        return (
+            "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]
+        )
+    if checks == {"inventory"}:
+        return "bring firmware, driver and settings to those of the others, and run again"
+    return _ADVICE[part.kind]

@@ -1,0 +1,122 @@
+"""The hooks of the acceptance: its run around pytest's, one page of the ledger for each test, the verdict at the end."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Generator, Iterable
+from pathlib import Path
+
+import pytest
+
+from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.run import Run
+from mgpu_check.devices.observations import Observation
+from mgpu_check.pytest_plugin.ranks import Ranks
+from mgpu_check.pytest_plugin.stash import INVOCATION, SESSION
+
+RUN: pytest.StashKey[Run] = pytest.StashKey()
+
+_HERE = Path(__file__).parent
+_CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
+_MOST_LINES = 8
+
+
+def _check_of(item: pytest.Item) -> str:
+    return item.path.stem.removeprefix("test_")
+
+
+def _ours(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    return [item for item in items if item.path.parent == _HERE]
+
+
+@pytest.fixture(scope="session")
+def node(request: pytest.FixtureRequest, ranks: Ranks) -> Node:
+    """Give a check all GPUs of the run."""
+    found = request.config.stash[RUN].node
+    assert found is not None
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
+    config = session.config
+    gpu_session = config.stash[SESSION]
+    if config.option.collectonly or not _ours(session.items) or not gpu_session.settings.asked:
+        return (yield)
+    if config.pluginmanager.has_plugin("dsession") or hasattr(config, "workerinput"):
+        raise pytest.UsageError("mgpu-check: -n: an acceptance uses all GPUs at once; leave -n out")
+    try:
+        run = Run(gpu_session, _command(config), config.getoption("--hypothesis-seed", None))
+    except ValueError as error:
+        raise pytest.UsageError(f"mgpu-check: --accept-plant: {error}") from None
+    config.stash[RUN] = run
+    run.selected = {_check_of(item) for item in _ours(session.items)}
+    run.start()
+    try:
+        return (yield)
+    except BaseException:
+        run.interrupted = True
+        raise
+
+
+def _command(config: pytest.Config) -> str:
+    """Return the command that the user typed, without what selects checks."""
+    from mgpu_check.pytest_plugin.report.replay import Invocation
+
+    invocation = config.stash.get(INVOCATION, None) or Invocation.of(config)
+    return shlex.join([*invocation.program, *invocation.suite_options])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """Open a page of the ledger for the test, and fail it if anything on the page has failed."""
+    run = pyfuncitem.config.stash.get(RUN, None)
+    if run is None or not _ours([pyfuncitem]):
+        return (yield)
+    page = run.ledger.open(_check_of(pyfuncitem), pyfuncitem.name)
+    try:
+        result = yield
+    finally:
+        page.ended = run.ledger.now()
+    if page.failed:
+        pytest.fail("\n".join(_lines(page.failed)), pytrace=False)
+    return result
+
+
+def _lines(failed: list[Observation]) -> list[str]:
+    found: dict[str, list[Observation]] = {}
+    for entry in failed:
+        found.setdefault(str(entry.subject), []).append(entry)
+    lines = []
+    for subject, entries in list(found.items())[:_MOST_LINES]:
+        case = f" ({entries[0].case})" if entries[0].case else ""
+        lines.append(f"{subject}: {entries[0].seen}{case}" + (f"; and {len(entries) - 1} more" if entries[1:] else ""))
+    if len(found) > _MOST_LINES:
+        lines.append(f"and {len(found) - _MOST_LINES} more subjects")
+    return lines
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Let the exit code be that of the verdict, where the run came to one."""
+    run = session.config.stash.get(RUN, None)
+    if run is None or run.interrupted or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return
+    session.exitstatus = _CODES[run.account().verdict.kind]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    run = config.stash.get(RUN, None)
+    if run is None:
+        return
+    account = run.account()
+    terminalreporter.section("acceptance")
+    verdict = account.verdict
+    for accusation in verdict.accusations:
+        terminalreporter.line(f"{accusation.part}")
+        for line in accusation.because:
+            terminalreporter.line(f"  {line}")
+        terminalreporter.line(f"  do: {accusation.advice}")
+    for line in verdict.unknown:
+        terminalreporter.line(f"unknown: {line}")
+    terminalreporter.line(verdict.kind)

@@ -1,0 +1,156 @@
+"""The least work of each check. Below it nothing is known: a check that returns at once never passes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
+
+__all__ = ["CHECKS", "Done", "account_of_work", "floors"]
+
+CHECKS = ("inventory", "memory", "compute", "links", "collectives", "training", "health", "performance")
+"""All checks, in the order in which they run; a soak is one more, where it was asked for."""
+
+_SHARE_OF_MEMORY = 0.75
+"""Of the memory that was to be tested, in case something else has taken some since it was counted."""
+
+_OPERATIONS = {
+    "inventory": (1, 1, 1),
+    "compute": (40, 400, 4000),
+    "links": (4, 20, 200),
+    "collectives": (20, 200, 2000),
+    "training": (2, 10, 50),
+    "health": (2, 2, 2),
+}
+"""Least number of operations for each subject at each level."""
+
+_PASSES = (1, 2, 8)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What was done for a check.
+
+    Attributes:
+        outcome: the worst of its observations; "unknown" where it was too little.
+        floor, least: the least work that a subject must have, and that of the subject that has least.
+        why: what is missing, in one line.
+    """
+
+    outcome: Outcome
+    floor: Work
+    least: Work
+    why: str = ""
+
+
+def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | None) -> dict[str, dict[Subject, Work]]:
+    """Return check -> subject -> the least work that passes.
+
+    Args:
+        memory_share: of the memory of each GPU, that was to be tested.
+        soak: seconds of load that were asked for.
+    """
+    place = ("quick", "standard", "long").index(level)
+    each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
+    found: dict[str, dict[Subject, Work]] = {}
+    for check, counts in _OPERATIONS.items():
+        subjects = _ways(gpus) if check == "links" else each
+        found[check] = dict.fromkeys(subjects, Work(operations=counts[place]))
+    found["memory"] = {
+        subject: Work(bytes=int(gpu.memory * memory_share * _SHARE_OF_MEMORY * _PASSES[place]))
+        for subject, gpu in zip(each, gpus, strict=True)
+    }
+    found["performance"] = dict.fromkeys(each, Work())
+    if soak:
+        found["soak"] = dict.fromkeys(each, Work(seconds=0.9 * soak))
+    return found
+
+
+def _ways(gpus: Sequence[Gpu]) -> list[Subject]:
+    """Return all copies that the checks of links must have made."""
+    ways = [Subject(kind, (gpu.number,)) for gpu in gpus for kind in ("upload", "download")]
+    for one, other in itertools.permutations(gpus, 2):
+        if one.host == other.host:
+            ways.append(Subject("copy", (one.number, other.number)))
+    return ways
+
+
+def account_of_work(
+    observations: Iterable[Observation], needed: Mapping[str, Mapping[Subject, Work]]
+) -> dict[str, Done]:
+    """Return what was done for each check of `needed`.
+
+    What was done for a group counts for each of its GPUs.
+    """
+    done: dict[tuple[str, Subject], Work] = {}
+    outcomes: dict[str, set[Outcome]] = {check: set() for check in needed}
+    reasons: dict[str, list[str]] = {}
+    for entry in observations:
+        outcomes.setdefault(entry.check, set()).add(entry.outcome)
+        if entry.outcome == "unknown":
+            reasons.setdefault(entry.check, []).append(f"{entry.subject}: {entry.seen}")
+        for subject in _counted(entry.subject):
+            key = (entry.check, subject)
+            done[key] = done.get(key, Work()) + entry.work
+    return {
+        check: _done(check, subjects, done, outcomes[check], reasons.get(check, []))
+        for check, subjects in needed.items()
+    }
+
+
+def _counted(subject: Subject) -> list[Subject]:
+    return (
+        [subject, *(Subject("gpu", (member,)) for member in subject.members)] if subject.kind == "group" else [subject]
+    )
+
+
+def _done(
+    check: str,
+    subjects: Mapping[Subject, Work],
+    done: Mapping[tuple[str, Subject], Work],
+    outcomes: set[Outcome],
+    reasons: Sequence[str],
+) -> Done:
+    seen = {subject: done.get((check, subject)) for subject in subjects}
+    short = [subject for subject, floor in subjects.items() if not _reached(seen[subject], floor)]
+    floor = next(iter(subjects.values()), Work())
+    least = min(
+        (work or Work() for work in seen.values()), key=lambda work: (work.operations, work.bytes), default=Work()
+    )
+    if "failed" in outcomes:
+        return Done("failed", floor, least)
+    if short:
+        named = ", ".join(map(str, short[:3])) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
+        return Done(
+            "unknown",
+            floor,
+            least,
+            f"{check} did less than its least work on {named}: {_gap(seen[short[0]], subjects[short[0]])}",
+        )
+    if "unknown" in outcomes:
+        return Done(
+            "unknown",
+            floor,
+            least,
+            f"{check}: {reasons[0]}" + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""),
+        )
+    return Done("passed" if "passed" in outcomes else "skipped", floor, least)
+
+
+def _reached(work: Work | None, floor: Work) -> bool:
+    if work is None:
+        return False
+    return work.bytes >= floor.bytes and work.operations >= floor.operations and work.seconds >= floor.seconds
+
+
+def _gap(work: Work | None, floor: Work) -> str:
+    work = work or Work()
+    parts = [
+        f"{getattr(work, name):g} of {getattr(floor, name):g} {name}"
+        for name in ("bytes", "operations", "seconds")
+        if getattr(work, name) < getattr(floor, name)
+    ]
+    return ", ".join(parts) or "nothing was looked at"

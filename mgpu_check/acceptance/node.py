@@ -1,0 +1,166 @@
+"""The GPUs of an acceptance run: call checks on them, and note what they see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.acceptance.levels import seconds_for_a_call
+from mgpu_check.acceptance.troubles import observations_of
+from mgpu_check.devices.observations import Entry
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.account import Gpu
+    from mgpu_check.acceptance.ledger import Ledger
+    from mgpu_check.engine.pool import RankPool
+
+__all__ = ["Node"]
+
+
+class Node:
+    """The fixture `node`: all GPUs of a run, by number, and what was seen of them.
+
+    Attributes:
+        gpus: what is known of each GPU; a GPU's number is its place here.
+        level: "quick", "standard" or "long".
+        memory_share: of the free memory of each GPU, to be written and read back.
+        soak: seconds of load that were asked for; None where nothing was said.
+        simulated: the GPUs are made in software.
+        lost: GPUs that do not answer any more; no check is called on them.
+    """
+
+    def __init__(
+        self,
+        pool: RankPool,
+        ledger: Ledger,
+        gpus: Sequence[Gpu],
+        *,
+        level: str,
+        memory_share: float,
+        soak: float | None,
+        simulated: bool,
+    ) -> None:
+        self.gpus = tuple(gpus)
+        self.level = level
+        self.memory_share = memory_share
+        self.soak = soak
+        self.simulated = simulated
+        self.lost: set[int] = set()
+        self._pool = pool
+        self._ledger = ledger
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the GPUs that checks are called on."""
+        return [gpu.number for gpu in self.gpus if gpu.number not in self.lost]
+
+    @property
+    def hosts(self) -> dict[int, list[int]]:
+        """Hosts with the numbers of their GPUs that checks are called on."""
+        found: dict[int, list[int]] = {}
+        for number in self.numbers:
+            found.setdefault(self.gpus[number].host, []).append(number)
+        return found
+
+    def on_ranks(
+        self,
+        check: str,
+        fn: Callable[..., Any],
+        *args: Any,
+        gpus: Sequence[int] | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Call ``fn(rank, *args)`` on ranks at once, one for each GPU, and note the entries that they return.
+
+        Args:
+            gpus: rank i has GPU ``gpus[i]``; default all. Positions in the entries are ranks.
+            environment: variables that the ranks have from their start.
+            timeout: seconds for all ranks; default by level.
+
+        Returns:
+            What each rank returned, entries with numbers of GPUs; nothing if a rank did not return, which is noted.
+        """
+        chosen = self.numbers if gpus is None else [number for number in gpus if number not in self.lost]
+        if not chosen:
+            return []
+
+        def call() -> list[Any]:
+            return self._pool.run(
+                fn, *args, devices=chosen, environment=environment, timeout=timeout or seconds_for_a_call()
+            )
+
+        return self._looked(
+            check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host)
+        )
+
+    def in_node_process(
+        self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None
+    ) -> list[Any]:
+        """Call ``fn(devices, *args)`` in one process per host, which sees all its GPUs, and note the entries that it
+        returns.
+
+        Returns:
+            What each host returned; nothing of one that did not return, which is noted.
+        """
+        results = []
+        for host, chosen in self.hosts.items():
+
+            def call(host: int = host, chosen: Sequence[int] = chosen) -> list[Any]:
+                indices = [self.gpus[number].index for number in chosen]
+                return self._pool.run_in_node_process(
+                    _with_devices, fn, indices, args, host=host, timeout=timeout or seconds_for_a_call()
+                )
+
+            results += self._looked(check, fn, chosen, call, lambda _, h=host, c=chosen: self._translated(c, h))  # type: ignore[misc]
+        return results
+
+    def record(self, entries: Iterable[Entry]) -> None:
+        """Note entries that have numbers of GPUs already."""
+        self._ledger.note(entries)
+
+    def _looked(
+        self,
+        check: str,
+        fn: Callable[..., Any],
+        gpus: Sequence[int],
+        call: Callable[[], list[Any]],
+        translation: Callable[[int], Callable[[Any], Any]],
+    ) -> list[Any]:
+        try:
+            results = call()
+        except BaseException as error:
+            found = observations_of(error, check, getattr(fn, "__name__", str(fn)), gpus)
+            if found is None:
+                raise
+            self._ledger.note(found.entries)
+            self.lost |= found.lost
+            return []
+        translated = [translation(index)(result) for index, result in enumerate(results)]
+        for result in translated:
+            self._ledger.note(entry for entry in _entries(result))
+        return translated
+
+    def _translated(self, gpus: Sequence[int], host: int) -> Callable[[Any], Any]:
+        def translate(result: Any) -> Any:
+            if isinstance(result, Entry):
+                return result.on(gpus, host)
+            if isinstance(result, (list, tuple)) and any(isinstance(item, Entry) for item in result):
+                return [translate(item) for item in result]
+            return result
+
+        return translate
+
+
+def _entries(result: Any) -> Iterable[Entry]:
+    if isinstance(result, Entry):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [item for item in result if isinstance(item, Entry)]
+    return []
+
+
+def _with_devices(fn: Callable[..., Any], indices: Sequence[int], args: Sequence[Any]) -> Any:
+    import torch  # in the node process
+
+    return fn([torch.device("cuda", index) for index in indices], *args)

@@ -1,0 +1,216 @@
+"""One acceptance run, from its first look at the GPUs to its account."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mgpu_check.acceptance import floors
+from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
+from mgpu_check.acceptance.advice import advice_for
+from mgpu_check.acceptance.ledger import Ledger
+from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.verdict import explain
+from mgpu_check.devices.observations import Observation
+from mgpu_check.faults.hardware.registry import Planted, planted_from
+
+if TYPE_CHECKING:
+    from mgpu_check.pytest_plugin.session import GpuSession
+
+__all__ = ["Run"]
+
+DEFAULT_SOAK = 600.0
+"""Seconds of load at the level "long", where nothing was said."""
+
+
+class Run:
+    """See the module.
+
+    Args:
+        command: what the user typed.
+        seed: of Hypothesis.
+    """
+
+    def __init__(self, session: GpuSession, command: str, seed: int | None) -> None:
+        self.session = session
+        self.command = command
+        self.seed = seed
+        self.ledger = Ledger()
+        self.planted: list[Planted] = [planted_from(text) for text in session.settings.accept_plant]
+        self.selected: set[str] = set()
+        self.interrupted = False
+        self.node: Node | None = None
+        self.hosts: tuple[Host, ...] = ()
+        self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._zero = time.monotonic()
+
+    def start(self) -> None:
+        """Look at the GPUs, and have defects planted that were asked for."""
+        settings = self.session.settings
+        if self.planted:
+            self.session.fault = "hardware:" + ";".join(planted.text for planted in self.planted)
+        soak = settings.accept_for
+        if soak is None and settings.gpu_level == "long":
+            soak = DEFAULT_SOAK
+        with self.leased("acceptance: first look at the GPUs"):
+            gpus = self._gpus()
+        self.node = Node(
+            self.session.pool,
+            self.ledger,
+            gpus,
+            level=settings.gpu_level,
+            memory_share=settings.accept_memory,
+            soak=soak,
+            simulated=bool(settings.simulate),
+        )
+
+    @contextlib.contextmanager
+    def leased(self, name: str) -> Iterator[None]:
+        """Have all GPUs, outside of any test."""
+        self.session.begin_test(name, 0)
+        try:
+            yield
+        finally:
+            self.session.end_test(failed=False)
+
+    def _gpus(self) -> list[Gpu]:
+        from mgpu_check.devices.inventory import take_inventory
+
+        found: list[Gpu] = []
+        hosts: list[Host] = []
+        for host in sorted({slot.host for slot in self.session.pool.slots}):
+            indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
+            ((inventory, name, software),) = self.session.pool.run_in_node_process(_look, take_inventory, host=host)
+            hosts.append(Host(host, name, software))
+            for index in indices:
+                device = inventory.devices[index]
+                found.append(Gpu(len(found), host, index, device.name, device.uuid, device.memory))
+        self.hosts = tuple(hosts)
+        return found
+
+    @property
+    def asked(self) -> set[str]:
+        """Names of the checks that were to run."""
+        return self.selected
+
+    def account(self) -> Account:
+        """Return the account of the run, as far as it has come."""
+        settings = self.session.settings
+        observations = tuple(self.ledger.observations())
+        gpus = self.node.gpus if self.node else ()
+        needed = floors.floors(gpus, settings.gpu_level, settings.accept_memory, self.node.soak if self.node else None)
+        wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
+        done = floors.account_of_work(observations, wanted)
+        verdict = self._verdict(
+            observations, done, partial=tuple(sorted(self.selected)) if set(needed) - self.selected else ()
+        )
+        return Account(
+            started=self._started,
+            seconds=time.monotonic() - self._zero,
+            command=self.command,
+            level=settings.gpu_level,
+            verdict=verdict,
+            verdicts={host.number: self._of_host(verdict, host, gpus) for host in self.hosts},
+            hosts=self.hosts,
+            gpus=gpus,
+            checks=tuple(self._check_run(check, work) for check, work in done.items()),
+            observations=observations,
+            measurements=tuple(self.ledger.measurements()),
+            simulated=settings.simulate,
+            planted=tuple(planted.text for planted in self.planted),
+            seed=self.seed,
+        )
+
+    def _check_run(self, check: str, done: floors.Done) -> CheckRun:
+        pages = [page for page in self.ledger.pages if page.check == check]
+        started = min((page.started for page in pages), default=0.0)
+        return CheckRun(
+            check,
+            started,
+            sum(page.ended - page.started for page in pages),
+            done.outcome,
+            done.floor,
+            done.least,
+            done.why,
+        )
+
+    def _verdict(
+        self, observations: Sequence[Observation], done: dict[str, floors.Done], partial: tuple[str, ...]
+    ) -> Verdict:
+        explanation = explain(observations)
+        unknown = [work.why for work in done.values() if work.outcome == "unknown"]
+        if self.interrupted:
+            unknown.insert(0, "the run was interrupted")
+        if not done:
+            unknown.append("no check ran")
+        accusations = tuple(
+            Accusation(
+                part,
+                tuple(_because(observations, numbers)),
+                numbers,
+                advice=advice_for(part, [observations[number] for number in numbers]),
+                repeat=self._repeat([observations[number] for number in numbers]),
+            )
+            for part, numbers in explanation.parts.items()
+        )
+        kind: Kind = "ACCEPTED"
+        if accusations or explanation.unexplained:
+            kind = "REJECTED"
+        elif unknown:
+            kind = "INCONCLUSIVE"
+        return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial)
+
+    def _repeat(self, failed: Sequence[Observation]) -> str:
+        checks = list(dict.fromkeys(entry.check for entry in failed))
+        seed = "" if self.seed is None else f" --hypothesis-seed={self.seed}"
+        return f"{self.command} -k '{' or '.join(checks)}'{seed}"
+
+    def _of_host(self, verdict: Verdict, host: Host, gpus: Sequence[Gpu]) -> Verdict:
+        mine = {gpu.number for gpu in gpus if gpu.host == host.number}
+        accusations = tuple(
+            accusation
+            for accusation in verdict.accusations
+            if (
+                accusation.part.members == (host.number,)
+                if accusation.part.kind == "host"
+                else mine & set(accusation.part.members)
+            )
+        )
+        kind: Kind = (
+            "REJECTED" if accusations else "INCONCLUSIVE" if verdict.unknown or verdict.unexplained else "ACCEPTED"
+        )
+        return Verdict(kind, accusations, verdict.unknown, verdict.unexplained, verdict.partial)
+
+
+def _because(observations: Sequence[Observation], numbers: Sequence[int]) -> Iterator[str]:
+    """Yield a line for each check and subject, with how often it failed."""
+    lines: dict[tuple[str, str], list[int]] = {}
+    for number in numbers:
+        entry = observations[number]
+        lines.setdefault((entry.check, str(entry.subject)), []).append(number)
+    for (check, subject), mine in lines.items():
+        entry = observations[mine[0]]
+        of = sum(other.check == check and other.subject == entry.subject for other in observations)
+        case = f" ({entry.case})" if entry.case else ""
+        yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {of} looks failed"
+
+
+def _look(take_inventory: object) -> tuple[object, str, dict[str, str]]:
+    import platform
+
+    import torch
+
+    from mgpu_check.version import version
+
+    software = {"torch": torch.__version__, "python": platform.python_version(), "mgpu-check": version()}
+    if torch.version.cuda:
+        software["cuda"] = torch.version.cuda
+    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+        with contextlib.suppress(Exception):  # a build without the library says so here
+            software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    assert callable(take_inventory)
+    return take_inventory(), socket.gethostname(), software

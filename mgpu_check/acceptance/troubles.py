@@ -1,0 +1,89 @@
+"""A call that did not come back with results: is a GPU at fault, or does nobody know?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mgpu_check.devices.observations import Entry, Observation, Subject
+from mgpu_check.engine.failures import NODE, Account
+from mgpu_check.errors import RankFailure, RankHang
+
+__all__ = ["Trouble", "observations_of"]
+
+_OF_DEVICES = ("AcceleratorError", "DistBackendError", "DeferredCudaCallError")
+"""Errors of torch that say that a device, or the communication between devices, has failed."""
+
+
+@dataclass
+class Trouble:
+    """What an error says of GPUs.
+
+    Attributes:
+        lost: GPUs that do not answer any more.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    lost: set[int] = field(default_factory=set)
+
+
+def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[int]) -> Trouble | None:
+    """Return what is to be noted for an error of a call on ranks, or in the node process; None if it is none of theirs.
+
+    Args:
+        what: the function that was called.
+        gpus: of the ranks, in their order; of the node process those that it sees.
+    """
+    account = getattr(error, "account", None)
+    if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
+        return None
+    trouble = Trouble()
+    for rank, died in account.died.items():
+        _add(trouble, check, rank, gpus, f"its process died in {what}: {died.cause}", lost=True)
+    for rank, raised in account.raised.items():
+        failure = raised.failure
+        if failure.type.rpartition(".")[2] in _OF_DEVICES:
+            _add(
+                trouble,
+                check,
+                rank,
+                gpus,
+                f"{what} raised {failure.headline}",
+                lost=failure.type.endswith("AcceleratorError"),
+            )
+        else:
+            _add(trouble, check, rank, gpus, f"{what} could not run: {failure.headline}", outcome="unknown")
+    if account.hung is not None:
+        for rank in _culprits(account):
+            _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", lost=True)
+    if not trouble.entries:
+        _add(trouble, check, NODE, gpus, f"{what} could not run: {str(error).splitlines()[0]}", outcome="unknown")
+    return trouble
+
+
+def _culprits(account: Account) -> list[int]:
+    """Return the ranks that hang by themselves: those that wait in a collective wait for others."""
+    waiting = {rank for rank, record in account.records.items() if record.current is not None}
+    alone = [rank for rank in account.interrupted if rank not in waiting]
+    return alone or list(account.interrupted)
+
+
+def _add(
+    trouble: Trouble,
+    check: str,
+    rank: int,
+    gpus: Sequence[int],
+    seen: str,
+    *,
+    outcome: str = "failed",
+    lost: bool = False,
+) -> None:
+    if rank != NODE:
+        subjects = [Subject("gpu", (gpus[rank],))]
+        trouble.lost |= {gpus[rank]} if lost else set()
+    elif outcome == "failed":
+        subjects = [Subject("group", tuple(gpus))]
+    else:
+        subjects = [Subject("gpu", (number,)) for number in gpus]
+    for subject in subjects:
+        trouble.entries.append(Observation(check, subject, outcome, seen))  # type: ignore[arg-type]

@@ -1,0 +1,191 @@
+"""From what was seen to the parts that explain it: the smallest set of parts, with its evidence.
+
+A part *explains* a failed observation if it takes part in what was looked at, and the data do not point elsewhere. Of the sets of
+parts that explain most, the cheapest is chosen. Each part costs 1, the host more, because it explains everything; what a part would
+spoil, but was seen to be right, counts a little against it. So one failed pair of eight GPUs is a link, and all pairs out of one GPU
+are that GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from mgpu_check.devices.observations import Observation, Part, Subject
+
+__all__ = ["Explanation", "Suspect", "explain"]
+
+_COST = {"gpu": 1.0, "link": 0.9, "host-link": 0.9, "host": 4.0}
+_BOTH_WAYS = 1.0
+_SPOILED = 0.3  # at most, for a part of which all else was seen to be right
+_UNEXPLAINED = 10.0
+_MOST_SETS = 20_000
+
+_OF_UPLOADS = ("training", "compute")
+"""Checks whose data come from the host: a wrong link to the host makes them fail, too."""
+
+Key = tuple[str, Subject, tuple[int, ...]]
+"""What tells observations apart for their explanation: check, subject, suspects."""
+
+
+@dataclass(frozen=True, order=True)
+class Suspect:
+    """Parts that stand and fall together: one, or both directions of a link."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def cost(self) -> float:
+        return _BOTH_WAYS if len(self.parts) > 1 else _COST[self.parts[0].kind]
+
+    def explains(self, key: Key) -> bool:
+        return any(_explains(part, *key) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The end of the search.
+
+    Attributes:
+        parts: each with the numbers of the failed observations that it explains.
+        unexplained: numbers of the others.
+    """
+
+    parts: Mapping[Part, tuple[int, ...]]
+    unexplained: tuple[int, ...]
+
+
+def explain(observations: Sequence[Observation], follows_rank: Collection[int] = ()) -> Explanation:
+    """Return the smallest set of parts that explains the failed ones of `observations`.
+
+    Args:
+        follows_rank: numbers of observations of which a second look has shown that the fault stays with the rank, whatever
+            device it has: only the host, that is its software, explains them.
+    """
+    failed = [number for number, entry in enumerate(observations) if entry.outcome == "failed"]
+    keys: dict[Key, list[int]] = {}
+    for number in failed:
+        if number not in follows_rank:
+            keys.setdefault(_key(observations[number]), []).append(number)
+    chosen = _Search(list(keys), [_key(entry) for entry in observations if entry.outcome == "passed"]).best()
+    parts: dict[Part, list[int]] = {part: [] for suspect in chosen for part in suspect.parts}
+    unexplained = []
+    for key, numbers in keys.items():
+        explaining = [part for part in parts if _explains(part, *key)]
+        for part in explaining:
+            parts[part] += numbers
+        if not explaining:
+            unexplained += numbers
+    for number in follows_rank:
+        host = Part("host", (0,))
+        parts.setdefault(host, []).append(number)
+    return Explanation({part: tuple(sorted(numbers)) for part, numbers in parts.items() if numbers}, tuple(unexplained))
+
+
+def _key(entry: Observation) -> Key:
+    return entry.check, entry.subject, tuple(sorted(entry.suspects))
+
+
+def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...]) -> bool:
+    members = subject.members
+    if part.kind == "host":
+        return True
+    if subject.kind == "host":
+        return False
+    if part.kind == "gpu":
+        return part.members[0] in (suspects or members)
+    if part.kind == "host-link":
+        mine = members == part.members
+        return mine and (subject.kind in ("upload", "download") or (subject.kind == "gpu" and check in _OF_UPLOADS))
+    if subject.kind == "copy":
+        return members == part.members
+    both = set(part.members) <= set(members)
+    return subject.kind == "group" and both and (not suspects or bool(set(suspects) & set(part.members)))
+
+
+class _Search:
+    def __init__(self, failed: Sequence[Key], passed: Iterable[Key]) -> None:
+        self.failed = failed
+        # Only what never failed speaks for a part: a fault may show now and then.
+        self.passed = set(passed) - set(failed)
+
+    def best(self) -> tuple[Suspect, ...]:
+        if not self.failed:
+            return ()
+        candidates = self.candidates
+        best: tuple[Suspect, ...] = ()
+        least = self._price(())
+        for count in range(1, len(candidates) + 1):
+            if count > 1 and _sets(len(candidates), count) > _MOST_SETS:
+                return self._improved(best, least)
+            price, found = min((self._price(some), some) for some in itertools.combinations(candidates, count))
+            if price < least:
+                best, least = found, price
+            elif not self._left(best) or count > len(self.failed):
+                return best
+        return best
+
+    def _improved(self, best: tuple[Suspect, ...], least: float) -> tuple[Suspect, ...]:
+        """Add one by one what helps most, where there are too many sets to try them all; take out what helps no more."""
+        while True:
+            more = [(*best, one) for one in self.candidates if one not in best]
+            fewer = [tuple(other for other in best if other != one) for one in best]
+            price, found = min(((self._price(some), some) for some in [*more, *fewer]), default=(least, best))
+            if price >= least:
+                return best
+            best, least = found, price
+
+    @cached_property
+    def candidates(self) -> list[Suspect]:
+        parts: set[Suspect] = set()
+        pairs: set[tuple[int, ...]] = set()
+        for _, subject, suspects in self.failed:
+            if subject.kind == "host":
+                parts.add(Suspect((Part("host", subject.members),)))
+                continue
+            parts |= {Suspect((Part("gpu", (member,)),)) for member in suspects or subject.members}
+            if subject.kind in ("upload", "download"):
+                parts.add(Suspect((Part("host-link", subject.members),)))
+            elif subject.kind == "copy":
+                pairs.add(subject.members)
+            elif subject.kind == "group" and len(subject.members) == 2:
+                pairs |= {subject.members, subject.members[::-1]}
+        for first, second in pairs:
+            parts.add(Suspect((Part("link", (first, second)),)))
+            if (second, first) in pairs:
+                both = sorted(((first, second), (second, first)))
+                parts.add(Suspect(tuple(Part("link", pair) for pair in both)))
+        parts.add(Suspect((Part("host", (0,)),)))
+        return sorted(suspect for suspect in parts if any(suspect.explains(key) for key in self.failed))
+
+    @cached_property
+    def _explained(self) -> dict[Suspect, frozenset[int]]:
+        return {
+            suspect: frozenset(number for number, key in enumerate(self.failed) if suspect.explains(key))
+            for suspect in self.candidates
+        }
+
+    @cached_property
+    def _spoiled(self) -> dict[Suspect, float]:
+        """How much of what a suspect would spoil was seen to be right."""
+        share = {}
+        for suspect in self.candidates:
+            right = sum(suspect.explains(key) for key in self.passed)
+            share[suspect] = right / max(1, right + len(self._explained[suspect]))
+        return share
+
+    def _left(self, some: tuple[Suspect, ...]) -> int:
+        return len(self.failed) - len(frozenset().union(*(self._explained[one] for one in some)))
+
+    def _price(self, some: tuple[Suspect, ...]) -> float:
+        cost = sum(one.cost + _SPOILED * self._spoiled[one] for one in some)
+        return round(cost + _UNEXPLAINED * self._left(some), 9)
+
+
+def _sets(of: int, count: int) -> int:
+    number = 1
+    for k in range(count):
+        number = number * (of - k) // (k + 1)
+    return number

@@ -1,0 +1,95 @@
+"""`mgpu-check accept`: may this node join the fleet, and if not, which part of it goes back?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+import mgpu_check.acceptance
+from mgpu_check.acceptance.floors import CHECKS
+from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
+from mgpu_check.cli.suite import asks_for_gpus, run
+from mgpu_check.engine.remote import current
+from mgpu_check.pytest_plugin.report.replay import CommandLine
+
+__all__ = ["main"]
+
+_OWN = ("--for", "--memory", "--baseline", "--record-baseline", "--report", "--plant")
+"""Options of this command that the plugin has as ``--accept-...``."""
+
+_HELP = """\
+usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
+                         [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml] [-k NAME]
+                         [pytest arguments]
+
+Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and ends with one verdict.
+Without --gpus it takes all visible GPUs. Under torchrun or srun it takes those of all hosts, with one verdict for each.
+
+  --gpu-level       quick: under a minute on 8 GPUs; standard (default): under ten; long: as thorough as it can be
+  --for             keep the GPUs under load for so long after the checks: 90s, 30m, 2h
+  --memory          share of the free memory that is written and read back (default: 0.9)
+  --baseline        hold facts and speed against a file that --record-baseline has written on a node that is right
+  --report          write a report; can be given several times
+  --simulate        make the GPUs in software: shows what the checks do, and says nothing of hardware
+  --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists them
+  -k                only checks whose names match; the verdict says so
+
+exit codes:
+  0 ACCEPTED   1 REJECTED   2 INCONCLUSIVE: something could not be checked   3 internal error   4 wrong usage
+  130 interrupted
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the acceptance; the exit code of its verdict."""
+    arguments = list(argv)
+    if "-h" in arguments or "--help" in arguments:
+        print(_HELP, end="")
+        return 0
+    arguments = [_translated(argument) for argument in arguments]
+    if "--accept-plant=list" in arguments:
+        return _list_faults()
+    if not asks_for_gpus(arguments):
+        driver = current.driver()
+        arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
+    ending = _Ending()
+    code = run(arguments, [ending, CommandLine(("accept",), tuple(argv))], mgpu_check.acceptance)
+    if ending.interrupted:
+        return INTERRUPTED
+    if code == pytest.ExitCode.NO_TESTS_COLLECTED:
+        print(
+            f"mgpu-check accept: no check was selected; checks are {', '.join(CHECKS)}: choose among them with -k, such as "
+            "-k 'memory or links'",
+            file=sys.stderr,
+        )
+        return WRONG_USAGE
+    return INTERNAL_ERROR if ending.broken else code
+
+
+class _Ending:
+    """A pytest plugin that tells a run that was interrupted from one that could not decide: pytest has one code for both."""
+
+    interrupted = False
+    broken = False
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.broken = excinfo.type is not KeyboardInterrupt
+        self.interrupted = (
+            excinfo.type is KeyboardInterrupt
+        )  # pytest's own Interrupted, a subclass, ends its collection
+
+
+def _list_faults() -> int:
+    from mgpu_check.faults.hardware.registry import all_hardware_faults
+
+    for name, fault in sorted(all_hardware_faults().items()):
+        parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
+        print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")
+    return RIGHT
+
+
+def _translated(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OWN else argument

@@ -1,0 +1,114 @@
+"""Read the values of options from text. Each raises ValueError that names the valid set."""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = [
+    "LEVELS",
+    "acceptance_reports",
+    "duration",
+    "file",
+    "gpus",
+    "level",
+    "lines",
+    "reports",
+    "seconds",
+    "share",
+    "simulate",
+    "switch",
+]
+
+REPORT_SUFFIXES = (".md",)
+ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml")
+
+LEVELS = ("quick", "standard", "long")
+
+
+def gpus(text: str) -> int | None:
+    if text == "all":
+        return None
+    if re.fullmatch(r"\d+", text) and int(text) >= 1:
+        return int(text)
+    raise ValueError("choose a whole number of at least 1, or 'all'")
+
+
+def simulate(text: str) -> str | None:
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return None
+    if text.lower() in ("1", "true", "yes", "on"):
+        return "cpu"
+    if re.fullmatch(r"cpu|cuda:\d+", text):
+        return text
+    raise ValueError("choose 'cpu', or the real device that backs the simulated ones, such as 'cuda:0'")
+
+
+def seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError("choose a number of seconds above 0, such as 60 or 2.5")
+    return seconds
+
+
+_UNITS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def duration(text: str) -> float | None:
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d|)", text)
+    if match is None or not float(match[1]):
+        raise ValueError("choose a time above 0 with its unit, such as 90s, 30m, 2h or 3d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def level(text: str) -> str:
+    if text in LEVELS:
+        return text
+    raise ValueError(f"choose one of {', '.join(LEVELS)}")
+
+
+def share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError("choose a share of the free memory, above 0 and at most 1, such as 0.9")
+    return share
+
+
+def lines(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(line.strip() for line in text.split("\n") if line.strip()))
+
+
+def reports(text: str) -> tuple[str, ...]:
+    files = lines(text)
+    if files and all(file.lower().endswith(REPORT_SUFFIXES) for file in files):
+        return files
+    raise ValueError(f"choose a file whose name ends in {' or '.join(REPORT_SUFFIXES)} (Markdown)")
+
+
+def acceptance_reports(text: str) -> tuple[str, ...]:
+    files = lines(text)
+    if files and all(file.lower().endswith(ACCEPTANCE_SUFFIXES) for file in files):
+        return files
+    raise ValueError(
+        f"choose a file whose name ends in {', '.join(ACCEPTANCE_SUFFIXES[:-1])} or {ACCEPTANCE_SUFFIXES[-1]}"
+    )
+
+
+def file(text: str) -> str | None:
+    return text or None
+
+
+def switch(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError("choose true or false")
