@@ -20,7 +20,7 @@ PACKAGE = Path(mgpu_check.__file__).parent
 
 # The floors, from the ground up. A room may import those on lower floors, and itself; never one on its own floor.
 FLOORS = [
-    {"errors", "option_values", "version", "devices", "processes", "recipes"},
+    {"errors", "option_values", "pages", "version", "devices", "processes", "recipes"},
     {"settings", "torch_hooks"},
     {"numerics", "simulated"},
     {"mistakes", "rank_side", "specs"},
@@ -29,7 +29,7 @@ FLOORS = [
     {"acceptance"},
     {"cli", "startup"},
 ]
-LOOSE = {"__init__", "__main__", "errors", "option_values", "settings", "version"}
+LOOSE = {"__init__", "__main__", "errors", "option_values", "pages", "settings", "version"}
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from mgpu_check import pages
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
 from mgpu_check.compare.arguments import fitted
@@ -66,6 +67,14 @@ def _writable(text: str) -> Path:
     return path
 
 
+def _page(text: str) -> Path:
+    try:
+        pages.require("a page")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return _writable(text)
+
+
 _TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--html", "--json")
 
 
@@ -95,7 +104,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="begin each run in a copy of the current directory, in which what other runs write is not there",
     )
-    add("--html", type=_writable, metavar="FILE", help="write a page with the curves of loss and deviation")
+    add(
+        "--html",
+        type=_page,
+        metavar="FILE",
+        help=f"write a page with the curves of loss and deviation; it takes {pages.INSTALL}",
+    )
     add("--json", type=_writable, metavar="FILE", help="write the verdict, and what was compared, for programs")
     return parser
 

@@ -48,6 +48,7 @@ class Outcome:
     """What the command wrote to its terminal."""
     json: dict[str, Any]
     html: str
+    """The page; empty unless it was asked for."""
 
 
 @pytest.fixture
@@ -127,23 +128,24 @@ def python(begin: Begin) -> Python:
 def compare(tmp_path, python):
     """Write `script`, compare what it does, and give the outcome; `code` is what the command is to exit with.
 
-    Other comparisons than of ranks with one device run `more` processes.
+    Other comparisons than of ranks with one device run `more` processes. A `page` takes a second of drawing.
     """
 
-    def compare(script: str, *options: str, code: int, arguments: Sequence[str] = (), more: int = 0) -> Outcome:
+    def compare(
+        script: str, *options: str, code: int, arguments: Sequence[str] = (), more: int = 0, page: bool = False
+    ) -> Outcome:
         tmp_path.joinpath("train.py").write_text(textwrap.dedent(script))
         before = sorted(path.name for path in tmp_path.iterdir() if path.name not in ("out.json", "out.html"))
         ranks = next((int(option.partition("=")[2]) for option in options if option.startswith("--gpus=")), 2)
-        words = (*options, "--json=out.json", "--html=out.html", "--", "train.py", *arguments)
+        words = (*options, "--json=out.json", *["--html=out.html"] * page, "--", "train.py", *arguments)
         exited, stdout, stderr = python(
             "-m", "mgpu_check", "compare", *words, processes=ranks + COMPARED_ON_ONE_DEVICE + more
         )
         text = (stdout + stderr).decode()
         assert exited == code, text
         assert sorted(p.name for p in tmp_path.iterdir() if p.name not in ("out.json", "out.html")) == before
-        return Outcome(
-            code, text, json.loads(Path(tmp_path, "out.json").read_text()), Path(tmp_path, "out.html").read_text()
-        )
+        html = Path(tmp_path, "out.html").read_text() if page else ""
+        return Outcome(code, text, json.loads(Path(tmp_path, "out.json").read_text()), html)
 
     return compare
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -118,6 +119,16 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
 def test_wrong_usage(argv, words, capsys):
     assert main(argv) == 4
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_a_page_without_the_extra_is_wrong_usage_before_anything_runs(missing, monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    tmp_path.joinpath("train.py").write_text("raise SystemExit('it has run')")
+    assert main([f"--html={tmp_path}/o.html", "--", str(tmp_path / "train.py")]) == 4
+    stopped = capsys.readouterr()
+    assert f"a page needs {missing}, not installed here; do: pip install 'mgpu-check[report]'" in stopped.err
+    assert "it has run" not in stopped.out + stopped.err and not tmp_path.joinpath("o.html").exists()
 
 
 def test_help_tells_the_exit_codes(capsys):
