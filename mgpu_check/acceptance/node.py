@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.troubles import observations_of
+from mgpu_check.checks.answering import answers
 from mgpu_check.devices.observations import Entry
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
 
 __all__ = ["Node"]
+
+_PROBE = 10.0
+"""Seconds that a GPU has for one addition."""
 
 
 class Node:
@@ -46,6 +50,7 @@ class Node:
         self.soak = soak
         self.simulated = simulated
         self.lost: set[int] = set()
+        self._probing = False
         self._pool = pool
         self._ledger = ledger
 
@@ -135,11 +140,22 @@ class Node:
                 raise
             self._ledger.note(found.entries)
             self.lost |= found.lost
+            if not self._probing and any(entry.outcome == "failed" for entry in found.entries):
+                self._probe(check)
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]
         for result in translated:
             self._ledger.note(entry for entry in _entries(result))
         return translated
+
+    def _probe(self, check: str) -> None:
+        """Look which GPUs still answer, each alone: an error that several share says little of each."""
+        self._probing = True
+        try:
+            for number in self.numbers:
+                self.on_ranks(check, answers, check, gpus=[number], timeout=min(_PROBE, seconds_for_a_call()))
+        finally:
+            self._probing = False
 
     def _translated(self, gpus: Sequence[int], host: int) -> Callable[[Any], Any]:
         def translate(result: Any) -> Any:

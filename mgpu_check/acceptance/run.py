@@ -141,7 +141,7 @@ class Run:
     def _verdict(
         self, observations: Sequence[Observation], done: dict[str, floors.Done], partial: tuple[str, ...]
     ) -> Verdict:
-        explanation = explain(observations)
+        explanation = explain(observations, [gpu.host for gpu in self.node.gpus] if self.node else [])
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
         if self.interrupted:
             unknown.insert(0, "the run was interrupted")

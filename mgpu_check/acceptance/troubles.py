@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.devices.observations import Entry, Observation, Subject
+from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.engine.failures import NODE, Account
 from mgpu_check.errors import RankFailure, RankHang
 
@@ -23,7 +23,7 @@ class Trouble:
         lost: GPUs that do not answer any more.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Observation] = field(default_factory=list)
     lost: set[int] = field(default_factory=set)
 
 

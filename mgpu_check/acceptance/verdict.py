@@ -40,8 +40,8 @@ class Suspect:
     def cost(self) -> float:
         return _BOTH_WAYS if len(self.parts) > 1 else _COST[self.parts[0].kind]
 
-    def explains(self, key: Key) -> bool:
-        return any(_explains(part, *key) for part in self.parts)
+    def explains(self, key: Key, hosts: Sequence[int]) -> bool:
+        return any(_explains(part, *key, hosts) for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,13 @@ class Explanation:
     unexplained: tuple[int, ...]
 
 
-def explain(observations: Sequence[Observation], follows_rank: Collection[int] = ()) -> Explanation:
+def explain(
+    observations: Sequence[Observation], hosts: Sequence[int], follows_rank: Collection[int] = ()
+) -> Explanation:
     """Return the smallest set of parts that explains the failed ones of `observations`.
 
     Args:
+        hosts: the host of each GPU, by its number.
         follows_rank: numbers of observations of which a second look has shown that the fault stays with the rank, whatever
             device it has: only the host, that is its software, explains them.
     """
@@ -69,18 +72,19 @@ def explain(observations: Sequence[Observation], follows_rank: Collection[int] =
     for number in failed:
         if number not in follows_rank:
             keys.setdefault(_key(observations[number]), []).append(number)
-    chosen = _Search(list(keys), [_key(entry) for entry in observations if entry.outcome == "passed"]).best()
+    passed = [_key(entry) for entry in observations if entry.outcome == "passed"]
+    chosen = _Search(list(keys), passed, hosts).best()
     parts: dict[Part, list[int]] = {part: [] for suspect in chosen for part in suspect.parts}
     unexplained = []
     for key, numbers in keys.items():
-        explaining = [part for part in parts if _explains(part, *key)]
+        explaining = [part for part in parts if _explains(part, *key, hosts)]
         for part in explaining:
             parts[part] += numbers
         if not explaining:
             unexplained += numbers
     for number in follows_rank:
-        host = Part("host", (0,))
-        parts.setdefault(host, []).append(number)
+        for part in _hosts_of(observations[number].subject, hosts):
+            parts.setdefault(part, []).append(number)
     return Explanation({part: tuple(sorted(numbers)) for part, numbers in parts.items() if numbers}, tuple(unexplained))
 
 
@@ -88,10 +92,15 @@ def _key(entry: Observation) -> Key:
     return entry.check, entry.subject, tuple(sorted(entry.suspects))
 
 
-def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...]) -> bool:
+def _hosts_of(subject: Subject, hosts: Sequence[int]) -> set[Part]:
+    numbers = subject.members if subject.kind == "host" else {hosts[member] for member in subject.members}
+    return {Part("host", (number,)) for number in numbers}
+
+
+def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...], hosts: Sequence[int]) -> bool:
     members = subject.members
     if part.kind == "host":
-        return True
+        return part in _hosts_of(subject, hosts)
     if subject.kind == "host":
         return False
     if part.kind == "gpu":
@@ -106,8 +115,9 @@ def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...
 
 
 class _Search:
-    def __init__(self, failed: Sequence[Key], passed: Iterable[Key]) -> None:
+    def __init__(self, failed: Sequence[Key], passed: Iterable[Key], hosts: Sequence[int]) -> None:
         self.failed = failed
+        self.hosts = hosts
         # Only what never failed speaks for a part: a fault may show now and then.
         self.passed = set(passed) - set(failed)
 
@@ -142,8 +152,8 @@ class _Search:
         parts: set[Suspect] = set()
         pairs: set[tuple[int, ...]] = set()
         for _, subject, suspects in self.failed:
+            parts |= {Suspect((part,)) for part in _hosts_of(subject, self.hosts)}
             if subject.kind == "host":
-                parts.add(Suspect((Part("host", subject.members),)))
                 continue
             parts |= {Suspect((Part("gpu", (member,)),)) for member in suspects or subject.members}
             if subject.kind in ("upload", "download"):
@@ -157,13 +167,12 @@ class _Search:
             if (second, first) in pairs:
                 both = sorted(((first, second), (second, first)))
                 parts.add(Suspect(tuple(Part("link", pair) for pair in both)))
-        parts.add(Suspect((Part("host", (0,)),)))
-        return sorted(suspect for suspect in parts if any(suspect.explains(key) for key in self.failed))
+        return sorted(suspect for suspect in parts if any(suspect.explains(key, self.hosts) for key in self.failed))
 
     @cached_property
     def _explained(self) -> dict[Suspect, frozenset[int]]:
         return {
-            suspect: frozenset(number for number, key in enumerate(self.failed) if suspect.explains(key))
+            suspect: frozenset(number for number, key in enumerate(self.failed) if suspect.explains(key, self.hosts))
             for suspect in self.candidates
         }
 
@@ -172,7 +181,7 @@ class _Search:
         """How much of what a suspect would spoil was seen to be right."""
         share = {}
         for suspect in self.candidates:
-            right = sum(suspect.explains(key) for key in self.passed)
+            right = sum(suspect.explains(key, self.hosts) for key in self.passed)
             share[suspect] = right / max(1, right + len(self._explained[suspect]))
         return share
 

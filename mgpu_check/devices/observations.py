@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-__all__ = ["Entry", "Measurement", "Observation", "Outcome", "Part", "Subject", "Work"]
+__all__ = ["Entry", "Measurement", "Observation", "Outcome", "Part", "Subject", "SubjectKind", "Work"]
 
 Outcome = Literal["passed", "failed", "skipped", "unknown"]
 """Skipped: the device does not have what the check is about. Unknown: nobody knows whether it is right."""

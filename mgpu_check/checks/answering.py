@@ -1,0 +1,27 @@
+"""Does a device still answer?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.devices.observations import Observation, Subject, Work
+
+if TYPE_CHECKING:
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["answers"]
+
+
+def answers(rank: Rank, check: str) -> list[Observation]:
+    """Have the device of a rank add some numbers, and look at their sum; a device that is gone raises, or never returns.
+
+    Args:
+        check: for which that is noted.
+    """
+    import torch  # here, because the parent refers to this function
+
+    total = int(torch.arange(1024, device=rank.device).sum().item())
+    subject = Subject("gpu", (rank.index,))
+    if total == 1024 * 1023 // 2:
+        return [Observation(check, subject, "passed", case="sum of 0 to 1023", work=Work(operations=1))]
+    return [Observation(check, subject, "failed", f"the sum of 0 to 1023 is {total}", "sum of 0 to 1023")]
