@@ -6,9 +6,10 @@ import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mgpu_check.devices.observations import Part
+from mgpu_check.devices.telemetry.simulated import Override
 
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
@@ -20,27 +21,6 @@ MODULES = ("memory", "compute", "copies", "collectives", "speed", "telemetry")
 
 Value = int | float | str
 Parameters = Mapping[str, Value]
-
-
-@dataclass(frozen=True)
-class Override:
-    """What simulated telemetry says of a GPU in the place of the truth.
-
-    Attributes:
-        gpu: its number in the run.
-        field: as in `mgpu_check.devices.telemetry`.
-        value: what it says; with `grows`, the first value.
-        grows: what is added at each sample.
-        after: seconds since the start of the run before which all is well.
-        error: what the query raises, if it is not empty: "lost", "timeout" (never answers), "unknown error".
-    """
-
-    gpu: int
-    field: str
-    value: Any = None
-    grows: float = 0
-    after: float = 0.0
-    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,136 @@
+"""What telemetry asks of a GPU: one table of names, kinds and units, which sources, checks and reports share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["FIELDS", "Field", "Kind", "Value", "asked", "field_of", "names", "pair_field", "peer_of"]
+
+Value = str | int | float | bool
+
+Kind = Literal["identity", "fact", "pair", "state", "gauge", "counter"]
+"""Identity: differs between GPUs. Fact: is equal on the GPUs of a node, as a rule. Pair: a fact of a GPU and a peer.
+State: says whether something is wrong now. Gauge: goes up and down. Counter: grows, and the driver or a reset sets it back.
+"""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One thing that telemetry asks.
+
+    Attributes:
+        unit: of a number; empty where it has none.
+        text: what it is, as it stands in a sentence.
+    """
+
+    name: str
+    kind: Kind
+    unit: str
+    text: str
+
+
+FIELDS: dict[str, Field] = {
+    field.name: field
+    for field in (
+        Field("uuid", "identity", "", "UUID"),
+        Field("serial", "identity", "", "serial number of the board"),
+        Field("pci", "identity", "", "PCI bus id"),
+        Field("name", "fact", "", "model"),
+        Field("part_number", "fact", "", "part number of the board"),
+        Field("memory", "fact", "bytes", "memory"),
+        Field("driver", "fact", "", "driver version"),
+        Field("cuda", "fact", "", "CUDA version of the driver"),
+        Field("vbios", "fact", "", "VBIOS version"),
+        Field("inforom", "fact", "", "InfoROM image version"),
+        Field("ecc", "fact", "", "ECC mode"),
+        Field("mig", "fact", "", "MIG mode"),
+        Field("virtualization", "fact", "", "virtualization mode"),
+        Field("compute_mode", "fact", "", "compute mode"),
+        Field("persistence", "fact", "", "persistence mode"),
+        Field("power_limit", "fact", "W", "power limit"),
+        Field("sm_clock_max", "fact", "MHz", "highest SM clock"),
+        Field("memory_clock_max", "fact", "MHz", "highest memory clock"),
+        Field("pcie_generation_max", "fact", "", "PCIe generation that the GPU and its slot can do"),
+        Field("pcie_width_max", "fact", "lanes", "PCIe width that the GPU and its slot can do"),
+        Field("nvlinks", "fact", "links", "active NVLinks"),
+        Field("nvlink_speed", "fact", "MB/s", "speed of the slowest active NVLink"),
+        Field("p2p", "pair", "", "peer-to-peer capability"),
+        Field("topology", "pair", "", "closest common part of the path to a peer"),
+        Field("nvlinks_down", "state", "links", "NVLinks that are there and not active"),
+        Field("ecc_pending", "state", "", "ECC mode after the next restart"),
+        Field("remap_pending", "state", "", "a row of memory waits for its remapping"),
+        Field("remap_failed", "state", "", "a row of memory could not be remapped"),
+        Field("retired_pending", "state", "", "a page of memory waits for its retirement"),
+        Field("repair_pending", "state", "", "a memory channel or a TPC waits for its repair"),
+        Field("sram_threshold", "state", "", "more uncorrectable errors in SRAM than a GPU may have"),
+        Field("unrepairable_memory", "state", "", "memory that cannot be repaired"),
+        Field("recovery_action", "state", "", "what the driver asks for"),
+        Field("fabric", "state", "", "state of the NVLink fabric"),
+        Field("temperature", "gauge", "degrees Celsius", "temperature"),
+        Field("memory_temperature", "gauge", "degrees Celsius", "temperature of the memory"),
+        Field("power", "gauge", "W", "power"),
+        Field("utilization", "gauge", "%", "share of the time in which a kernel ran"),
+        Field("sm_clock", "gauge", "MHz", "SM clock"),
+        Field("memory_clock", "gauge", "MHz", "memory clock"),
+        Field("throttle", "gauge", "", "reasons for which clocks are lower than they could be"),
+        Field("pcie_generation", "gauge", "", "PCIe generation"),
+        Field("pcie_width", "gauge", "lanes", "PCIe width"),
+        Field("ecc_corrected", "counter", "errors", "corrected memory errors since the driver was loaded"),
+        Field("ecc_uncorrected", "counter", "errors", "uncorrected memory errors since the driver was loaded"),
+        Field("ecc_corrected_ever", "counter", "errors", "corrected memory errors of the GPU's life"),
+        Field("ecc_uncorrected_ever", "counter", "errors", "uncorrected memory errors of the GPU's life"),
+        Field("remapped_corrected", "counter", "rows", "rows remapped after corrected errors"),
+        Field("remapped_uncorrected", "counter", "rows", "rows remapped after uncorrected errors"),
+        Field("retired_pages", "counter", "pages", "retired pages"),
+        Field("pcie_replays", "counter", "packets", "packets sent again over PCIe"),
+        Field("pcie_nonfatal", "counter", "errors", "uncorrectable errors of PCIe that are not fatal"),
+        Field("pcie_fatal", "counter", "errors", "fatal errors of PCIe"),
+        Field("nvlink_crc", "counter", "errors", "CRC errors of NVLinks"),
+        Field("nvlink_replay", "counter", "errors", "replays of NVLinks"),
+        Field("nvlink_recovery", "counter", "errors", "recoveries of NVLinks"),
+        Field("nvlink_packets", "counter", "errors", "malformed, dropped or discarded packets of NVLinks"),
+        Field("thermal_violation", "counter", "ns", "time for which heat has held clocks down"),
+    )
+}
+"""Every field by name; a pair stands for as many fields as there are peers."""
+
+
+def pair_field(name: str, peer: int) -> str:
+    """Return the field `name` of a GPU and its peer, by the peer's number in the run: ``p2p_3``."""
+    return f"{name}_{peer}"
+
+
+def peer_of(name: str) -> int | None:
+    """Return the number of the peer in the name of a field of a pair; None of another field."""
+    base, _, peer = name.rpartition("_")
+    return int(peer) if base in FIELDS and FIELDS[base].kind == "pair" and peer.isdigit() else None
+
+
+def field_of(name: str) -> Field:
+    """Return what stands in the table for `name`, of a pair too.
+
+    Raises:
+        KeyError: there is no such field.
+    """
+    return FIELDS[name if peer_of(name) is None else name.rpartition("_")[0]]
+
+
+def names(*kinds: Kind) -> tuple[str, ...]:
+    """Return the names of the fields of these kinds, in the order of the table."""
+    return tuple(field.name for field in FIELDS.values() if field.kind in kinds)
+
+
+def asked(kinds: Iterable[Kind], gpu: int, gpus: Sequence[int]) -> tuple[str, ...]:
+    """Return what is asked of `gpu` among `gpus`: each field of these kinds, those of pairs once for each peer."""
+    wanted = set(kinds)
+    found: list[str] = []
+    for field in FIELDS.values():
+        if field.kind not in wanted:
+            continue
+        if field.kind == "pair":
+            found += [pair_field(field.name, peer) for peer in gpus if peer != gpu]
+        else:
+            found.append(field.name)
+    return tuple(found)

@@ -1,0 +1,162 @@
+"""Telemetry of real GPUs, from NVIDIA's management library by its binding `pynvml`.
+
+What the library says of a GPU that lacks something, and of one that is sick, is told apart by its error codes alone. The
+GPUs of a run are known by UUID, so CUDA_VISIBLE_DEVICES and the order of devices do not matter. Of a MIG device, the GPU
+below it is asked.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mgpu_check.devices.telemetry.fields import Value, peer_of
+from mgpu_check.devices.telemetry.nvml_queries import QUERIES, known, pair_query
+from mgpu_check.devices.telemetry.source import Absent, Event, GpuLost, QueryError, Unsupported
+
+__all__ = ["NvmlSource"]
+
+_UNSUPPORTED = {
+    3: "not supported",
+    4: "not permitted",
+    13: "not supported by this driver",
+    21: "no data",
+    22: "not supported on a vGPU",
+    25: "not supported by this driver",
+    26: "not supported any more",
+    27: "not ready",
+}
+"""Codes that say that nobody knows, and not that something is wrong."""
+
+_LOST = {15: "GPU is lost", 16: "GPU must be reset", 28: "GPU is not there any more"}
+_TIMEOUT = 10
+
+
+class NvmlSource:
+    """See `source.Source`.
+
+    Args:
+        gpus: number in the run -> UUID, with or without "GPU-" or "MIG-" before it.
+
+    Raises:
+        Absent: the binding or the library is not installed, or the driver does not answer.
+    """
+
+    def __init__(self, gpus: Mapping[int, str]) -> None:
+        try:
+            import pynvml  # here, because only the process that asks needs it
+        except ImportError as error:
+            raise Absent(f"nvidia-ml-py is not installed ({error}): install it") from None
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            count = int(pynvml.nvmlDeviceGetCount())
+        except pynvml.NVMLError as error:
+            raise Absent(
+                f"NVIDIA's management library does not work ({error}): look at nvidia-smi; on GPUs of other makers there is "
+                "no telemetry"
+            ) from None
+        handles, trouble = self._handles(count)
+        self._gpus: dict[int, Any] = {}
+        self.unmatched: dict[int, str] = {}
+        for number, uuid in gpus.items():
+            handle = handles.get(_plain(uuid))
+            if handle is not None:
+                self._gpus[number] = handle
+            else:
+                known_ones = f"NVML knows no GPU with the UUID {uuid or '(unknown)'}"
+                self.unmatched[number] = "; ".join([known_ones, *trouble])
+        self._events: Any = None
+
+    def query(self, gpu: int, field: str) -> Value:
+        """Return the value of a field."""
+        handle = self._gpus[gpu]
+        peer = peer_of(field)
+        if peer is None:
+            value: Value = self._asked(lambda: QUERIES[field](self._nvml, handle))
+            return value
+        if peer not in self._gpus:
+            raise Unsupported("the peer is not known")
+        of_pair: Value = self._asked(lambda: pair_query(self._nvml, field, handle, self._gpus[peer]))
+        return of_pair
+
+    def events(self, seconds: float) -> Sequence[Event]:
+        """Wait for Xids."""
+        nvml = self._nvml
+        if self._events is None:
+            self._events = self._asked(self._registered)
+        try:
+            data = nvml.nvmlEventSetWait_v2(self._events, int(seconds * 1000))
+        except nvml.NVMLError as error:
+            if error.value == _TIMEOUT:
+                return []
+            if error.value in _LOST:  # of one GPU: its thread tells which; others may still have events
+                return []
+            raise QueryError(str(error), error.value) from None
+        if not data.eventType & nvml.nvmlEventTypeXidCriticalError:
+            return []
+        where = _address(data.device)
+        numbers = [number for number, handle in self._gpus.items() if _address(handle) == where]
+        return [Event(number, int(data.eventData)) for number in numbers]  # of GPUs outside the run: none
+
+    def close(self) -> None:
+        """Let go of the driver."""
+        self._nvml.nvmlShutdown()
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """Call the library, and say by the type of an error what it means."""
+        try:
+            return ask()
+        except self._nvml.NVMLError as error:
+            code = int(error.value)
+            if code in _UNSUPPORTED:
+                raise Unsupported(_UNSUPPORTED[code]) from None
+            if code in _LOST:
+                raise GpuLost(_LOST[code], code) from None
+            raise QueryError(str(error), code) from None
+        except AttributeError as error:
+            raise Unsupported(f"not known to this version of nvidia-ml-py: {error}") from None
+        except UnicodeDecodeError as error:
+            raise QueryError(f"not readable: {error}") from None
+
+    def _registered(self) -> Any:
+        """Return a set of events, with the Xids of all GPUs that have them."""
+        nvml = self._nvml
+        events = nvml.nvmlEventSetCreate()
+        registered = 0
+        for handle in self._gpus.values():
+            if known(nvml, 0, nvml.nvmlDeviceGetSupportedEventTypes, handle) & 8:
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
+                registered += 1
+        if not registered:
+            raise Unsupported("no GPU tells of Xids")
+        return events
+
+    def _handles(self, count: int) -> tuple[dict[str, Any], list[str]]:
+        """Return the handle of each GPU by its plain UUID, of MIG devices that of the GPU below; and what failed."""
+        nvml = self._nvml
+        found: dict[str, Any] = {}
+        trouble = []
+        for index in range(count):
+            try:
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                found[_plain(nvml.nvmlDeviceGetUUID(handle))] = handle
+            except nvml.NVMLError as error:
+                trouble.append(f"its GPU {index} does not answer: {error}")
+                continue
+            for place in range(known(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
+                try:
+                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                    found[_plain(nvml.nvmlDeviceGetUUID(mig))] = handle
+                except nvml.NVMLError:  # no device in this place
+                    continue
+        return found, trouble
+
+
+def _plain(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _address(handle: Any) -> int | None:
+    return ctypes.cast(handle, ctypes.c_void_p).value

@@ -1,0 +1,251 @@
+"""The process that asks the driver, so that a call that hangs, or crashes, costs no run: `sampler.Sampler` starts it.
+
+It reads lines of JSON: what it is to watch, then numbers of snapshots. It writes lines of JSON: samples, answers, troubles.
+It ends when its input does. One thread asks for each GPU; what is asked now stands in a file that the parent reads when
+this process has died.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from mgpu_check.devices.telemetry.fields import Kind, asked
+from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
+from mgpu_check.devices.telemetry.source import Absent, GpuLost, QueryError, Source, Unsupported
+from mgpu_check.devices.telemetry.turnstile import Query, Turnstile, watch
+
+__all__ = ["NOTE", "main", "open_source"]
+
+NOTE = 64
+"""Bytes in which a thread notes what it asks; the first are of calls that are about no GPU."""
+
+_EVENTS = 0.5  # seconds for which events are waited for at once
+
+
+class _Output:
+    """Lines of JSON for the parent, from any thread."""
+
+    def __init__(self, epoch: float) -> None:
+        self._lock = threading.Lock()
+        self._epoch = epoch
+        self._told: set[tuple[object, ...]] = set()
+
+    def now(self) -> float:
+        return time.monotonic() - self._epoch
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        text = json.dumps(line) + "\n"
+        with self._lock:
+            try:
+                sys.stdout.write(text)
+                sys.stdout.flush()
+            except (OSError, ValueError):  # nobody listens any more
+                os._exit(0)
+
+    def trouble(self, kind: str, gpu: int | None, field: str, text: str, code: int | None = None) -> None:
+        """Tell of a trouble; of one that repeats, only the first time."""
+        if kind != "xid":
+            same = (kind, gpu, field, code)
+            if same in self._told:
+                return
+            self._told.add(same)
+        self.write({"trouble": [kind, gpu, field, text, self.now(), code]})
+
+
+class _Asking:
+    """Asks a source, one question at a time, and notes it where the parent can read it."""
+
+    def __init__(self, output: _Output, notes: mmap.mmap | None) -> None:
+        self.turnstile = Turnstile()
+        self._output = output
+        self._notes = notes
+
+    def begin(self, gpu: int | None, field: str, slot: int = 0) -> Query:
+        query = Query(gpu, field)
+        self.turnstile.enter(query)
+        self._note(slot, field)
+        return query
+
+    def end(self, query: Query, slot: int = 0) -> None:
+        self._note(slot, "")
+        self.turnstile.leave(query)
+
+    def _note(self, slot: int, text: str) -> None:
+        if self._notes is not None:
+            start = slot * NOTE
+            self._notes[start : start + NOTE] = text.encode()[:NOTE].ljust(NOTE, b"\0")
+
+
+class _GpuThread(threading.Thread):
+    """Samples one GPU, and answers for it when a snapshot is wanted."""
+
+    def __init__(
+        self, source: Source, asking: _Asking, output: _Output, gpu: int, gpus: list[int], slot: int, interval: float
+    ) -> None:
+        super().__init__(name=f"GPU {gpu}", daemon=True)
+        self.wanted: queue.Queue[int] = queue.Queue()
+        self._source = source
+        self._asking = asking
+        self._output = output
+        self._gpu = gpu
+        self._gpus = gpus
+        self._slot = slot
+        self._interval = interval
+        self._unknown: dict[str, str] = {}
+        self._lost = ""
+
+    def run(self) -> None:
+        due = time.monotonic()
+        while True:
+            try:
+                number = self.wanted.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                due = max(due + self._interval, time.monotonic())
+                self._sample()
+            else:
+                self._answer(number)
+
+    def _sample(self) -> None:
+        if not self._lost:
+            at = self._output.now()
+            values = self._read("gauge", "counter", again=False)
+            if not self._lost:
+                self._output.write({"sample": [at, self._gpu, values]})
+
+    def _answer(self, number: int) -> None:
+        values = {} if self._lost else self._read("identity", "fact", "pair", "state", "gauge", "counter", again=True)
+        self._output.write(
+            {
+                "answer": number,
+                "at": self._output.now(),
+                "gpu": self._gpu,
+                "values": values,
+                "unknown": self._unknown,
+                "missing": self._lost,
+            }
+        )
+
+    def _read(self, *kinds: Kind, again: bool) -> dict[str, Any]:
+        """Read all fields of these kinds; those that are not known, only if they are to be asked again."""
+        values: dict[str, Any] = {}
+        for field in asked(kinds, self._gpu, self._gpus):
+            if self._lost:
+                break
+            values[field] = None if field in self._unknown and not again else self._ask(field)
+        return values
+
+    def _ask(self, field: str) -> Any:
+        query = self._asking.begin(self._gpu, field, self._slot)
+        try:
+            value = self._source.query(self._gpu, field)
+            self._unknown.pop(field, None)
+            return value
+        except Unsupported as error:
+            self._unknown[field] = str(error)
+        except GpuLost as error:
+            self._lost = str(error)
+            self._output.trouble("lost", self._gpu, field, str(error), error.code)
+        except QueryError as error:
+            self._unknown[field] = f"error: {error}"
+            self._output.trouble("error", self._gpu, field, str(error), error.code)
+        except Exception as error:  # of the binding: it must not end the thread, and nobody would know
+            self._unknown[field] = f"error: {type(error).__name__}: {error}"
+            self._output.trouble("sampler", self._gpu, field, f"{type(error).__name__}: {error}")
+        finally:
+            self._asking.end(query, self._slot)
+        return None
+
+
+def _tell_events(source: Source, output: _Output) -> None:
+    while True:
+        try:
+            events = source.events(_EVENTS)
+        except Unsupported as error:
+            output.write({"no_events": str(error)})
+            return
+        except Exception as error:
+            output.trouble("sampler", None, "events", f"{type(error).__name__}: {error}")
+            return
+        for event in events:
+            output.trouble("xid", event.gpu, "", f"Xid {event.xid}", event.xid)
+
+
+def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None, epoch: float) -> Source:
+    """Return where telemetry comes from.
+
+    Raises:
+        Absent: there is none here.
+    """
+    if simulated is None:
+        from mgpu_check.devices.telemetry.nvml import NvmlSource
+
+        return NvmlSource(gpus)
+    if simulated.absent:
+        raise Absent(simulated.absent)
+    return SimulatedSource(gpus, simulated, epoch)
+
+
+def main() -> None:
+    """Do what the parent asks, until it closes the input."""
+    lines = iter(sys.stdin.readline, "")
+    wanted = json.loads(next(lines))
+    notes = mmap.mmap(wanted["notes"], NOTE * (1 + len(wanted["gpus"]))) if wanted["notes"] is not None else None
+    output = _Output(wanted["epoch"])
+    asking = _Asking(output, notes)
+    deadline = float(wanted["deadline"])
+
+    def hangs(query: Query, kind: Literal["hang", "blocked"]) -> None:
+        output.trouble(kind, query.gpu, query.field, f"the driver has not answered within {deadline:g} s")
+
+    watch(asking.turnstile, deadline, hangs)
+    threads: dict[int, _GpuThread] = {}
+    opening = threading.Thread(target=_open, args=(wanted, asking, output, threads), daemon=True)
+    opening.start()
+    for line in lines:
+        opening.join()
+        for thread in threads.values():
+            thread.wanted.put(json.loads(line))
+    os._exit(0)  # threads that hang in the driver would keep the interpreter
+
+
+def _open(wanted: dict[str, Any], asking: _Asking, output: _Output, threads: dict[int, _GpuThread]) -> None:
+    gpus = {int(number): str(uuid) for number, uuid in wanted["gpus"]}
+    simulated = None
+    if wanted["simulated"] is not None:
+        made_of = wanted["simulated"]
+        overrides = tuple(Override(**override) for override in made_of.pop("overrides"))
+        simulated = SimulatedTelemetry(**made_of, overrides=overrides)
+    query = asking.begin(None, "initialization")
+    try:
+        source = open_source(gpus, simulated, wanted["epoch"])
+    except Absent as error:
+        output.write({"absent": str(error)})
+        return
+    except Exception as error:
+        output.write({"absent": f"{type(error).__name__}: {error}"})
+        return
+    finally:
+        asking.end(query)
+    numbers = [number for number in gpus if number not in source.unmatched]
+    output.write({"ready": numbers, "unmatched": list(source.unmatched.items())})
+    made = {
+        gpu: _GpuThread(source, asking, output, gpu, numbers, slot, wanted["interval"])
+        for slot, gpu in enumerate(gpus, start=1)
+        if gpu in numbers
+    }
+    threads.update(made)
+    threading.Thread(target=_tell_events, args=(source, output), name="events", daemon=True).start()
+    for thread in made.values():
+        thread.start()
+
+
+if __name__ == "__main__":
+    main()

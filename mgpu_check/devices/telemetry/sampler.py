@@ -1,0 +1,270 @@
+"""Telemetry beside a run: snapshots when they are wanted, samples all the time, and troubles with their GPU and field.
+
+The driver is asked in a process of its own (`process`). It lives as long as its `Sampler`, and ends with the process that
+has it, however that ends: when its input closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.devices.telemetry.fields import Kind, field_of
+from mgpu_check.devices.telemetry.history import History
+from mgpu_check.devices.telemetry.process import NOTE
+from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
+from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+
+__all__ = ["Sampler"]
+
+_DEADLINES = (20.0, 2.0)  # seconds for one query to a real driver, which may wake a GPU first, and to a simulated one
+_END = 1.0  # seconds
+
+
+class Sampler:
+    """Watches the GPUs of this machine. Safe to use from several threads.
+
+    Attributes:
+        gpus: their numbers in the run.
+    """
+
+    def __init__(
+        self,
+        gpus: Sequence[tuple[int, str]],
+        simulated: SimulatedTelemetry | None,
+        interval: float,
+        *,
+        epoch: float | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        """See `start`."""
+        if not interval > 0:
+            raise ValueError(f"Sampler: interval={interval!r} must be more than 0 seconds")
+        self.gpus = tuple(number for number, _ in gpus)
+        self._epoch = time.monotonic() if epoch is None else epoch
+        self._deadline = deadline or _DEADLINES[simulated is not None]
+        self._changed = threading.Condition()
+        self._history = History()
+        self._troubles: list[Trouble] = []
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}
+        self._unmatched: dict[int, str] = {}
+        self._ready = False
+        self._ended = False
+        self._closed = False
+        self._absent = ""
+        self._asked = 0
+        self.no_events = ""
+        # The child may run from any directory, and finds this package where this process found it.
+        root = str(Path(__file__).parents[3])
+        code = (
+            f"import sys; sys.path.append({root!r}); from mgpu_check.devices.telemetry import process; process.main()"
+        )
+        with tempfile.TemporaryFile() as notes:
+            size = NOTE * (1 + len(gpus))
+            notes.truncate(size)
+            self._notes = mmap.mmap(notes.fileno(), size)
+            # Of a session of its own: Ctrl-C reaches the run alone, which then closes it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(notes.fileno(),),
+                start_new_session=True,
+                text=True,
+            )
+            self._send(
+                {
+                    "gpus": [list(gpu) for gpu in gpus],
+                    "interval": interval,
+                    "epoch": self._epoch,
+                    "deadline": self._deadline,
+                    "simulated": None if simulated is None else asdict(simulated),
+                    "notes": notes.fileno(),
+                }
+            )
+        self._listener = threading.Thread(target=self._listen, name="telemetry", daemon=True)
+        self._listener.start()
+
+    @classmethod
+    def start(
+        cls,
+        gpus: Sequence[tuple[int, str]],
+        simulated: SimulatedTelemetry | None,
+        interval: float,
+        *,
+        epoch: float | None = None,
+        deadline: float | None = None,
+    ) -> Sampler:
+        """Begin to sample. Returns before the driver has answered.
+
+        Args:
+            gpus: number in the run, and UUID, of each GPU of this machine.
+            simulated: what the telemetry of a simulated node is made of; None on real GPUs.
+            interval: seconds between two samples of a GPU.
+            epoch: start of the run, by `time.monotonic`; default now.
+            deadline: seconds after which a query that has not returned hangs; default 20, simulated 2.
+
+        Raises:
+            ValueError: an interval that is not more than 0.
+        """
+        return cls(gpus, simulated, interval, epoch=epoch, deadline=deadline)
+
+    def snapshot(self, timeout: float = 60.0) -> Snapshot:
+        """Ask for everything now. GPUs that have not answered within `timeout` seconds are in `Snapshot.missing`.
+
+        Does not wait for a GPU that hangs, is lost, or is not found.
+        """
+        with self._changed:
+            self._asked += 1
+            number = self._asked
+            self._answers[number] = {}
+            self._send(number)
+            self._changed.wait_for(lambda: self._is_complete(number), timeout)
+            answers = self._answers.pop(number)
+            return self._snapshot(answers, timeout)
+
+    def samples(self) -> list[TelemetrySample]:
+        """Return the samples so far, by time. Of a long run some are left out; none with a reason for low clocks."""
+        with self._changed:
+            return self._history.samples()
+
+    def troubles(self) -> list[Trouble]:
+        """Return what has gone wrong so far, in the order in which it was seen."""
+        with self._changed:
+            return list(self._troubles)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the process that asks."""
+        return self._process.pid
+
+    def asked_now(self) -> list[tuple[int | None, str]]:
+        """Return the queries under way: GPU (None of one that is about none) and field."""
+        found: list[tuple[int | None, str]] = []
+        for slot, gpu in enumerate([None, *self.gpus]):
+            noted = self._notes[slot * NOTE : (slot + 1) * NOTE].rstrip(b"\0").decode(errors="replace")
+            if noted:
+                found.append((gpu, noted))
+        return found
+
+    def close(self) -> None:
+        """End the process. What was sampled stays."""
+        with self._changed:
+            self._closed = True
+        with contextlib.suppress(OSError, ValueError):
+            self._stdin().close()
+        try:
+            self._process.wait(_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # in the driver, where no signal reaches it
+                self._process.wait(_END)
+        self._listener.join(_END)
+
+    def __enter__(self) -> Sampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stdin(self) -> Any:
+        return self._process.stdin
+
+    def _send(self, message: object) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it has ended: `_listen` says so
+            self._stdin().write(json.dumps(message) + "\n")
+            self._stdin().flush()
+
+    def _is_complete(self, number: int) -> bool:
+        if self._ended or self._absent or any(t.kind == "hang" and t.gpu is None for t in self._troubles):
+            return True
+        return self._ready and all(gpu in self._answers[number] or self._why(gpu) for gpu in self.gpus)
+
+    def _why(self, gpu: int) -> str:
+        """Return why no answer for a GPU is to be waited for; empty where one may come."""
+        if gpu in self._unmatched:
+            return self._unmatched[gpu]
+        for trouble in self._troubles:
+            if trouble.gpu == gpu and trouble.kind in ("hang", "blocked"):
+                return f"{trouble.field}: {trouble.text}"
+        return ""
+
+    def _snapshot(self, answers: Mapping[int, Mapping[str, Any]], timeout: float) -> Snapshot:
+        now = time.monotonic() - self._epoch
+        absent = self._absent or ("the process that asks the driver has ended" if self._ended and not answers else "")
+        if not absent and not self._ready:
+            absent = f"the driver's library has not answered within {min(timeout, self._deadline):g} s"
+        taken: dict[int, dict[Kind, dict[str, Any]]] = {}
+        missing: dict[int, str] = {}
+        for gpu in self.gpus:
+            answer = answers.get(gpu)
+            if answer is None or answer["missing"]:
+                no_answer = f"no answer within {timeout:g} s"
+                missing[gpu] = (answer or {}).get("missing") or self._why(gpu) or absent or no_answer
+                continue
+            of: dict[Kind, dict[str, Any]] = taken.setdefault(gpu, {})
+            for name, value in answer["values"].items():
+                of.setdefault(field_of(name).kind, {})[name] = value
+        return Snapshot(
+            at=now,
+            facts={
+                gpu: {**of["identity"], **of["fact"], **of.get("pair", {}), **of["state"]} for gpu, of in taken.items()
+            },
+            counters={gpu: of["counter"] for gpu, of in taken.items()},
+            gauges={gpu: of["gauge"] for gpu, of in taken.items()},
+            unknown={gpu: answers[gpu]["unknown"] for gpu in taken},
+            missing=missing,
+            absent=absent,
+        )
+
+    def _listen(self) -> None:
+        stdout = self._process.stdout
+        assert stdout is not None
+        with stdout:
+            for line in stdout:
+                message = json.loads(line)
+                with self._changed:
+                    self._take(message)
+                    self._changed.notify_all()
+        code = self._process.wait()
+        with self._changed:
+            self._ended = True
+            if not self._closed:
+                self._troubles.append(self._death(code))
+            self._changed.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "sample" in message:
+            self._history.add(TelemetrySample(*message["sample"]))
+        elif "answer" in message:
+            if message["answer"] in self._answers:
+                self._answers[message["answer"]][message["gpu"]] = message
+        elif "trouble" in message:
+            self._troubles.append(Trouble(*message["trouble"]))
+        elif "ready" in message:
+            self._unmatched = dict(message["unmatched"])
+            self._ready = True
+        elif "absent" in message:
+            self._absent = message["absent"]
+        elif "no_events" in message:
+            self.no_events = message["no_events"]
+
+    def _death(self, code: int) -> Trouble:
+        """Tell of the end of the process: with the GPU and the field that it had asked for, if there is only one."""
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        asked = self.asked_now()
+        gpu, name = asked[0] if len(asked) == 1 else (None, "")
+        text = f"the process that asks the driver has ended with {how}"
+        return Trouble("sampler", gpu, name, text, time.monotonic() - self._epoch)
