@@ -1,0 +1,77 @@
+"""Numbers that follow from their position and a seed: the same on every device, made by integer arithmetic alone.
+
+So data need not travel to a device, nor be stored to be compared with: whoever knows position and seed makes them again.
+The mixing is a bijection of 64 bits, made of the steps of which splitmix64's finalizer is made (a product with an odd
+number, and an exclusive or with a shift of itself), so a value tells from which position it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["MASK", "counted", "integers", "mix_", "mixed", "position_of", "signed"]
+
+MASK = (1 << 64) - 1
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP = 0x9E3779B97F4A7C15
+_SHIFTS = (32, 29)
+
+
+def signed(word: int) -> int:
+    """Return the int64 that has the bits of `word`, an integer in [0, 2^64)."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def _offset(seed: int) -> int:
+    return (seed + 1) * _STEP & MASK
+
+
+def mix_(positions: torch.Tensor, seed: int, scratch: torch.Tensor) -> torch.Tensor:
+    """Replace int64 positions by their mixed values, in place; `scratch` is of their shape, dtype and device."""
+    positions.add_(signed(_offset(seed)))
+    for factor, shift in zip((_FIRST, _SECOND), _SHIFTS, strict=True):
+        positions.mul_(signed(factor))
+        torch.bitwise_right_shift(positions, shift, out=scratch)
+        scratch.bitwise_and_(MASK >> shift)  # the shift of int64 repeats the sign
+        positions.bitwise_xor_(scratch)
+    return positions
+
+
+def mixed(position: int, seed: int) -> int:
+    """Return what `mix_` makes of one position, as an integer in [0, 2^64)."""
+    word = (position + _offset(seed)) & MASK
+    for factor, shift in zip((_FIRST, _SECOND), _SHIFTS, strict=True):
+        word = word * factor & MASK
+        word ^= word >> shift
+    return word
+
+
+def position_of(word: int, seed: int) -> int:
+    """Return the position of which `mixed` makes `word`, an integer in [0, 2^64)."""
+    for factor, shift in zip((_SECOND, _FIRST), reversed(_SHIFTS), strict=True):
+        bits, known = word, shift
+        while known < 64:  # each round makes as many more bits right as the shift has
+            bits, known = word ^ (bits >> shift), known + shift
+        word = bits * pow(factor, -1, 1 << 64) & MASK
+    return (word - _offset(seed)) & MASK
+
+
+def counted(shape: Sequence[int], seed: int, device: torch.device) -> torch.Tensor:
+    """Return the mixed values of the positions 0, 1, ... as int64 of `shape` on `device`, in row-major order."""
+    positions = torch.arange(torch.Size(shape).numel(), dtype=torch.int64, device=device)
+    return mix_(positions, seed, torch.empty_like(positions)).view(tuple(shape))
+
+
+def integers(
+    shape: Sequence[int], low: int, high: int, *, seed: int, device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Return whole numbers in [`low`, `high`], as if drawn, of `shape` and `dtype` on `device`.
+
+    `dtype` must hold them exactly, and there may be 2^31 different ones at most.
+    """
+    words = counted(shape, seed, device)
+    words.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
+    words.mul_(high - low + 1).bitwise_right_shift_(32).add_(low)
+    return words.to(dtype)

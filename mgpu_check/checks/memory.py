@@ -1,0 +1,80 @@
+"""The memory of a GPU: every bit of most of it holds what was written, at the address where it was written."""
+
+from __future__ import annotations
+
+import torch
+
+from mgpu_check.checks.memory_diagnosis import evidence_of
+from mgpu_check.checks.memory_patterns import rounds_of
+from mgpu_check.checks.memory_region import Region, Wrong, take_region
+from mgpu_check.checks.timing import Stopwatch, measured
+from mgpu_check.devices.observations import Entry, Measurement, Observation, Subject, Work
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.memory import MemoryCase
+
+__all__ = ["examine_memory", "examine_region"]
+
+_COPIES = 5
+
+
+def examine_memory(rank: Rank, case: MemoryCase) -> list[Entry]:
+    """Write a pattern over most of the free memory of the device of `rank`, then read all of it; as often as `case` says.
+
+    Everything is written before anything is read, so that an address that stands for another one shows. The device
+    compares; only words that are wrong travel to the host.
+    """
+    subject = Subject("gpu", (rank.index,))
+    with torch.cuda.device(rank.device), torch.no_grad():
+        region = take_region(rank.device, case.share)
+        try:
+            if not region.chunks:
+                return [Observation("memory", subject, "unknown", "no memory is free", str(case))]
+            return [examine_region(region, case, subject), *_bandwidth(region, subject)]
+        finally:
+            del region
+            torch.cuda.empty_cache()
+
+
+def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observation:
+    """Do what `case` says with a region; see `examine_memory`."""
+    wrong = Wrong()
+    done = 0
+    for number in range(case.passes):
+        rounds = rounds_of(case, number)
+        region.write(*rounds[0])
+        for index, (pattern, backwards) in enumerate(rounds):
+            seed = case.seed + 1000 * number + index
+            then = rounds[index + 1][0] if index + 1 < len(rounds) and case.pattern == "inversions" else None
+            region.compare(pattern, wrong, seed, then=then, backwards=backwards)
+            if then is None and index + 1 < len(rounds):
+                region.write(*rounds[index + 1])
+            done += 1
+    work = Work(bytes=2 * done * region.bytes, operations=done * len(region.chunks), seconds=sum(region.watch.laps()))
+    if not wrong.count and not wrong.blind:
+        return Observation("memory", subject, "passed", case=str(case), work=work)
+    evidence = evidence_of(region, wrong.count, wrong.words) | {"bytes tested": region.bytes, "blind": wrong.blind}
+    return Observation("memory", subject, "failed", _seen(wrong, evidence["kinds"]), str(case), work, evidence)
+
+
+def _seen(wrong: Wrong, kinds: list[str]) -> str:
+    if not wrong.count:
+        return wrong.blind[0]
+    first = wrong.words[0]
+    words = "1 word" if wrong.count == 1 else f"{wrong.count} words"
+    return (
+        f"{words} wrong, the first at offset {8 * first.word:#x}: wrote {first.expected:#018x}, read {first.read:#018x}"
+        f"{'; ' * bool(kinds)}{kinds[0] if kinds else ''}"
+    )
+
+
+def _bandwidth(region: Region, subject: Subject) -> list[Measurement]:
+    """Measure copies within the memory: bytes that are read and bytes that are written, by second."""
+    if len(region.chunks) < 2 or region.chunks[0].shape != region.chunks[1].shape:
+        return []
+    watch = Stopwatch(region.device)
+    for _ in range(_COPIES + 1):
+        watch.start()
+        region.chunks[0].copy_(region.chunks[1])
+        watch.stop()
+    size = 8 * region.chunks[0].numel()
+    return measured("memory", subject, "memory bandwidth", "B/s", 2 * size, watch.laps()[1:], size)

@@ -1,0 +1,193 @@
+"""Most of the free memory of a GPU: write patterns into it, and compare on the device what it holds then."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from mgpu_check.checks.counters import MASK, signed
+from mgpu_check.checks.memory_patterns import PERIOD, Pattern, Put
+from mgpu_check.checks.timing import Stopwatch
+
+__all__ = ["Region", "Wrong", "WrongWord", "take_region"]
+
+_LARGEST_CHUNK = 512 << 20
+_SMALLEST_CHUNK = 8 * PERIOD
+_LISTED = 64
+"""Wrong words that are looked at one by one in one pass; all are counted."""
+_LOOKED_AT_FROM_THE_HOST = 256
+"""Words of each pass that are compared on the host as well."""
+
+
+@dataclass(frozen=True)
+class WrongWord:
+    """A word that did not hold what was written.
+
+    Attributes:
+        word: its number in the region; its offset in bytes is eight times that.
+        pattern: what was written.
+        expected, read: 64 bits, as integers that are not negative. What was read is `expected` if the word was right
+            when it was read again.
+    """
+
+    word: int
+    pattern: Pattern
+    expected: int
+    read: int
+
+    @property
+    def differs(self) -> int:
+        """The bits that differ."""
+        return self.expected ^ self.read
+
+
+@dataclass
+class Wrong:
+    """All that was wrong: every word is counted, some are listed.
+
+    Attributes:
+        blind: why the comparison on the device cannot be believed, in lines.
+    """
+
+    count: int = 0
+    words: list[WrongWord] = field(default_factory=list)
+    blind: list[str] = field(default_factory=list)
+
+
+class Region:
+    """Chunks of the memory of one device, as one sequence of words of 64 bits.
+
+    Chunks are bounded, so what the comparison needs beside them is bounded, too.
+    """
+
+    def __init__(self, device: torch.device, words: int, chunk_words: int) -> None:
+        self.device = device
+        self.chunks: list[torch.Tensor] = []
+        self.firsts: list[int] = []
+        self.watch = Stopwatch(device)
+        self._scratch = torch.empty(2, chunk_words, dtype=torch.int64, device=device)
+        self.words = 0
+        while words - self.words >= PERIOD:
+            size = min(chunk_words, words - self.words) // PERIOD * PERIOD
+            try:
+                chunk = torch.empty(size, dtype=torch.int64, device=device)
+            except torch.OutOfMemoryError:
+                break  # another process has taken memory since; the work that is reported says how much was tested
+            self.chunks.append(chunk)
+            self.firsts.append(self.words)
+            self.words += size
+
+    @property
+    def bytes(self) -> int:
+        """Size in bytes."""
+        return 8 * self.words
+
+    def write(self, pattern: Pattern, backwards: bool = False) -> None:
+        """Write a pattern over all of it, chunk after chunk."""
+        put = pattern.maker(self.device)
+        self.watch.start()
+        for index in self._order(backwards):
+            self._lay(index, put)
+        self.watch.stop()
+
+    def compare(
+        self, pattern: Pattern, wrong: Wrong, seed: int, *, then: Pattern | None = None, backwards: bool = False
+    ) -> None:
+        """Note in `wrong` each word that does not hold the pattern.
+
+        The device compares, so it is shown whether it can: one word is changed before, which it must find, and some words,
+        drawn by `seed`, are compared on the host as well.
+
+        Args:
+            then: what is written over each chunk as soon as it was compared.
+        """
+        drawn = random.Random(seed)
+        control, seen = drawn.randrange(len(self.chunks)), drawn.randrange(len(self.chunks))
+        put, overwrite = pattern.maker(self.device), None if then is None else then.maker(self.device)
+        self.watch.start()
+        for index in self._order(backwards):
+            chunk, first = self.chunks[index], self.firsts[index]
+            there = self._wrong_on_the_host(index, pattern, drawn) if index == seen else []
+            changed, planted = -1, 0
+            if index == control:
+                changed = drawn.randrange(chunk.numel())
+                planted = int(self.read(first + changed) == pattern.at(first + changed))
+                chunk[changed] ^= signed(1 << drawn.randrange(64))
+            difference = self._difference(index, put)
+            count = int(torch.count_nonzero(difference))
+            if count == 0 and (there or changed >= 0):
+                what = f"words {there[:4]}, as the host sees them" if there else f"word {changed}, changed on purpose"
+                wrong.blind.append(f"{pattern.name}: the device did not find {what}, in chunk {index}")
+            if count > planted:
+                listed = self._listed(difference, first, pattern)
+                wrong.words += [word for word in listed if not planted or word.word != first + changed]
+                wrong.count += count - planted
+            if overwrite is not None:
+                self._lay(index, overwrite)
+        self.watch.stop()
+
+    def read(self, word: int) -> int:
+        """Return one word, in [0, 2^64)."""
+        chunk, place = self._place(word)
+        return int(chunk[place].item()) & MASK
+
+    def set(self, word: int, value: int) -> None:
+        """Write one word."""
+        chunk, place = self._place(word)
+        chunk[place] = signed(value)
+
+    def fill(self, first: int, end: int, value: int) -> None:
+        """Write `value` to the words from `first` up to, not including, `end`."""
+        for chunk, start in zip(self.chunks, self.firsts, strict=True):
+            chunk[max(0, first - start) : max(0, end - start)].fill_(signed(value))
+
+    def _place(self, word: int) -> tuple[torch.Tensor, int]:
+        index = next(i for i, first in enumerate(self.firsts) if word < first + self.chunks[i].numel())
+        return self.chunks[index], word - self.firsts[index]
+
+    def _order(self, backwards: bool) -> Iterator[int]:
+        return iter(reversed(range(len(self.chunks)))) if backwards else iter(range(len(self.chunks)))
+
+    def _lay(self, index: int, put: Put) -> None:
+        chunk = self.chunks[index]
+        put(chunk, self.firsts[index], self._scratch[1, : chunk.numel()])
+
+    def _difference(self, index: int, put: Put) -> torch.Tensor:
+        """Return the bits of each word of a chunk that differ from the pattern."""
+        chunk = self.chunks[index]
+        out, scratch = self._scratch[0, : chunk.numel()], self._scratch[1, : chunk.numel()]
+        put(out, self.firsts[index], scratch)
+        return torch.bitwise_xor(chunk, out, out=out)
+
+    def _listed(self, difference: torch.Tensor, first: int, pattern: Pattern) -> list[WrongWord]:
+        rows = difference.view(-1, PERIOD)
+        wrong_rows = (rows != 0).any(dim=1).nonzero()[:_LISTED, 0].tolist()
+        listed = []
+        for row in wrong_rows:
+            for column, bits in enumerate(rows[row].tolist()):
+                if bits:
+                    word = first + row * PERIOD + column
+                    listed.append(WrongWord(word, pattern, pattern.at(word), pattern.at(word) ^ bits & MASK))
+        return listed[: _LISTED + 1]
+
+    def _wrong_on_the_host(self, index: int, pattern: Pattern, drawn: random.Random) -> list[int]:
+        """Return the words of a chunk, of some that were drawn, that are wrong as the host sees them."""
+        chunk, first = self.chunks[index], self.firsts[index]
+        start = drawn.randrange(max(1, chunk.numel() - _LOOKED_AT_FROM_THE_HOST))
+        words = chunk[start : start + _LOOKED_AT_FROM_THE_HOST].tolist()
+        return [start + i for i, word in enumerate(words) if word & MASK != pattern.at(first + start + i)]
+
+
+def take_region(device: torch.device, share: float) -> Region:
+    """Take so much of the memory that is free on `device`.
+
+    Two chunks more are taken for the comparison. A chunk is 512 MiB, or less, so that both fit into what is left over.
+    """
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    left = int(free * (1 - share)) // 4
+    chunk = max(_SMALLEST_CHUNK, min(_LARGEST_CHUNK, left) // (8 * PERIOD) * (8 * PERIOD))
+    return Region(device, int(free * share) // 8, chunk // 8)

@@ -1,0 +1,59 @@
+"""Time on a device, by its own clock."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from mgpu_check.devices.observations import Measurement, Subject
+
+__all__ = ["Stopwatch", "measured"]
+
+
+class Stopwatch:
+    """Adds up the time that a device takes for what is queued between `start` and `stop`, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """Begin a lap."""
+        if self._stream is not None:
+            self._pairs.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            self._pairs[-1][0].record(self._stream)
+
+    def stop(self) -> None:
+        """End the lap."""
+        if self._stream is not None:
+            self._pairs[-1][1].record(self._stream)
+
+    def laps(self) -> list[float]:
+        """Wait for the device; return the seconds of each lap. No laps where there is no device."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in self._pairs]
+
+
+def measured(
+    check: str,
+    subject: Subject,
+    quantity: str,
+    unit: Literal["B/s", "FLOP/s"],
+    amount: float,
+    laps: Sequence[float],
+    size: int,
+) -> list[Measurement]:
+    """Return how fast `subject` did `amount` of bytes or operations in each of `laps` seconds.
+
+    Nothing where a lap was too short for the clock of the device, or none was taken.
+    """
+    if not laps or min(laps) <= 0:
+        return []
+    rates = [amount / lap for lap in laps]
+    value = statistics.median(rates)
+    spread = statistics.median(abs(rate - value) for rate in rates)
+    return [Measurement(check, subject, quantity, unit, value, len(rates), size, spread)]
