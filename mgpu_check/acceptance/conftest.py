@@ -53,10 +53,12 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     run.selected = {_check_of(item) for item in _ours(session.items)}
     run.start()
     try:
-        return (yield)
+        result = yield
+        run.look_again()
     except BaseException:
         run.interrupted = True
         raise
+    return result
 
 
 def _command(config: pytest.Config) -> str:

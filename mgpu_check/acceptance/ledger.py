@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from mgpu_check.devices.observations import Entry, Measurement, Observation
 
-__all__ = ["Ledger", "Page"]
+__all__ = ["Call", "Ledger", "Page"]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What has made entries, to be called again: ``fn(rank, *args)`` on ranks.
+
+    Attributes:
+        gpus: numbers, in the order of the ranks.
+    """
+
+    check: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    gpus: tuple[int, ...]
+    timeout: float | None
+
+    @property
+    def case(self) -> str:
+        """What tells it from calls that do something else."""
+        return f"{getattr(self.fn, '__name__', self.fn)}({', '.join(map(str, self.args))})"
 
 
 @dataclass
 class Page:
-    """The entries of one test.
+    """The entries of one test, each with the call that can be repeated, if one has made it.
 
     Attributes:
         check: the check that the test belongs to.
@@ -26,6 +47,7 @@ class Page:
     started: float
     ended: float = 0.0
     entries: list[Entry] = field(default_factory=list)
+    calls: list[Call | None] = field(default_factory=list)
 
     @property
     def failed(self) -> list[Observation]:
@@ -49,11 +71,20 @@ class Ledger:
         self.pages.append(page)
         return page
 
-    def note(self, entries: Iterable[Entry]) -> None:
-        """Write entries on the page of the test that runs."""
+    def note(self, entries: Iterable[Entry], call: Call | None = None) -> None:
+        """Write entries, which `call` has made, on the page of the test that runs."""
         if not self.pages:
             self.open("", "")
-        self.pages[-1].entries.extend(entries)
+        page = self.pages[-1]
+        page.entries.extend(entries)
+        page.calls += [call] * (len(page.entries) - len(page.calls))
+
+    def failed_calls(self) -> Iterator[tuple[Observation, Call]]:
+        """Yield the observations that failed in calls that can be repeated."""
+        for page in self.pages:
+            for entry, call in zip(page.entries, page.calls, strict=True):
+                if isinstance(entry, Observation) and entry.outcome == "failed" and call is not None:
+                    yield entry, call
 
     def observations(self) -> Iterator[Observation]:
         for page in self.pages:

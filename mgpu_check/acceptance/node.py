@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.acceptance.ledger import Call
 from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.troubles import observations_of
 from mgpu_check.checks.answering import answers
-from mgpu_check.devices.observations import Entry
+from mgpu_check.devices.observations import Entry, Observation
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.account import Gpu
@@ -95,9 +96,18 @@ class Node:
                 fn, *args, devices=chosen, environment=environment, timeout=timeout or seconds_for_a_call()
             )
 
+        again = Call(check, fn, args, tuple(chosen), timeout)
         return self._looked(
-            check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host)
+            check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host), again
         )
+
+    def repeat(
+        self, call: Call, gpus: Sequence[int], environment: Mapping[str, str] | None = None
+    ) -> list[Observation]:
+        """Repeat a call on ranks, on other GPUs or in another order; the observations that it has made now."""
+        before = len(self._ledger.pages[-1].entries)
+        self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=environment, timeout=call.timeout)
+        return [entry for entry in self._ledger.pages[-1].entries[before:] if isinstance(entry, Observation)]
 
     def in_node_process(
         self, check: str, fn: Callable[..., Any], *args: Any, timeout: float | None = None
@@ -131,6 +141,7 @@ class Node:
         gpus: Sequence[int],
         call: Callable[[], list[Any]],
         translation: Callable[[int], Callable[[Any], Any]],
+        again: Call | None = None,
     ) -> list[Any]:
         try:
             results = call()
@@ -145,7 +156,7 @@ class Node:
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]
         for result in translated:
-            self._ledger.note(entry for entry in _entries(result))
+            self._ledger.note(_entries(result), again)
         return translated
 
     def _probe(self, check: str) -> None:

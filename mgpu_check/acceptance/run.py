@@ -13,9 +13,10 @@ from mgpu_check.acceptance import floors
 from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
 from mgpu_check.acceptance.advice import advice_for
 from mgpu_check.acceptance.ledger import Ledger
+from mgpu_check.acceptance.localisation import Look, look_again
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.verdict import explain
-from mgpu_check.devices.observations import Observation
+from mgpu_check.devices.observations import Observation, Part
 from mgpu_check.faults.hardware.registry import Planted, planted_from
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Run:
         self.selected: set[str] = set()
         self.interrupted = False
         self.node: Node | None = None
+        self.looks: list[Look] = []
         self.hosts: tuple[Host, ...] = ()
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._zero = time.monotonic()
@@ -92,10 +94,11 @@ class Run:
         self.hosts = tuple(hosts)
         return found
 
-    @property
-    def asked(self) -> set[str]:
-        """Names of the checks that were to run."""
-        return self.selected
+    def look_again(self) -> None:
+        """Look again at what failed in groups."""
+        assert self.node is not None
+        with self.leased("acceptance: second looks"):
+            self.looks = look_again(self.node, self.ledger)
 
     def account(self) -> Account:
         """Return the account of the run, as far as it has come."""
@@ -141,7 +144,13 @@ class Run:
     def _verdict(
         self, observations: Sequence[Observation], done: dict[str, floors.Done], partial: tuple[str, ...]
     ) -> Verdict:
-        explanation = explain(observations, [gpu.host for gpu in self.node.gpus] if self.node else [])
+        software = {(look.check, look.case) for look in self.looks if look.follows_rank}
+        of_ranks = {id(entry) for entry, call in self.ledger.failed_calls() if (call.check, call.case) in software}
+        explanation = explain(
+            observations,
+            [gpu.host for gpu in self.node.gpus] if self.node else [],
+            [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
+        )
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
         if self.interrupted:
             unknown.insert(0, "the run was interrupted")
@@ -152,6 +161,7 @@ class Run:
                 part,
                 tuple(_because(observations, numbers)),
                 numbers,
+                arm=self._arm(part),
                 advice=advice_for(part, [observations[number] for number in numbers]),
                 repeat=self._repeat([observations[number] for number in numbers]),
             )
@@ -163,6 +173,11 @@ class Run:
         elif unknown:
             kind = "INCONCLUSIVE"
         return Verdict(kind, accusations, tuple(unknown), explanation.unexplained, partial)
+
+    def _arm(self, part: Part) -> str:
+        """Return what second looks have shown of groups in which a part is."""
+        looks = [look for look in self.looks if part.kind == "host" or set(part.members) <= set(look.group)]
+        return "; ".join(dict.fromkeys(line for look in looks for line in look.seen))
 
     def _repeat(self, failed: Sequence[Observation]) -> str:
         checks = list(dict.fromkeys(entry.check for entry in failed))

@@ -19,6 +19,7 @@ __all__ = ["Explanation", "Suspect", "explain"]
 
 _COST = {"gpu": 1.0, "link": 0.9, "host-link": 0.9, "host": 4.0}
 _BOTH_WAYS = 1.0
+_AGAINST_DATA = 1.1  # of a link, where the data point at one of its GPUs and no copy over it has failed
 _SPOILED = 0.3  # at most, for a part of which all else was seen to be right
 _UNEXPLAINED = 10.0
 _MOST_SETS = 20_000
@@ -35,10 +36,7 @@ class Suspect:
     """Parts that stand and fall together: one, or both directions of a link."""
 
     parts: tuple[Part, ...]
-
-    @property
-    def cost(self) -> float:
-        return _BOTH_WAYS if len(self.parts) > 1 else _COST[self.parts[0].kind]
+    cost: float
 
     def explains(self, key: Key, hosts: Sequence[int]) -> bool:
         return any(_explains(part, *key, hosts) for part in self.parts)
@@ -149,25 +147,29 @@ class _Search:
 
     @cached_property
     def candidates(self) -> list[Suspect]:
-        parts: set[Suspect] = set()
-        pairs: set[tuple[int, ...]] = set()
+        parts: set[Part] = set()
+        copies: set[tuple[int, ...]] = set()
+        groups: dict[tuple[int, ...], float] = {}
         for _, subject, suspects in self.failed:
-            parts |= {Suspect((part,)) for part in _hosts_of(subject, self.hosts)}
+            parts |= _hosts_of(subject, self.hosts)
             if subject.kind == "host":
                 continue
-            parts |= {Suspect((Part("gpu", (member,)),)) for member in suspects or subject.members}
+            parts |= {Part("gpu", (member,)) for member in suspects or subject.members}
             if subject.kind in ("upload", "download"):
-                parts.add(Suspect((Part("host-link", subject.members),)))
+                parts.add(Part("host-link", subject.members))
             elif subject.kind == "copy":
-                pairs.add(subject.members)
+                parts.add(Part("link", subject.members))
+                copies.add(subject.members)
             elif subject.kind == "group" and len(subject.members) == 2:
-                pairs |= {subject.members, subject.members[::-1]}
-        for first, second in pairs:
-            parts.add(Suspect((Part("link", (first, second)),)))
-            if (second, first) in pairs:
-                both = sorted(((first, second), (second, first)))
-                parts.add(Suspect(tuple(Part("link", pair) for pair in both)))
-        return sorted(suspect for suspect in parts if any(suspect.explains(key, self.hosts) for key in self.failed))
+                pair = tuple(sorted(subject.members))
+                groups[pair] = min(groups.get(pair, _AGAINST_DATA), _AGAINST_DATA if suspects else _COST["link"])
+        alone = [Suspect((part,), _COST[part.kind]) for part in parts]
+        # A group does not tell which direction is wrong.
+        both = {pair: cost for pair, cost in groups.items() if not copies & {pair, pair[::-1]}}
+        both |= {pair: _BOTH_WAYS for pair in copies if pair < pair[::-1] and pair[::-1] in copies}
+        return sorted(
+            [*alone, *(Suspect((Part("link", pair), Part("link", pair[::-1])), cost) for pair, cost in both.items())]
+        )
 
     @cached_property
     def _explained(self) -> dict[Suspect, frozenset[int]]:

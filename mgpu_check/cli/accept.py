@@ -14,7 +14,7 @@ from mgpu_check.cli.suite import asks_for_gpus, run
 from mgpu_check.engine.remote import current
 from mgpu_check.pytest_plugin.report.replay import CommandLine
 
-__all__ = ["main"]
+__all__ = ["in_pytests_words", "main"]
 
 _OWN = ("--for", "--memory", "--baseline", "--record-baseline", "--report", "--plant")
 """Options of this command that the plugin has as ``--accept-...``."""
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0
-    arguments = [_translated(argument) for argument in arguments]
+    arguments = in_pytests_words(arguments)
     if "--accept-plant=list" in arguments:
         return _list_faults()
     if not asks_for_gpus(arguments):
@@ -76,9 +76,8 @@ class _Ending:
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self.broken = excinfo.type is not KeyboardInterrupt
-        self.interrupted = (
-            excinfo.type is KeyboardInterrupt
-        )  # pytest's own Interrupted, a subclass, ends its collection
+        # pytest's own Interrupted, a subclass, ends its collection.
+        self.interrupted = excinfo.type is KeyboardInterrupt
 
 
 def _list_faults() -> int:
@@ -90,6 +89,10 @@ def _list_faults() -> int:
     return RIGHT
 
 
-def _translated(argument: str) -> str:
-    name, equals, value = argument.partition("=")
-    return f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OWN else argument
+def in_pytests_words(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of this command as the plugin has them: ``--report=FILE`` as ``--accept-report=FILE``."""
+    found = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        found.append(f"--accept-{name.removeprefix('--')}{equals}{value}" if name in _OWN else argument)
+    return found

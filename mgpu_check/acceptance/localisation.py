@@ -1,0 +1,147 @@
+"""Look again at what failed in a group of GPUs: on smaller groups, in another order of ranks, and over other paths.
+
+What a second look sees stands in the ledger like all else, so that the verdict finds the smallest set of parts that explains both.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mgpu_check.acceptance.ledger import Call, Ledger
+from mgpu_check.acceptance.node import Node
+from mgpu_check.devices.observations import Observation
+
+__all__ = ["Look", "look_again"]
+
+_CASES = {"quick": 2, "standard": 4, "long": 8}
+_REPEATS = {"quick": 3, "standard": 10, "long": 30}
+"""How often a case is repeated until it fails again: what fails now and then passes at times."""
+
+_NO_PEERS = {"NCCL_P2P_DISABLE": "1"}
+_ARMS: Mapping[str, Mapping[str, str]] = {
+    "without shared memory (NCCL_SHM_DISABLE=1)": {"NCCL_SHM_DISABLE": "1"},
+    "with launches that block (CUDA_LAUNCH_BLOCKING=1)": {"CUDA_LAUNCH_BLOCKING": "1"},
+}
+_ARMS_FROM = ("standard", "long")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a second look at one case has shown.
+
+    Attributes:
+        case: what was repeated.
+        check: that it belongs to.
+        group: the smallest group that failed.
+        seen: in words, a line each.
+        follows_rank: the fault stays with a rank, whatever device it has.
+    """
+
+    case: str
+    check: str
+    group: tuple[int, ...]
+    seen: tuple[str, ...]
+    follows_rank: bool = False
+
+
+def look_again(node: Node, ledger: Ledger) -> list[Look]:
+    """Look again at the cases that failed in groups, and note what is seen."""
+    calls: dict[str, Call] = {}
+    for entry, call in ledger.failed_calls():
+        if entry.subject.kind == "group" and len(call.gpus) > 1:
+            calls.setdefault(call.case, call)
+    looks = []
+    for call in itertools.islice(calls.values(), _CASES[node.level]):
+        page = ledger.open(call.check, f"second look at {call.case}")
+        looks.append(_Second(node, call).look())
+        page.ended = ledger.now()
+    return looks
+
+
+class _Second:
+    def __init__(self, node: Node, call: Call) -> None:
+        self.node = node
+        self.call = call
+        self.repeats = _REPEATS[node.level]
+
+    def look(self) -> Look:
+        group = tuple(gpu for gpu in self.call.gpus if gpu not in self.node.lost)
+        if len(group) < 2 or not self._fails(group):
+            return self._end(group, f"did not fail again in {self.repeats} repeats on the same GPUs")
+        smallest = self._narrowed(group)
+        seen = [] if smallest == group else [f"fails on GPUs {_list(smallest)} alone"]
+        if len(smallest) == 2:
+            seen += self._around(smallest, group)
+        follows = self._permuted(smallest)
+        if follows:
+            seen.append(follows)
+        seen += self._arms(smallest)
+        return self._end(smallest, *seen, follows_rank=follows == _FOLLOWS_RANK)
+
+    def _end(self, group: tuple[int, ...], *seen: str, follows_rank: bool = False) -> Look:
+        return Look(self.call.case, self.call.check, group, seen, follows_rank)
+
+    def _fails(self, group: Sequence[int], environment: Mapping[str, str] | None = None) -> list[Observation]:
+        """Repeat on a group until it fails; its failed observations, none if it did not fail."""
+        for _ in range(self.repeats):
+            failed = [o for o in self.node.repeat(self.call, group, environment) if o.outcome == "failed"]
+            if failed or not set(group) <= set(self.node.numbers):
+                return failed
+        return []
+
+    def _narrowed(self, group: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the smallest group that fails, found by halves; pairs across them where neither half fails alone."""
+        if len(group) <= 2:
+            return group
+        middle = len(group) // 2
+        for half in (group[:middle], group[middle:]):
+            if len(half) > 1 and self._fails(half):
+                return self._narrowed(half)
+        for pair in itertools.product(group[:middle], group[middle:]):
+            if self._fails(pair):
+                return pair
+        return group
+
+    def _around(self, pair: tuple[int, ...], group: Sequence[int]) -> list[str]:
+        """Try either GPU of a pair that fails with others: one that fails with them too is at fault itself."""
+        others = [gpu for gpu in group if gpu not in pair][:2]
+        seen = []
+        for gpu in pair:
+            failing = [other for other in others if self._fails((gpu, other))]
+            if others:
+                seen.append(f"GPU {gpu} {'fails' if failing else 'is right'} with GPU {_list(failing or others)}, too")
+        return seen
+
+    def _permuted(self, group: tuple[int, ...]) -> str:
+        """Run with ranks in another order on the devices: does what the data point at follow the device or the rank?"""
+        here, there = self._fails(group), self._fails(group[::-1])
+        devices = [{gpu for entry in failed for gpu in entry.suspects} for failed in (here, there)]
+        if not all(devices):
+            return ""
+        if devices[0] & devices[1]:
+            return _FOLLOWS_DEVICE
+        ranks = [
+            {order.index(gpu) for gpu in found} for order, found in zip((group, group[::-1]), devices, strict=True)
+        ]
+        return _FOLLOWS_RANK if ranks[0] & ranks[1] else "follows neither the device nor the rank"
+
+    def _arms(self, group: tuple[int, ...]) -> list[str]:
+        seen = []
+        if self._fails(group, _NO_PEERS):
+            seen.append("fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too")
+        else:
+            seen.append("only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1")
+        if self.node.level in _ARMS_FROM:
+            for name, environment in _ARMS.items():
+                seen.append(f"{'fails' if self._fails(group, environment) else 'is right'} {name}")
+        return seen
+
+
+_FOLLOWS_DEVICE = "follows the device, whichever rank has it"
+_FOLLOWS_RANK = "follows the rank, whatever device it has"
+
+
+def _list(gpus: Sequence[int]) -> str:
+    return ", ".join(map(str, gpus))

@@ -1,0 +1,137 @@
+"""A fault that showed in a group of GPUs is looked at again until a pair or a GPU is left."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.acceptance.ledger import Ledger
+from mgpu_check.acceptance.localisation import look_again
+from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.verdict import explain
+from mgpu_check.devices.observations import Observation, Part, Subject, Work
+from mgpu_check.settings import activate, resolve
+
+Rule = Callable[[tuple[int, ...], Mapping[str, str]], bool | int]
+"""Whether a collective on these GPUs fails; or the rank that the data point at."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_settings() -> Any:
+    activate(resolve({}, {}, {}))
+    yield
+    activate(None)
+
+
+class Pool:
+    """What a pool does for a node: calls a function for the GPUs that it is given."""
+
+    def __init__(self, wrong: Rule, every: int = 1) -> None:
+        self.wrong = wrong
+        self.every = every
+        self.calls: list[tuple[int, ...]] = []
+
+    def run(
+        self, fn: Any, *args: Any, devices: Sequence[int], environment: Mapping[str, str] | None, timeout: float
+    ) -> list[Any]:
+        self.calls.append(tuple(devices))
+        ranks = tuple(range(len(devices)))
+        said = self.wrong(tuple(devices), environment or {}) if len(self.calls) % self.every == 0 else False
+        suspects = () if isinstance(said, bool) else (said,)
+        wrong = said is not False
+        seen = Observation(
+            "collectives",
+            Subject("group", ranks),
+            "failed" if wrong else "passed",
+            work=Work(operations=1),
+            suspects=suspects if wrong else (),
+        )
+        return [[seen]] + [[] for _ in ranks[1:]]
+
+
+def collective() -> None:
+    """Stands for what runs on ranks."""
+
+
+def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tuple[set[Part], Any, Pool]:
+    """The parts that are accused after a first and a second look, the second look, and the pool."""
+    pool, ledger = Pool(wrong, every), Ledger()
+    gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
+    node = Node(pool, ledger, gpus, level=level, memory_share=0.9, soak=None, simulated=True)  # type: ignore[arg-type]
+    for _ in range(every):
+        node.on_ranks("collectives", collective)
+    looks = look_again(node, ledger)
+    numbers = [
+        n
+        for n, entry in enumerate(ledger.observations())
+        if entry.outcome == "failed" and looks and looks[0].follows_rank
+    ]
+    return set(explain(list(ledger.observations()), (0,) * count, numbers).parts), looks, pool
+
+
+@given(count=st.integers(3, 8), data=st.data())
+def test_a_link_is_left(count: int, data: st.DataObject) -> None:
+    pair = set(data.draw(st.permutations(range(count)))[:2])
+    parts, (look,), pool = looked(count, lambda gpus, _: pair <= set(gpus))
+    assert {part.kind for part in parts} == {"link"}
+    assert set(itertools.chain(*(part.members for part in parts))) == pair
+    assert set(look.group) == pair
+    assert len(parts) == 2  # which direction is wrong a collective does not tell
+    assert len(pool.calls) < 3 * 4 * count**2
+
+
+@given(count=st.integers(4, 8), data=st.data())
+def test_a_gpu_is_left(count: int, data: st.DataObject) -> None:
+    bad = data.draw(st.integers(0, count - 1))
+    parts, (look,), _ = looked(count, lambda gpus, _: bad in gpus and len(gpus) > 1)
+    assert parts == {Part("gpu", (bad,))}
+    assert bad in look.group
+
+
+@given(count=st.integers(2, 8), data=st.data())
+def test_a_fault_that_follows_the_device_is_hardware(count: int, data: st.DataObject) -> None:
+    bad = data.draw(st.integers(0, count - 1))
+    parts, (look,), _ = looked(count, lambda gpus, _: gpus.index(bad) if bad in gpus else False)
+    assert parts == {Part("gpu", (bad,))}
+    assert "follows the device" in "".join(look.seen)
+    assert not look.follows_rank
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_a_fault_that_follows_the_rank_is_software(count: int) -> None:
+    parts, (look,), _ = looked(count, lambda gpus, _: 0)
+    assert parts == {Part("host", (0,))}
+    assert look.follows_rank
+
+
+def test_what_needs_the_direct_path_is_told_from_what_does_not() -> None:
+    def direct(gpus: tuple[int, ...], environment: Mapping[str, str]) -> bool:
+        return {0, 2} <= set(gpus) and "NCCL_P2P_DISABLE" not in environment
+
+    _, (look,), _ = looked(4, direct)
+    assert "only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1" in look.seen
+    _, (look,), _ = looked(4, lambda gpus, _: {0, 2} <= set(gpus))
+    assert "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too" in look.seen
+
+
+def test_what_fails_now_and_then_is_repeated() -> None:
+    parts, (look,), _ = looked(4, lambda gpus, _: {1, 2} <= set(gpus), every=5, level="standard")
+    assert parts == {Part("link", (1, 2)), Part("link", (2, 1))}, look
+
+
+def test_what_does_not_come_again_is_said() -> None:
+    first = []
+
+    def once(gpus: tuple[int, ...], _: Mapping[str, str]) -> bool:
+        first.append(gpus)
+        return len(first) == 1
+
+    parts, (look,), _ = looked(4, once)
+    assert look.seen == ("did not fail again in 3 repeats on the same GPUs",)
+    assert parts  # it failed: something is accused all the same
