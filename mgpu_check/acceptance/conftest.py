@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.acceptance.floors import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.run import Run
 from mgpu_check.devices.observations import Observation
@@ -51,14 +52,22 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
         raise pytest.UsageError(f"mgpu-check: --accept-plant: {error}") from None
     config.stash[RUN] = run
     run.selected = {_check_of(item) for item in _ours(session.items)}
-    run.start()
     try:
+        run.start()
         result = yield
         run.look_again()
     except BaseException:
         run.interrupted = True
         raise
+    finally:
+        run.end()
     return result
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run checks in the order of `CHECKS`: what says most in the shortest time first, health last, which looks at them all."""
+    order = {f"test_{check}": place for place, check in enumerate(CHECKS)}
+    items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == _HERE else 0)
 
 
 def _command(config: pytest.Config) -> str:
@@ -80,6 +89,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         result = yield
     finally:
         page.ended = run.ledger.now()
+        if run.node is not None:
+            run.node.mark(page.check, page.test)
     if page.failed:
         pytest.fail("\n".join(_lines(page.failed)), pytrace=False)
     return result

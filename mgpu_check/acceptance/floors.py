@@ -11,8 +11,8 @@ from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 
 __all__ = ["CHECKS", "Done", "account_of_work", "floors"]
 
-CHECKS = ("inventory", "memory", "compute", "links", "collectives", "training", "health", "performance")
-"""All checks, in the order in which they run; a soak is one more, where it was asked for."""
+CHECKS = ("inventory", "memory", "compute", "links", "collectives", "training", "soak", "performance", "health")
+"""All checks, in the order in which they run; a soak only where it was asked for."""
 
 _SHARE_OF_MEMORY = 0.75
 """Of the memory that was to be tested, in case something else has taken some since it was counted."""

@@ -61,6 +61,11 @@ class Ledger:
         self.pages: list[Page] = []
         self._zero = time.monotonic()
 
+    @property
+    def zero(self) -> float:
+        """Start of the run, by `time.monotonic`."""
+        return self._zero
+
     def now(self) -> float:
         """Return the seconds since the start of the run."""
         return time.monotonic() - self._zero

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.ledger import Call
 from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.troubles import observations_of
 from mgpu_check.checks.answering import answers
-from mgpu_check.devices.observations import Entry, Observation
+from mgpu_check.devices.observations import Entry, Measurement, Observation
+from mgpu_check.devices.telemetry.sampler import Sampler
+from mgpu_check.devices.telemetry.values import Snapshot
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.account import Gpu
     from mgpu_check.acceptance.ledger import Ledger
     from mgpu_check.engine.pool import RankPool
 
-__all__ = ["Node"]
+__all__ = ["Boundary", "Node"]
 
 _PROBE = 10.0
 """Seconds that a GPU has for one addition."""
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What telemetry said between two tests.
+
+    Attributes:
+        check, test: the test that had just ended; empty before the first.
+    """
+
+    check: str
+    test: str
+    snapshot: Snapshot
 
 
 class Node:
@@ -32,6 +48,9 @@ class Node:
         soak: seconds of load that were asked for; None where nothing was said.
         simulated: the GPUs are made in software.
         lost: GPUs that do not answer any more; no check is called on them.
+        telemetry: what the driver says of the GPUs of this machine; None where nobody listens.
+        boundaries: a snapshot before the first test, and one after each.
+        baseline: file with facts and speed of GPUs that are right; None where there is none.
     """
 
     def __init__(
@@ -44,6 +63,7 @@ class Node:
         memory_share: float,
         soak: float | None,
         simulated: bool,
+        telemetry: Sampler | None = None,
     ) -> None:
         self.gpus = tuple(gpus)
         self.level = level
@@ -51,6 +71,9 @@ class Node:
         self.soak = soak
         self.simulated = simulated
         self.lost: set[int] = set()
+        self.telemetry = telemetry
+        self.boundaries: list[Boundary] = []
+        self.baseline: str | None = None
         self._probing = False
         self._pool = pool
         self._ledger = ledger
@@ -129,6 +152,15 @@ class Node:
 
             results += self._looked(check, fn, chosen, call, lambda _, h=host, c=chosen: self._translated(c, h))  # type: ignore[misc]
         return results
+
+    def measurements(self) -> list[Measurement]:
+        """Return what was measured so far."""
+        return list(self._ledger.measurements())
+
+    def mark(self, check: str = "", test: str = "") -> None:
+        """Note what telemetry says now, after a test has ended."""
+        if self.telemetry is not None:
+            self.boundaries.append(Boundary(check, test, self.telemetry.snapshot()))
 
     def record(self, entries: Iterable[Entry]) -> None:
         """Note entries that have numbers of GPUs already."""

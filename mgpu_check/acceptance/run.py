@@ -10,19 +10,24 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
+from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Sample, Verdict
 from mgpu_check.acceptance.advice import advice_for
 from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.localisation import Look, look_again
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part
+from mgpu_check.devices.telemetry.sampler import Sampler
+from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.faults.hardware.registry import Planted, planted_from
 
 if TYPE_CHECKING:
     from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["Run"]
+
+_INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1
+"""Seconds between two samples of a GPU."""
 
 DEFAULT_SOAK = 600.0
 """Seconds of load at the level "long", where nothing was said."""
@@ -68,7 +73,26 @@ class Run:
             memory_share=settings.accept_memory,
             soak=soak,
             simulated=bool(settings.simulate),
+            telemetry=self._sampler(gpus),
         )
+        self.node.baseline = settings.accept_baseline
+        self.node.mark()
+
+    def _sampler(self, gpus: Sequence[Gpu]) -> Sampler:
+        """Begin to listen to the driver of this machine, or to a simulated one."""
+        mine = [gpu for gpu in gpus if gpu.host == 0]
+        simulated = None
+        if self.session.settings.simulate:
+            overrides = [other for one in self.planted for other in one.fault.telemetry(one.parameters)]
+            simulated = SimulatedTelemetry({"memory": mine[0].memory, "name": mine[0].name}, overrides)
+        interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
+        watched = [(gpu.number, gpu.uuid) for gpu in mine]
+        return Sampler.start(watched, simulated, interval, epoch=self.ledger.zero)
+
+    def end(self) -> None:
+        """Stop listening to the driver."""
+        if self.node is not None and self.node.telemetry is not None:
+            self.node.telemetry.close()
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:
@@ -123,10 +147,15 @@ class Run:
             checks=tuple(self._check_run(check, work) for check, work in done.items()),
             observations=observations,
             measurements=tuple(self.ledger.measurements()),
+            samples=self._samples(),
             simulated=settings.simulate,
             planted=tuple(planted.text for planted in self.planted),
             seed=self.seed,
         )
+
+    def _samples(self) -> tuple[Sample, ...]:
+        sampler = self.node.telemetry if self.node else None
+        return tuple(Sample(one.at, one.gpu, one.values) for one in sampler.samples()) if sampler else ()
 
     def _check_run(self, check: str, done: floors.Done) -> CheckRun:
         pages = [page for page in self.ledger.pages if page.check == check]
