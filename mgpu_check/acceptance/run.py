@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import socket
 import time
@@ -20,7 +19,7 @@ from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part
 from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
-from mgpu_check.faults.hardware.registry import Planted, planted_from
+from mgpu_check.faults.hardware.registry import Planted, hardware_text, planted_from
 
 if TYPE_CHECKING:
     from mgpu_check.pytest_plugin.session import GpuSession
@@ -59,8 +58,8 @@ class Run:
     def start(self) -> None:
         """Look at the GPUs, and have defects planted that were asked for."""
         settings = self.session.settings
-        if self.planted:
-            self.session.fault = "hardware:" + ";".join(planted.text for planted in self.planted)
+        if settings.simulate == "cpu" or self.planted:
+            self.session.fault = hardware_text(self.planted)
         soak = settings.accept_for
         if soak is None and settings.gpu_level == "long":
             soak = DEFAULT_SOAK
@@ -78,7 +77,6 @@ class Run:
         )
         self.node.baseline = settings.accept_baseline
         self.node.mark()
-        self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
 
     def _sampler(self, gpus: Sequence[Gpu]) -> Sampler:
         """Begin to listen to the driver of this machine, or to a simulated one."""
@@ -90,14 +88,6 @@ class Run:
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         watched = [(gpu.number, gpu.uuid) for gpu in mine]
         return Sampler.start(watched, simulated, interval, epoch=self.ledger.zero)
-
-    def _identified(self, gpu: Gpu) -> Gpu:
-        """Return a GPU with what the driver knows of it."""
-        assert self.node is not None
-        facts = dict(self.node.boundaries[0].snapshot.facts.get(gpu.number, {}) if self.node.boundaries else {})
-        return dataclasses.replace(
-            gpu, serial=str(facts.pop("serial", None) or ""), pci=str(facts.pop("pci", None) or ""), facts=facts
-        )
 
     def end(self) -> None:
         """Stop listening to the driver."""

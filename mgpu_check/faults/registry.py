@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from mgpu_check.faults.hardware.registry import HARDWARE
+
 __all__ = ["PROPERTIES", "Fault", "all_faults", "fault", "planted"]
 
 PROPERTIES = ("fixtures", "scatter", "allreduce", "gradients", "mismatch")
@@ -59,11 +61,19 @@ def all_faults() -> dict[str, Fault]:
 
 @contextlib.contextmanager
 def planted(name: str) -> Iterator[None]:
-    """Have the fault called `name` in this process, for the time of the context.
+    """Have the fault called `name` in this process, for the time of the context; hardware, where it is called so.
 
     Raises:
         ValueError: there is no fault of that name.
     """
+    if name.startswith(HARDWARE):
+        from mgpu_check.faults.hardware.planting import (
+            hardware_planted,
+        )  # here: only simulated ranks need the simulator
+
+        with hardware_planted(name.removeprefix(HARDWARE)):
+            yield
+        return
     faults = all_faults()
     if name not in faults:
         raise ValueError(f"fault {name!r} is unknown; choose one of {', '.join(faults)}")

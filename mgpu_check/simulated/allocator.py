@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.simulated.delivery import clock
 from mgpu_check.simulated.memory import BLOCK, Block, DeviceMemory, Pool
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 
@@ -37,7 +38,8 @@ def empty_cache(mempool: object = None) -> None:
 def memory_info(index: int | None = None) -> tuple[int, int]:
     """Return the bytes that are free, and all bytes."""
     memory = device_memory(index)
-    return memory.limit - memory.reserved, memory.total
+    clock().touch(torch.device("cuda", memory.index))
+    return max(memory.limit - memory.reserved, 0), memory.total
 
 
 def _counts(current: int, peak: int, allocated: int, freed: int) -> Counts:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_check.simulated import hardware, wires
 from mgpu_check.simulated.calls import Call, without_self
 from mgpu_check.simulated.functional import group_of, install_functional
 from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
@@ -98,6 +99,7 @@ def _carry_out(group: NcclGroup, asked: list[Call]) -> LateWork | None:
 def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
     late = any(call.late for call in asked)
     staging = Staging(late)
+    delivered = None if hardware.present is None else wires.sent(hardware.present, nccl_of(pg), asked)
     works: list[dist.Work] = []
     after: list[Callable[[], None]] = []
     for call in without_self(pg, asked, staging):
@@ -112,8 +114,10 @@ def _run(pg: dist.ProcessGroup, asked: list[Call]) -> LateWork | None:
         if then is not None:
             after.append(then)
     if late:
-        return LateWork(works, staging, after, asked[0].title.upper() if asked and asked[0].nccl else "")
+        return LateWork(works, staging, after, asked[0].title.upper() if asked and asked[0].nccl else "", delivered)
     staging.deliver()
+    if delivered is not None:
+        delivered()
     return None
 
 

@@ -8,7 +8,40 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["Late", "Waiting", "poison", "sleep_until"]
+__all__ = ["Clock", "Late", "Waiting", "clock", "poison", "use_clock"]
+
+
+class Clock:
+    """The time that streams take: that of the wall, in seconds."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def past(self, moment: float) -> bool:
+        return moment <= self.now()
+
+    def wait_until(self, moment: float) -> None:
+        left = moment - self.now()
+        if left > 0:
+            time.sleep(left)
+
+    def touch(self, device: torch.device | None) -> None:
+        """Ask the driver about a device: where that is lost, this raises."""
+
+
+_wall = Clock()
+_clock = _wall
+
+
+def clock() -> Clock:
+    """Return the clock of all streams and events."""
+    return _clock
+
+
+def use_clock(other: Clock | None) -> None:
+    """Have streams and events go by another clock; None: that of the wall."""
+    global _clock
+    _clock = other or _wall
 
 
 def poison(t: torch.Tensor) -> None:
@@ -48,23 +81,20 @@ class Waiting:
 
     _late: list[Late]
     _reached: float
+    device: torch.device | None
 
     def query(self) -> bool:
         """Return whether all is done. Deliver results that were asked for: the next question gets yes."""
-        if self._reached > time.perf_counter():
+        _clock.touch(self.device)
+        if not _clock.past(self._reached):
             return False
         done = all(late.done for late in self._late)
         self.synchronize()
         return done
 
     def synchronize(self) -> None:
-        sleep_until(self._reached)
+        _clock.touch(self.device)
+        _clock.wait_until(self._reached)
         late, self._late = self._late, []
         for one in late:
             one.deliver()
-
-
-def sleep_until(moment: float) -> None:
-    left = moment - time.perf_counter()
-    if left > 0:
-        time.sleep(left)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from mgpu_check.simulated import functional, kernels, mismatch, unwritten
+from mgpu_check.simulated import functional, hardware, kernels, mismatch, unwritten
 from mgpu_check.simulated.random import device_of, lent
 from mgpu_check.simulated.state import active_node
-from mgpu_check.simulated.tensor import SimulatedTensor, set_runner, tag
+from mgpu_check.simulated.tensor import SimulatedTensor, raw, set_runner, tag
 
 __all__ = ["on_sync", "run"]
 
@@ -20,6 +20,7 @@ _plain: type = torch.Tensor
 _SYNCING = frozenset(
     {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero"}
 )
+_IDLE = frozenset({"aten::_unsafe_view", "aten::set_", "aten::resize_", "aten::resize_as_"})  # beside those of memory
 _ON_HOST = {"aten::_pack_padded_sequence": 1}
 _sync: Callable[[torch.device], object] | None = None
 _drawing = threading.RLock()
@@ -43,6 +44,9 @@ class _Operator:
     syncs: bool
     on_host: int  # the position of the one result that lives on the CPU, or -1
     instead: Callable[..., object] | None  # what runs, on the simulated tensors themselves
+    name: str  # without its namespace
+    computes: bool  # whether it writes what was not there, other than a view, or memory without values
+    written: tuple[tuple[int, str], ...]  # arguments that it writes, by position and name
 
 
 _operators: dict[object, _Operator] = {}
@@ -52,6 +56,7 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
     schema = func._schema
     name = schema.name
     written = bool(schema.returns) and all(r.alias_info is not None and r.alias_info.is_write for r in schema.returns)
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     found = _Operator(
         call=unwritten.operator(name, kernels.KERNELS.get(name, func)),  # type: ignore[arg-type]
         fresh=not written and not name.startswith("c10d::"),
@@ -61,6 +66,9 @@ def _inspect(func: torch._ops.OpOverload) -> _Operator:
         syncs=name in _SYNCING,
         on_host=_ON_HOST.get(name, -1),
         instead=functional.OPERATORS.get(name),
+        name=name.rpartition("::")[2],
+        computes=not views and name not in _IDLE and name.rpartition("::")[2] not in unwritten.EMPTY,
+        written=tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write),
     )
     _operators[func] = found
     return found
@@ -83,6 +91,10 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
             return func(*args, **kwargs)
     if operator.syncs and _sync is not None:
         _sync(device)
+    below = hardware.present
+    if below is not None:
+        below.touch(device)
+        below.read(device, list(_tensors([args, tuple(kwargs.values())])))
     if operator.random:
         out = _run_random(operator, device, args, kwargs)
     else:
@@ -94,6 +106,8 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
         except RuntimeError:
             unwritten.refuse_oversized(func, device, args, kwargs)
             raise
+    if below is not None and operator.computes:
+        _spoil(below, operator, device, args, kwargs, out)
     if not operator.fresh:
         return out
     if operator.on_host >= 0 and type(out) is tuple:
@@ -126,6 +140,31 @@ def _device_of(
         elif isinstance(value, torch.Tensor) and not (operator.scalars and kind is _plain and value.dim() == 0):
             mixed = True
     return device, mixed
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _spoil(
+    below: hardware.Hardware,
+    operator: _Operator,
+    device: torch.device,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+    out: object,
+) -> None:
+    """Tell the hardware what an operator has read and written."""
+    given = list(_tensors([args, tuple(kwargs.values())]))
+    changed = list(_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
+    with _no_dispatch(), torch.no_grad():
+        written = list(_tensors(out)) if operator.fresh else []
+        below.operated(device, operator.name, given, [raw(t) for t in written or changed])
+        below.read(device, changed)
 
 
 def _tagged(out: object, device: torch.device) -> object:

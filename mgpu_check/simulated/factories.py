@@ -10,6 +10,7 @@ import torch._subclasses
 import torch.utils._device
 import torch.utils._python_dispatch
 
+from mgpu_check.simulated import hardware
 from mgpu_check.simulated.state import active_node, simulated_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 from mgpu_check.simulated.transfer import move
@@ -88,12 +89,26 @@ def _on_device(make: Maker, device: torch.device, args: tuple[object, ...], kwar
                 f"Expected a 'cuda' device type for generator but found '{given.device.type}'"  # type: ignore[attr-defined]
             )
     require(make, device, args, kwargs)
+    if hardware.present is not None:
+        hardware.present.touch(device)
     made = make(*args, device=node.backing, **kwargs)
+    if hardware.present is not None and make.__name__ not in EMPTY:
+        _on_hardware(hardware.present, make.__name__, device, made)
     if type(made) is not SimulatedTensor:  # it is one where an argument is, as in torch.full((2,), scalar_on_device)
         made = tag(made.detach() if made.requires_grad else made, device)
         if make.__name__ in EMPTY:
             never_written(made)
     return made.requires_grad_() if requires_grad else made
+
+
+def _on_hardware(below: hardware.Hardware, name: str, device: torch.device, made: torch.Tensor) -> None:
+    """Tell the hardware of values that a kernel has made, or that have come from the host."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        bare = raw(made)
+        if name in _FROM_DATA:
+            below.copied(None, device, bare, None, pinned=False)
+        else:
+            below.operated(device, name, (), (bare,))
 
 
 def _faking() -> bool:

@@ -7,7 +7,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -36,6 +36,20 @@ class NcclGroup:
     store: c10d.Store
     backends: dict[str, str]  # by device type, as the user asked for them
     backend: ProcessGroupNCCL
+    numbers: dict[int, int] = field(default_factory=dict)  # of the devices of ranks, as hardware counts them
+
+    def tell(self, number: int) -> None:
+        """Tell the other ranks the number of the device of this one."""
+        rank = self.pg.rank()
+        if rank not in self.numbers:
+            self.numbers[rank] = number
+            self.store.set(f"mgpu_check/number/{rank}", str(number))
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of the device of a rank, which has told it, or does so soon."""
+        if rank not in self.numbers:
+            self.numbers[rank] = int(self.store.get(f"mgpu_check/number/{rank}"))
+        return self.numbers[rank]
 
 
 _groups: dict[str, NcclGroup] = {}

@@ -109,11 +109,17 @@ class LateWork(dist.Work):
     """The work of a collective whose results are poison until someone waits; `title` is what NCCL calls it, if it is its."""
 
     def __init__(
-        self, works: Sequence[dist.Work], staging: Staging, after: Sequence[Callable[[], None]] = (), title: str = ""
+        self,
+        works: Sequence[dist.Work],
+        staging: Staging,
+        after: Sequence[Callable[[], None]] = (),
+        title: str = "",
+        delivered: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.works = works
         self.title = title
+        self._delivered = delivered
         self._staging = staging
         self._after = after
         self._late = Late(self._finish)
@@ -126,6 +132,8 @@ class LateWork(dist.Work):
         for then in self._after:
             then()
         self._staging.deliver()
+        if self._delivered is not None:
+            self._delivered()
 
     @property
     def results(self) -> list[torch.Tensor]:

@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import torch
 
+from mgpu_check.simulated.addresses import Addresses
+
 __all__ = ["BLOCK", "Block", "DeviceMemory", "Pool", "block_of"]
 
 BLOCK = "_mgpu_check_block"
@@ -46,9 +48,13 @@ class Pool:
 
 
 class DeviceMemory:
-    """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``."""
+    """Bytes of one simulated device: ``allocated`` by live storages, ``reserved`` from its ``total``.
+
+    ``addresses`` says where blocks lie, on a device whose hardware is simulated, too.
+    """
 
     __slots__ = (
+        "addresses",
         "allocated",
         "exhausted",
         "index",
@@ -69,6 +75,7 @@ class DeviceMemory:
         self.allocated = self.peak = 0
         self.reserved = self.reserved_peak = 0
         self.exhausted = 0
+        self.addresses: Addresses | None = None
 
     def take(self, nbytes: int) -> None:
         """Count a block of ``nbytes``; raises ``torch.OutOfMemoryError`` past the limit."""
@@ -148,14 +155,19 @@ class DeviceMemory:
 
 
 class Block:
-    """The memory that one storage takes of a device, given back when the storage dies."""
+    """The memory that one storage takes of a device, given back when the storage dies.
 
-    __slots__ = ("device", "memory", "nbytes", "requested")
+    ``address`` is where it lies, if that is known.
+    """
+
+    __slots__ = ("_addresses", "address", "device", "memory", "nbytes", "requested")
 
     def __init__(self, device: torch.device, memory: DeviceMemory, nbytes: int) -> None:
         self.nbytes = 0
         self.device = device
         self.memory = memory
+        self.address: int | None = None
+        self._addresses: Addresses | None = None
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
@@ -169,10 +181,24 @@ class Block:
         self.nbytes, before = rounded, self.nbytes
         if before:
             self.memory.give_back(before)
+        if self._addresses is not None or self.memory.addresses is not None:
+            self._move(before)
+
+    def _move(self, before: int) -> None:
+        """Lie where there is room for the bytes of now, and no longer where the bytes of before were."""
+        with _lock:
+            if self._addresses is not None and self.address is not None:
+                self._addresses.give_back(self.address, before)
+            self._addresses, self.address = self.memory.addresses if self.nbytes else None, None
+            if self._addresses is not None:
+                self.address = self._addresses.place(self.nbytes)
 
     def __del__(self) -> None:
         if self.nbytes:
             self.memory.give_back(self.nbytes)
+            if self._addresses is not None and self.address is not None:
+                with _lock:
+                    self._addresses.give_back(self.address, self.nbytes)
 
 
 def block_of(storage: torch.UntypedStorage) -> Block | None:

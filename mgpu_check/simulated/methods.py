@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.simulated import hardware
 from mgpu_check.simulated.host_copies import late_host_copy
 from mgpu_check.simulated.lazy import LAZY, install_lazy, uninitialized_on
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
@@ -145,7 +146,8 @@ def _copy_(original: Method) -> Method:
         if type(self) is not type(src) or isinstance(self, SimulatedTensor):
             here, there = self.device, src.device
             if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
-                copied = original(self, move(src, here))
+                into = None if hardware.present is None else self.detach()
+                copied = original(self, move(src, here, into=into))
                 if non_blocking and here.type == "cpu" and self.is_pinned():
                     late_host_copy(self, there, non_blocking=True)
                 return copied

@@ -19,7 +19,7 @@ from typing import Self
 
 import torch
 
-from mgpu_check.simulated.delivery import Late, Waiting, sleep_until
+from mgpu_check.simulated.delivery import Clock, Late, Waiting, clock, use_clock
 from mgpu_check.simulated.state import (
     active_node,
     cuda_error,
@@ -41,6 +41,7 @@ __all__ = [
     "default_stream",
     "forget_streams",
     "get_sync_debug_mode",
+    "go_by",
     "hold_on_current",
     "hold_outstanding",
     "host_waits",
@@ -60,6 +61,8 @@ _by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 class Stream(Waiting):
     """``torch.cuda.Stream`` of a simulated device."""
+
+    device: torch.device
 
     def __new__(cls, device: object = None, priority: int = 0, **given: object) -> Self:
         if "stream_id" in given:
@@ -113,8 +116,16 @@ class Stream(Waiting):
 
     def sleep(self, seconds: float) -> None:
         """Be busy for so long, with what is queued now."""
-        self._reached = max(self._reached, time.perf_counter()) + seconds
-        _busy[self.device_index] = max(_busy.get(self.device_index, 0.0), self._reached)
+        self.busy_until(self.reached + seconds)
+
+    @property
+    def reached(self) -> float:
+        """When all that is queued is done."""
+        return max(self._reached, clock().now())
+
+    def busy_until(self, moment: float) -> None:
+        self._reached = max(self._reached, moment)
+        _busy[self.device_index] = max(_busy.get(self.device_index, 0.0), moment)
 
     def hold(self, late: Late) -> None:
         """Queue a late result behind what is on this stream."""
@@ -212,7 +223,7 @@ class Event(Waiting):
         self.device = stream.device
         self._recorded = True
         self._late = [late for late in stream._late if not late.done]
-        self._reached = max(time.perf_counter(), stream._reached)
+        self._reached = stream.reached
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -262,6 +273,14 @@ def forget_streams() -> None:
     _busy.clear()
     _by_id.clear()
     _streams = _Streams()
+
+
+def go_by(other: Clock | None) -> None:
+    """Have streams and events go by another clock, None: that of the wall; no stream is busy when it changes."""
+    use_clock(other)
+    _busy.clear()
+    for stream in (*_by_id.values(), *_defaults.values()):
+        stream._reached = 0.0
 
 
 def default_stream(device: object = None) -> Stream:
@@ -315,8 +334,11 @@ def set_stream(stream: Stream | None) -> None:
 
 def synchronize(device: object = None) -> None:
     """Wait for all work of a device, on whichever stream it was queued."""
-    sleep_until(_busy.pop(device_index(device), 0.0))
-    for late in _outstanding.pop(device_index(device), ()):
+    time_of = clock()
+    index = device_index(device)
+    time_of.touch(torch.device("cuda", index))
+    time_of.wait_until(_busy.pop(index, 0.0))
+    for late in _outstanding.pop(index, ()):
         late.deliver()
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from mgpu_check.simulated import hardware
 from mgpu_check.simulated.host_copies import deliver_queued
+from mgpu_check.simulated.memory import BLOCK, Block
 from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 
@@ -28,23 +30,42 @@ def _transfer(
     dtype: torch.dtype | None,
     non_blocking: bool,
     memory_format: torch.memory_format,
+    into: torch.Tensor | None,
 ) -> torch.Tensor:
     node = active_node()
     source = t.device
+    below = hardware.present
+    if below is not None:
+        for end in (source, device):
+            below.touch(end)
+        below.read(source, [t])
     if device.type != "cuda" or node is None:
         home = device
     else:
         home = node.backing
-        node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
+        if into is None:
+            node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
         if source.type == "cpu":
             deliver_queued(t, device)
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
+        if below is not None:
+            below.copied(t, device, out, into, _is_pinned(t, into, non_blocking))
     if device.type == "cuda" and node is not None:
+        if into is not None and out.layout is torch.strided:  # a device writes what is copied where it shall be
+            out.untyped_storage().__dict__[BLOCK] = Block(device, node.memory[device.index], 0)
         return tag(out, device)
     if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
         _host_copy(out, source, non_blocking)
     return out
+
+
+def _is_pinned(t: torch.Tensor, into: torch.Tensor | None, non_blocking: bool) -> bool:
+    """Return whether the end of a copy that is on the host, if one is, is pinned memory, as what is made there is if
+    nobody waits for it.
+    """
+    host = t if t.device.type == "cpu" else into
+    return non_blocking if host is None else host.is_pinned()
 
 
 class _Move(torch.autograd.Function):
@@ -56,14 +77,15 @@ class _Move(torch.autograd.Function):
         dtype: torch.dtype | None,
         non_blocking: bool,
         memory_format: torch.memory_format,
+        into: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.source, ctx.dtype = t.device, t.dtype  # type: ignore[attr-defined]
-        return _transfer(t, device, dtype, non_blocking, memory_format)
+        return _transfer(t, device, dtype, non_blocking, memory_format, into)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         back = move(grad, ctx.source, ctx.dtype)  # type: ignore[attr-defined]
-        return back, None, None, None, None
+        return back, None, None, None, None, None
 
 
 def move(
@@ -72,15 +94,17 @@ def move(
     dtype: torch.dtype | None = None,
     non_blocking: bool = False,
     memory_format: torch.memory_format = torch.preserve_format,
+    *,
+    into: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return a copy of ``t`` on ``device`` (a simulated one, with its index, or a real one), as ``Tensor.to`` makes it.
 
     Differentiable, twice too. The result is new memory, also where ``t`` is on ``device`` already and only the dtype
-    changes; ``t`` itself where nothing does.
+    changes; ``t`` itself where nothing does. ``into`` is the tensor of ``device`` that the caller writes it to, if any.
     """
     if t.device == device and (dtype is None or dtype == t.dtype):
         return t
     if torch.is_grad_enabled() and t.requires_grad:
-        out: torch.Tensor = _Move.apply(t, device, dtype, non_blocking, memory_format)
+        out: torch.Tensor = _Move.apply(t, device, dtype, non_blocking, memory_format, into)
         return out
-    return _transfer(t, device, dtype, non_blocking, memory_format)
+    return _transfer(t, device, dtype, non_blocking, memory_format, into)

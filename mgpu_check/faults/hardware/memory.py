@@ -1,3 +1,34 @@
 """Defects of memory."""
 
 from __future__ import annotations
+
+from mgpu_check.faults.hardware.registry import HardwareFault, Parameters, gpu, hardware_fault, made_by
+
+__all__: list[str] = []
+
+_ADDRESS = 5_000_003
+"""In a third of the memory of a simulated GPU, aligned to nothing."""
+
+
+def _fault(name: str, summary: str, defaults: Parameters, cls: str, level: str = "quick") -> None:
+    given = {"device": 1, "address": _ADDRESS, **defaults}
+    hardware_fault(HardwareFault(name, summary, given, gpu, ("memory",), level, made_by("memory", cls)))
+
+
+_fault("memory-stuck-at-zero", "a bit of the memory is always 0", {"bit": 3, "value": 0}, "StuckBit")
+_fault("memory-stuck-at-one", "a bit of the memory is always 1", {"bit": 6, "value": 1}, "StuckBit")
+_fault("memory-dead-row", "a row of the memory reads as zeros", {"length": 1024}, "DeadRow")
+_fault(
+    "memory-aliased",
+    "two addresses are one: what is written to either is in both",
+    {"length": 64, "distance": 4096},
+    "Aliased",
+)
+_fault(
+    "memory-aliased-pages",
+    "two pages are one: what is written to either is in both",
+    {"address": 5 << 20, "length": 65536, "distance": 1 << 20},
+    "Aliased",
+)
+_fault("memory-coupled", "a bit that rises flips its neighbour", {"bit": 2}, "Coupled")
+_fault("memory-weak", "a bit flips now and then", {"bit": 5, "every": 7, "seed": 0}, "WeakBit")

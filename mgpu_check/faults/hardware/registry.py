@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mgpu_check.devices.observations import Part
 from mgpu_check.devices.telemetry.simulated import Override
@@ -14,7 +15,27 @@ from mgpu_check.devices.telemetry.simulated import Override
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
 
-__all__ = ["MODULES", "HardwareFault", "Override", "Planted", "all_hardware_faults", "hardware_fault", "planted_from"]
+__all__ = [
+    "HARDWARE",
+    "MODULES",
+    "HardwareFault",
+    "Override",
+    "Planted",
+    "all_hardware_faults",
+    "gpu",
+    "hardware_fault",
+    "hardware_text",
+    "host_link",
+    "link",
+    "made_by",
+    "planted_from",
+]
+
+HARDWARE = "hardware:"
+"""With this begins the name of a fault that is hardware; see `hardware_text`."""
+
+MEMORY = 16 << 20
+"""Bytes of memory of a simulated GPU that has hardware: little, so that all of it is soon written and read."""
 
 MODULES = ("memory", "compute", "copies", "collectives", "speed", "telemetry")
 """`mgpu_check.faults.hardware.<module>` holds the faults of each theme."""
@@ -69,6 +90,32 @@ class Planted:
         return self.fault.parts(self.parameters)
 
 
+def made_by(module: str, name: str, **given: Any) -> Callable[[Parameters], Defect]:
+    """Return what makes a class of `defects.<module>` with parameters, and with what is given; it imports torch then."""
+
+    def make(parameters: Parameters) -> Defect:
+        found = importlib.import_module(f"mgpu_check.faults.hardware.defects.{module}")
+        made: Defect = getattr(found, name)(parameters, **given)
+        return made
+
+    return make
+
+
+def gpu(parameters: Parameters) -> tuple[Part, ...]:
+    """Return the part that is at fault where ``device`` is."""
+    return (Part("gpu", (int(parameters["device"]),)),)
+
+
+def link(parameters: Parameters) -> tuple[Part, ...]:
+    """Return the part that is at fault where the link from ``device`` to ``peer`` is."""
+    return (Part("link", (int(parameters["device"]), int(parameters["peer"]))),)
+
+
+def host_link(parameters: Parameters) -> tuple[Part, ...]:
+    """Return the part that is at fault where the link between the host and ``device`` is."""
+    return (Part("host-link", (int(parameters["device"]),)),)
+
+
 _faults: dict[str, HardwareFault] = {}
 
 
@@ -109,6 +156,17 @@ def planted_from(text: str) -> Planted:
             raise ValueError(f"{name}: {pair!r} is no parameter of it; choose from {', '.join(parameters)}")
         parameters[key] = _value(name, key, value, parameters[key])
     return Planted(fault, parameters)
+
+
+def hardware_text(faults: Sequence[Planted], memory: int = MEMORY, started: float | None = None) -> str:
+    """Return the name under which `faults.registry.planted` plants these faults, or right hardware if there are none.
+
+    Args:
+        memory: of each GPU, in bytes.
+        started: when the run has, as `time.time` tells it, from which ``after`` counts; default now.
+    """
+    own = f"memory={memory},started={time.time() if started is None else started}"
+    return HARDWARE + ";".join([own, *(fault.text for fault in faults)])
 
 
 def _value(name: str, key: str, text: str, default: Value) -> Value:

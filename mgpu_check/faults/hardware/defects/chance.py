@@ -1,0 +1,104 @@
+"""When a defect shows, and what wrong elements look like.
+
+After arXiv 2605.04213: most wrong results of hardware have more than one wrong bit, wrong elements repeat at a period, as the
+lanes of a warp do, and about one in a hundred is NaN or infinite.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+
+from mgpu_check.faults.hardware.registry import Parameters
+
+__all__ = ["PATTERNS", "Chance", "Pattern", "dtype_matches"]
+
+_WARP = 32
+_TILE = 16
+
+Pattern = Callable[[torch.Tensor, random.Random], None]
+"""Spoils elements in place: integers of their size, in one dimension, at least one."""
+
+
+class Chance:
+    """Decide which of the events that a defect could spoil it does: one in ``every``, and of those by ``probability``."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._every = int(parameters.get("every", 1))
+        self._probability = float(parameters.get("probability", 1.0))
+        self.random = random.Random(int(parameters.get("seed", 0)))
+        self._seen = 0
+
+    def now(self) -> bool:
+        self._seen += 1
+        return self._seen % self._every == 0 and self.random.random() < self._probability
+
+
+def dtype_matches(parameters: Parameters, dtype: torch.dtype) -> bool:
+    """Return whether a dtype is that of the parameters, such as "float16"; without one, or with "any", it is."""
+    return parameters.get("dtype", "any") in ("any", str(dtype).removeprefix("torch."))
+
+
+def _invert(elements: torch.Tensor, bit: int) -> None:
+    """Invert one bit of each element; bit -1 is the highest one below the sign."""
+    elements ^= 1 << bit % (8 * elements.itemsize - 1)
+
+
+def _one_of(elements: torch.Tensor, chosen: random.Random) -> torch.Tensor:
+    return elements[chosen.randrange(elements.numel()) :][:1]
+
+
+def _bit(elements: torch.Tensor, chosen: random.Random) -> None:
+    """One bit of one element."""
+    _invert(_one_of(elements, chosen), chosen.randrange(64))
+
+
+def _low_bit(elements: torch.Tensor, chosen: random.Random) -> None:
+    """The lowest bit of one element."""
+    _invert(_one_of(elements, chosen), 0)
+
+
+def _bits(elements: torch.Tensor, chosen: random.Random) -> None:
+    """Three bits of one element."""
+    one = _one_of(elements, chosen)
+    for bit in chosen.sample(range(8 * elements.itemsize - 1), 3):
+        _invert(one, bit)
+
+
+def _lane(elements: torch.Tensor, chosen: random.Random) -> None:
+    """One bit of one lane of each warp."""
+    lane = chosen.randrange(min(_WARP, elements.numel()))
+    _invert(elements[lane::_WARP], -chosen.randrange(2, 7))
+
+
+def _not_finite(elements: torch.Tensor, chosen: random.Random) -> None:
+    """All bits of one element but its sign: NaN in each floating dtype."""
+    _one_of(elements, chosen).fill_(torch.iinfo(elements.dtype).max)
+
+
+def _tile(elements: torch.Tensor, chosen: random.Random) -> None:
+    """A run of elements, as one row of a tile has."""
+    start = chosen.randrange(max(elements.numel() - _TILE, 1))
+    _invert(elements[start : start + _TILE], -chosen.randrange(2, 7))
+
+
+def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
+    """The first element, and the last, in each other's place; where there is one, or they are equal, one bit."""
+    first, last = elements[0].item(), elements[-1].item()
+    if first == last:
+        _bit(elements, chosen)
+    else:
+        elements[0], elements[-1] = last, first
+
+
+PATTERNS: dict[str, Pattern] = {
+    "bit": _bit,
+    "low-bit": _low_bit,
+    "bits": _bits,
+    "lane": _lane,
+    "nan": _not_finite,
+    "tile": _tile,
+    "swap": _swap,
+}

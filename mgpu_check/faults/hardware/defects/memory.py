@@ -1,0 +1,91 @@
+"""Cells of memory that do not keep what was written."""
+
+from __future__ import annotations
+
+import torch
+
+from mgpu_check.faults.hardware.defects.chance import Chance
+from mgpu_check.faults.hardware.registry import Parameters
+from mgpu_check.simulated.hardware import Defect
+
+__all__ = ["Aliased", "Coupled", "DeadRow", "StuckBit", "WeakBit"]
+
+
+class _Cells(Defect):
+    """Some bytes of one device, from the parameter ``address`` on."""
+
+    def __init__(self, parameters: Parameters, length: int = 1) -> None:
+        self.places = ((int(parameters["device"]), int(parameters["address"]), length),)
+
+
+class StuckBit(_Cells):
+    """One bit always has the value ``value``."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters)
+        self._mask = 1 << int(parameters["bit"])
+        self._is_one = bool(parameters["value"])
+
+    def remembered(self, device: int, memory: torch.Tensor) -> None:
+        if self._is_one:
+            memory |= self._mask
+        else:
+            memory &= 0xFF - self._mask
+
+
+class DeadRow(_Cells):
+    """A row reads as zeros."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters, int(parameters["length"]))
+
+    def remembered(self, device: int, memory: torch.Tensor) -> None:
+        memory.zero_()
+
+
+class WeakBit(_Cells):
+    """One bit flips now and then."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__(parameters)
+        self._mask = 1 << int(parameters["bit"])
+        self._chance = Chance(parameters)
+
+    def remembered(self, device: int, memory: torch.Tensor) -> None:
+        if self._chance.now():
+            memory ^= self._mask
+
+
+class Aliased(Defect):
+    """The ``length`` bytes at ``address`` are those that lie ``distance`` bytes behind them, too: what is written to one place
+    is in both.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._length, distance = int(parameters["length"]), int(parameters["distance"])
+        self.places = ((int(parameters["device"]), int(parameters["address"]), distance + self._length),)
+        self._known: torch.Tensor | None = None
+
+    def remembered(self, device: int, memory: torch.Tensor) -> None:
+        first, second = memory[: self._length], memory[-self._length :]
+        known = self._known
+        if known is None or not torch.equal(second, known):
+            first.copy_(second)  # where both were written, the higher address was last
+        else:
+            second.copy_(first)
+        self._known = first.clone()
+
+
+class Coupled(Defect):
+    """A bit that rises flips that bit of the byte behind its own."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.places = ((int(parameters["device"]), int(parameters["address"]), 2),)
+        self._mask = 1 << int(parameters["bit"])
+        self._was = 0xFF
+
+    def remembered(self, device: int, memory: torch.Tensor) -> None:
+        value = int(memory[0])
+        if value & self._mask & ~self._was:
+            memory[1] ^= self._mask
+        self._was = value

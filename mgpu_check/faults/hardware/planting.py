@@ -1,0 +1,36 @@
+"""Plant hardware in the simulated node of a process: with the faults that a text names, or right."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+from mgpu_check.faults.hardware.registry import planted_from
+from mgpu_check.simulated.hardware import Hardware, planted
+
+__all__ = ["hardware_planted"]
+
+
+def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which the simulated node of this process has the hardware that `registry.in_words` describes.
+
+    What the hardware counts, and its time, go on from one context to the next.
+
+    Raises:
+        ValueError: there is no simulated node here, or the text names no fault.
+    """
+    return planted(_hardware(text))
+
+
+@functools.lru_cache(maxsize=1)
+def _hardware(text: str) -> Hardware:
+    own, _, names = text.partition(";")
+    given = dict(pair.split("=") for pair in own.split(",") if pair)
+    defects = []
+    for name in filter(None, names.split(";")):
+        found = planted_from(name)
+        if found.fault.defect is not None:
+            defect = found.fault.defect(found.parameters)
+            defect.since = float(given["started"]) + float(found.parameters.get("after", 0))
+            defects.append(defect)
+    return Hardware(defects, int(given["memory"]))

@@ -1,0 +1,84 @@
+"""What the hardware of a simulated node makes of a collective: its time, and what the links and devices of its ranks spoil."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations
+
+import torch
+
+from mgpu_check.simulated.calls import Call
+from mgpu_check.simulated.groups import NcclGroup
+from mgpu_check.simulated.hardware import Collective, Hardware, cells
+from mgpu_check.simulated.routes import Hop, hops_to, share_of_link
+from mgpu_check.simulated.streams import current_stream
+from mgpu_check.simulated.tensor import SimulatedTensor, raw
+
+__all__ = ["sent"]
+
+
+def sent(below: Hardware, group: NcclGroup | None, asked: list[Call]) -> Callable[[], None] | None:
+    """Come before calls of a group; return what comes after them. None: the group has no NCCL, so no device is in it."""
+    tensors = [t for call in asked for t in call.tensors() if isinstance(t, SimulatedTensor)]
+    if group is None or not tensors:
+        return None
+    device = tensors[0].device
+    below.touch(device)
+    below.read(device, tensors)
+    number = below.number(device)
+    assert number is not None  # a simulated device has one
+    group.tell(number)
+    start = current_stream(device).reached
+
+    def delivered() -> None:
+        moment = start
+        with torch.no_grad():
+            for call in asked:
+                moment += _arrive(below, group, call, number)
+        below.read(device, tensors)
+        current_stream(device).busy_until(moment)
+
+    return delivered
+
+
+def _arrive(below: Hardware, group: NcclGroup, call: Call, number: int) -> float:
+    """Spoil the results of one call on this rank; return how long it took."""
+    rank, size = group.pg.rank(), group.pg.size()
+    if call.peer and call.root == rank:
+        return 0.0
+    written = () if call.title == "broadcast" and rank == call.root else (*call.both, *call.outs)
+    outputs = [raw(t) for t in written]
+    ranks = sorted({rank, call.root}) if call.peer else range(size)
+    devices = {rank: group.number_of(rank) for rank in ranks if rank >= 0}  # who sends is not told by recv(src=None)
+    if below.defects:
+        load = 0 if call.peer else size - 1
+        for hop in hops_to(call.title, rank, size, call.root):
+            if hop.source in devices:
+                for data in _parts(call, outputs, hop):
+                    below.over_link(devices[hop.source], devices[hop.target], data, load)
+    largest = max(_bytes(call.both), _bytes(call.ins), _bytes(outputs))
+    done = Collective(call.title, number, tuple(devices.values()), outputs, largest, call.tensors()[0].dtype)
+    below.reduced(done)
+    pace = max((below.pace(*link) for link in permutations(devices.values(), 2)), default=1.0)
+    return below.rates.collective + largest * share_of_link(call.title, size) / below.rates.link * pace
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() * t.itemsize for t in tensors)
+
+
+def _parts(call: Call, outputs: Sequence[torch.Tensor], hop: Hop) -> list[torch.Tensor]:
+    """Return the bytes of results that have come by a hop."""
+    if len(outputs) == hop.parts:  # a list by rank
+        outputs, parts = [outputs[hop.part]], 1
+    else:
+        parts = hop.parts
+    found = []
+    for data in map(cells, outputs):
+        if data is None:
+            continue
+        row = data.numel() // max(outputs[0].size(0), 1) if outputs[0].dim() else 1
+        sizes = [row * rows for rows in call.splits[0]]
+        pieces = data.split(sizes) if parts > 1 and sizes else data.tensor_split(parts)
+        found.append(pieces[hop.part if parts > 1 else 0].view(torch.uint8))
+    return found

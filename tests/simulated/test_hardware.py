@@ -1,0 +1,329 @@
+"""The hardware below a simulated node: memory, virtual time, and what a defect is told of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mgpu_check.simulated.hardware import Copy, Defect, Hardware, Operation, planted
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _node(request):
+    """A node in this process, but for what has one on each rank."""
+    if "on_ranks" not in request.fixturenames:
+        request.getfixturevalue("node")
+
+
+class Told(Defect):
+    """Notes what it is told."""
+
+    def __init__(self):
+        self.operations: list[Operation] = []
+        self.copies: list[Copy] = []
+
+    def operated(self, operation):
+        self.operations.append(operation)
+
+    def copied(self, copy):
+        self.copies.append(copy)
+
+    def take(self):
+        found, self.copies = self.copies, []
+        return [(one.source, one.target, one.path, one.data.numel()) for one in found]
+
+
+def milliseconds(device, body):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.device(device):
+        start.record()
+        body()
+        end.record()
+        end.synchronize()
+    return start.elapsed_time(end)
+
+
+def test_devices_have_the_memory_of_their_hardware_while_it_is_planted():
+    before = torch.cuda.mem_get_info(1)
+    with planted(Hardware([], 16 * MIB)):
+        free, total = torch.cuda.mem_get_info(1)
+        assert (free, total) == (16 * MIB, 16 * MIB)
+        assert torch.cuda.get_device_properties(1).total_memory == 16 * MIB
+        held = torch.empty(15 * MIB, dtype=torch.uint8, device="cuda:1")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 * MIB, dtype=torch.uint8, device="cuda:1")
+        del held
+        torch.empty(15 * MIB, dtype=torch.uint8, device="cuda:1")
+    assert torch.cuda.mem_get_info(1)[1] == before[1]
+
+
+def test_time_is_work_over_rates_and_repeats_to_the_last_digit():
+    with planted(Hardware([], 16 * MIB)):
+        a = torch.randn(256, 256, device="cuda:1")
+        wide = torch.zeros(4 * MIB, dtype=torch.uint8, device="cuda:1")
+        product = milliseconds(1, lambda: a @ a)
+        assert product == pytest.approx(1000 * (4e-6 + 2 * 256**3 / 6e13))
+        assert milliseconds(1, lambda: a @ a) == pytest.approx(product, rel=1e-9)
+        assert milliseconds(1, lambda: wide.to("cuda:3")) == pytest.approx(1000 * (6e-6 + 4 * MIB / 2e11))
+        pinned = torch.zeros(4 * MIB, dtype=torch.uint8).pin_memory()
+        fast = milliseconds(1, lambda: pinned.to("cuda:1", non_blocking=True))
+        assert milliseconds(1, lambda: torch.zeros(4 * MIB, dtype=torch.uint8).to("cuda:1")) > 2 * fast
+        first, second = torch.cuda.Stream(1), torch.cuda.Stream(1)
+
+        def on_two_streams():
+            for stream in (first, second):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    wide.to("cuda:3")
+                torch.cuda.current_stream().wait_stream(stream)
+
+        one = milliseconds(1, lambda: wide.to("cuda:2"))
+        assert milliseconds(1, on_two_streams) < 3 * one
+
+
+def test_waiting_takes_no_time_of_the_wall():
+    with planted(Hardware([], MIB)):
+        assert milliseconds(0, lambda: torch.cuda._sleep(3_600_000_000_000)) == pytest.approx(3.6e6)
+        torch.cuda.synchronize()
+        event = torch.cuda.Event()
+        torch.cuda._sleep(3_600_000_000_000)
+        event.record()
+        assert not event.query()
+        assert event.query()
+
+
+def test_a_defect_is_told_of_each_copy_with_its_path():
+    told = Told()
+    with planted(Hardware([told], 16 * MIB)):
+        here = torch.ones(6, 4, device="cuda:0")
+        there = torch.zeros(6, 4, device="cuda:2")
+        told.take()
+        here.to("cuda:2")
+        assert told.take() == [(0, 2, "engine", 96)]
+        there.copy_(here)
+        assert told.take() == [(0, 2, "engine", 96)]
+        here.t().to("cuda:1")  # the strides stay
+        assert told.take() == [(0, 1, "engine", 96)]
+        here[:, ::2].to("cuda:1")
+        here.to("cuda:1", torch.float64)
+        there.copy_(here.t().contiguous().t())
+        assert [path for *_, path, _ in told.take()] == ["kernel"] * 3
+        here.cpu()
+        torch.zeros(2, pin_memory=True).copy_(here[0, :2], non_blocking=True)
+        torch.zeros(3).to("cuda:3")
+        torch.tensor([1.0, 2.0], device="cuda:3")
+        assert [one[:2] for one in told.take()] == [(0, None), (0, None), (None, 3), (None, 3)]
+        with torch.no_grad():
+            parts = torch.nn.parallel.scatter(here, [0, 1, 2])
+            torch.nn.parallel.gather(parts, 3)
+            torch.nn.parallel.comm.broadcast(here, [0, 1])
+        ends = [one[:2] for one in told.take()]
+        assert ends == [(0, 1), (0, 2), (0, 3), (1, 3), (2, 3), (0, 1)]
+
+
+def test_gradients_cross_links_too():
+    told = Told()
+    with planted(Hardware([told], MIB)):
+        leaf = torch.ones(3, device="cuda:1", requires_grad=True)
+        told.take()
+        leaf.to("cuda:0").sum().backward()
+        assert [one[:2] for one in told.take()] == [(1, 0), (0, 1)]
+
+
+def test_a_copy_knows_what_else_is_under_way():
+    told = Told()
+    with planted(Hardware([told], 16 * MIB)):
+        sources = [torch.zeros(MIB, device=f"cuda:{i}") for i in range(2)]
+        told.take()
+        sources[0].to("cuda:2")
+        sources[1].to("cuda:3")
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        sources[0].to("cuda:2")
+        assert [one.load for one in told.copies] == [0, 1, 0]
+
+
+def test_a_defect_is_told_of_each_operator_that_computes():
+    told = Told()
+    with planted(Hardware([told], MIB)):
+        x = torch.randn(4, 4, device="cuda:3", requires_grad=True)
+        (x.view(16)[:4].exp() + 1).sum().backward()
+        y = x.detach()
+        y.add_(1)
+        torch.add(y, y, out=torch.empty_like(y))
+    assert {one.device for one in told.operations} == {3}
+    names = [one.name for one in told.operations]
+    assert names[:4] == ["randn", "exp", "add", "sum"]
+    assert names[-2:] == ["add_", "add"]
+    assert not {"view", "slice", "detach", "empty_like", "expand"} & set(names)
+    assert all(len(one.outputs) == 1 for one in told.operations)
+
+
+def test_what_a_defect_changes_is_what_the_program_gets():
+    class Inverted(Defect):
+        def operated(self, operation):
+            if operation.name == "neg":
+                operation.outputs[0].neg_()
+
+        def copied(self, copy):
+            copy.data.fill_(1)
+
+    with planted(Hardware([Inverted()], MIB)):
+        x = torch.zeros(3, dtype=torch.int8, device="cuda:0")
+        assert (-(x + 5)).sum() == 15
+        assert x.to("cuda:1").tolist() == [1, 1, 1]
+        assert x.cpu().tolist() == [1, 1, 1]
+    assert x.to("cuda:1").tolist() == [0, 0, 0]
+
+
+def test_memory_has_addresses_that_do_not_overlap():
+    class At(Defect):
+        places = ((1, 1000, 2),)
+
+        def __init__(self):
+            self.seen: list[list[int]] = []
+
+        def remembered(self, device, memory):
+            self.seen.append(memory.tolist())
+
+    at = At()
+    with planted(Hardware([at], MIB)):
+        first = torch.full((512,), 1, dtype=torch.uint8, device="cuda:1")
+        second = torch.full((2000,), 2, dtype=torch.uint8, device="cuda:1")
+        other = torch.full((2000,), 3, dtype=torch.uint8, device="cuda:2")
+        assert at.seen == []
+        for one in (first, second, other):
+            one + 1
+        assert at.seen == [[2, 2]]
+        del first, second
+        third = torch.full((1500,), 4, dtype=torch.uint8, device="cuda:1")  # at 0 again
+        third.add_(1)
+        assert at.seen[-2:] == [[4, 4], [5, 5]]
+
+
+def test_what_a_device_that_is_lost_says():
+    class Lost(Defect):
+        def reached(self, device):
+            if device == 1:
+                raise torch.AcceleratorError("CUDA error: unknown error")
+
+    kept = torch.zeros(3, device="cuda:1")
+    with planted(Hardware([Lost()], MIB)):
+        for use in (
+            lambda: torch.zeros(1, device="cuda:1"),
+            lambda: kept + 1,
+            lambda: kept.cpu(),
+            lambda: kept.sum(),
+            lambda: kept.to("cuda:0"),
+            lambda: torch.zeros(1).to("cuda:1"),
+            lambda: torch.cuda.synchronize(1),
+            lambda: torch.cuda.mem_get_info(1),
+        ):
+            with pytest.raises(torch.AcceleratorError):
+                use()
+        torch.zeros(1, device="cuda:0").to("cuda:2").sum().item()
+    assert kept.sum() == 0
+
+
+def test_a_defect_that_begins_later_is_not_there_before():
+    told, later = Told(), Told()
+    later.since = 1e12
+    with planted(Hardware([told, later], MIB)):
+        torch.zeros(1, device="cuda:0") + 1
+    assert told.operations and not later.operations
+
+
+def test_without_a_simulated_node_there_is_nothing_to_plant_in(monkeypatch):
+    monkeypatch.setattr("mgpu_check.simulated.hardware.active_node", lambda: None)
+    with pytest.raises(ValueError, match="give --simulate"), planted(Hardware([], MIB)):
+        pass
+
+
+def test_collectives_go_over_links(on_ranks):
+    from itertools import pairwise
+
+    zeros = {(0, 1)}
+
+    class Zeros(Defect):
+        def copied(self, copy):
+            if (copy.source, copy.target) in zeros:
+                copy.data.zero_()
+
+    def body(rank, size):
+        import os
+
+        import torch.distributed as dist
+
+        def named(*names):  # of which each version of torch would have one
+            return next(getattr(dist, name) for name in names if hasattr(dist, name))
+
+        found = {}
+        with planted(Hardware([Zeros()], 16 * MIB)):
+            for control in ("0", "1"):
+                os.environ["NCCL_P2P_DISABLE"] = control
+                x = torch.full((6,), float(rank + 1), device=f"cuda:{rank}")
+                dist.all_reduce(x)
+                gathered = torch.empty(3 * size, device=x.device)
+                named("all_gather_single", "all_gather_into_tensor")(
+                    gathered, torch.full((3,), float(rank + 1), device=x.device)
+                )
+                sent = torch.full((2,), 5.0, device=x.device)
+                dist.broadcast(sent, 0, async_op=True).wait()
+                mine = torch.empty(3, device=x.device)
+                dist.all_to_all_single(mine, torch.full((3,), float(rank + 1), device=x.device))
+                part = torch.empty(1, device=x.device)
+                named("reduce_scatter_single", "reduce_scatter_tensor")(part, torch.ones(3, device=x.device))
+                listed = [torch.empty(1, device=x.device) for _ in range(size)]
+                dist.all_gather(listed, torch.full((1,), rank + 1.0, device=x.device))
+                message = torch.full((1,), 7.0, device=x.device)
+                for sender, receiver in pairwise(range(size)):
+                    if rank == sender:
+                        dist.send(message, receiver)
+                    elif rank == receiver:
+                        message.zero_()
+                        dist.recv(message, sender)
+                found[control] = [t.tolist() for t in (x, gathered, sent, mine, part, torch.cat(listed), message)]
+        return found
+
+    right = [[6.0] * 6, [1.0] * 3 + [2.0] * 3 + [3.0] * 3, [5.0] * 2, [1.0, 2.0, 3.0], [3.0], [1.0, 2.0, 3.0], [7.0]]
+    found = on_ranks(body, 3)
+    for rank in range(3):
+        assert found[rank]["1"] == right, "the peer path is off, so its defect is"
+    # The link leads from 0 to 1: there and beyond arrives nothing of what began before it.
+    assert found[0]["0"] == right
+    assert found[1]["0"] == [
+        [0.0, 0.0, 6.0, 6.0, 0.0, 0.0], [0, 0, 0, 2, 2, 2, 0, 0, 0], [0, 0], [0, 2, 3], [0], [0, 2, 0], [0]
+    ]  # fmt: skip
+    assert found[2]["0"] == [
+        [0.0, 0.0, 6.0, 6.0, 6.0, 6.0], [0, 0, 0, 2, 2, 2, 3, 3, 3], [0, 0], right[3], [0], [0, 2, 3], [0]
+    ]  # fmt: skip
+
+
+def test_a_defect_is_told_of_each_collective_with_its_group(on_ranks):
+    class Told(Defect):
+        def __init__(self):
+            self.seen = []
+
+        def reduced(self, collective):
+            self.seen.append((collective.name, collective.device, collective.group, collective.bytes))
+            for output in collective.outputs:
+                output += 1
+
+    def body(rank, size):
+        import torch.distributed as dist
+
+        told = Told()
+        order = [2, 0, 1]
+        torch.cuda.set_device(order[rank])
+        with planted(Hardware([told], 16 * MIB)):
+            x = torch.zeros(4, device=f"cuda:{order[rank]}")
+            dist.all_reduce(x)
+            took = milliseconds(order[rank], lambda: dist.all_reduce(torch.ones(1 << 16, device=x.device)))
+        return told.seen[0], x.tolist(), took
+
+    found = on_ranks(body, 3)
+    assert [seen for seen, *_ in found] == [("all_reduce", device, (2, 0, 1), 16) for device in (2, 0, 1)]
+    assert all(values == [1.0] * 4 for _, values, _ in found)
+    assert {round(took, 9) for *_, took in found} == {round(found[0][2], 9)}
