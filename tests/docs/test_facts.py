@@ -42,6 +42,8 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
     }
     of_pytest |= {"--quick", "--reports", "--collect-only"}  # of selftest, and of the examples' own conftest
     known = {
+        "accept": of_pytest
+        | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in OPTIONS.values()},
         "compare": set(compare._parser()._option_string_actions),
         "simulate": set(simulate._parser()._option_string_actions),
     }
