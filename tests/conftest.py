@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +64,39 @@ def warm(
     """Let `pytester` fork the runs of pytest that it starts, where that makes no difference to them."""
     if not request.config.getoption("cold"):
         fork_runs(pytester, template, monkeypatch)
+
+
+@pytest.fixture
+def command(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: Template
+) -> Callable[..., str]:
+    """Run `mgpu-check` with arguments, from a directory that is not the checkout; what it has printed."""
+    for name in list(os.environ):
+        if name.startswith(("MGPU_CHECK_", "PYTEST_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def command(*arguments: str, code: int = 0) -> str:
+        module = ("-m", "mgpu_check")
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+            process = (
+                subprocess.Popen([sys.executable, *module, *arguments], cwd=tmp_path, stdout=out, stderr=errors)
+                if request.config.getoption("cold")
+                else template.popen(
+                    arguments, os.environ, out.fileno(), errors.fileno(), program=module, directory=tmp_path
+                )
+            )
+            try:
+                returned = process.wait(300.0)
+            finally:
+                process.kill()
+            out.seek(0)
+            errors.seek(0)
+            output = out.read() + errors.read()
+        assert returned == code, output
+        return output
+
+    return command
 
 
 def fork_runs(pytester: pytest.Pytester, template: Template, monkeypatch: pytest.MonkeyPatch) -> None:

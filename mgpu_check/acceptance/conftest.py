@@ -20,6 +20,7 @@ RUN: pytest.StashKey[Run] = pytest.StashKey()
 _HERE = Path(__file__).parent
 _CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
 _MOST_LINES = 8
+_TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
 
 
 def _check_of(item: pytest.Item) -> str:
@@ -33,19 +34,20 @@ def _ours(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 @pytest.fixture(scope="session")
 def node(request: pytest.FixtureRequest, ranks: Ranks) -> Node:
     """Give a check all GPUs of the run."""
-    found = request.config.stash[RUN].node
-    assert found is not None
-    return found
+    run = request.config.stash.get(RUN, None)
+    if run is None:
+        pytest.fail(f"mgpu-check: {_TOGETHER}", pytrace=False)
+    assert run.node is not None
+    return run.node
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, object]:
     config = session.config
     gpu_session = config.stash[SESSION]
-    if config.option.collectonly or not _ours(session.items) or not gpu_session.settings.asked:
+    worker = hasattr(config, "workerinput")
+    if config.option.collectonly or worker or not _ours(session.items) or not gpu_session.settings.asked:
         return (yield)
-    if config.pluginmanager.has_plugin("dsession") or hasattr(config, "workerinput"):
-        raise pytest.UsageError("mgpu-check: -n: an acceptance uses all GPUs at once; leave -n out")
     try:
         run = Run(gpu_session, _command(config), config.getoption("--hypothesis-seed", None))
     except ValueError as error:

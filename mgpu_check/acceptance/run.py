@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import socket
 import time
@@ -77,6 +78,7 @@ class Run:
         )
         self.node.baseline = settings.accept_baseline
         self.node.mark()
+        self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
 
     def _sampler(self, gpus: Sequence[Gpu]) -> Sampler:
         """Begin to listen to the driver of this machine, or to a simulated one."""
@@ -88,6 +90,14 @@ class Run:
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         watched = [(gpu.number, gpu.uuid) for gpu in mine]
         return Sampler.start(watched, simulated, interval, epoch=self.ledger.zero)
+
+    def _identified(self, gpu: Gpu) -> Gpu:
+        """Return a GPU with what the driver knows of it."""
+        assert self.node is not None
+        facts = dict(self.node.boundaries[0].snapshot.facts.get(gpu.number, {}) if self.node.boundaries else {})
+        return dataclasses.replace(
+            gpu, serial=str(facts.pop("serial", None) or ""), pci=str(facts.pop("pci", None) or ""), facts=facts
+        )
 
     def end(self) -> None:
         """Stop listening to the driver."""

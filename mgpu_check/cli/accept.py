@@ -74,6 +74,13 @@ class _Ending:
     interrupted = False
     broken = False
 
+    def pytest_configure(self, config: pytest.Config) -> None:
+        if config.getoption("dist", "no") != "no":
+            raise pytest.UsageError(
+                f"mgpu-check accept: it uses all GPUs at once, and runs in one process: leave out -n "
+                f"{config.getoption('numprocesses', None) or ''}".rstrip()
+            )
+
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self.broken = excinfo.type is not KeyboardInterrupt
         # pytest's own Interrupted, a subclass, ends its collection.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,39 +12,6 @@ import pytest
 
 from mgpu_check.cli.selftest import CAUGHT, PASSED, Selftest
 from mgpu_check.faults.registry import all_faults
-
-LIMIT = 300.0
-
-
-@pytest.fixture
-def command(request, tmp_path, monkeypatch, template):
-    """Run `mgpu-check` with these arguments; what it has printed."""
-    for name in list(os.environ):
-        if name.startswith(("MGPU_CHECK_", "PYTEST_")):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def command(*arguments: str, code: int = 0) -> str:
-        module = ("-m", "mgpu_check")
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-            process = (
-                subprocess.Popen([sys.executable, *module, *arguments], cwd=tmp_path, stdout=out, stderr=errors)
-                if request.config.getoption("cold")
-                else template.popen(
-                    arguments, os.environ, out.fileno(), errors.fileno(), program=module, directory=tmp_path
-                )
-            )
-            try:
-                returned = process.wait(LIMIT)
-            finally:
-                process.kill()
-            out.seek(0)
-            errors.seek(0)
-            output = out.read() + errors.read()
-        assert returned == code, output
-        return output
-
-    return command
 
 
 def test_help_names_the_commands(command):
@@ -60,7 +26,7 @@ def test_version(command):
 
 def test_an_unknown_command_is_refused(command):
     text = command("device", code=4)
-    assert "'device' is no command; choose one of compare, devices, pytest, selftest, simulate" in text
+    assert "'device' is no command; choose one of accept, compare, devices, pytest, selftest, simulate" in text
 
 
 def test_one_property_from_anywhere(command, tmp_path):
