@@ -160,7 +160,7 @@ class Node:
     def mark(self, check: str = "", test: str = "") -> None:
         """Note what telemetry says now, after a test has ended."""
         if self.telemetry is not None:
-            self.boundaries.append(Boundary(check, test, self.telemetry.snapshot()))
+            self.boundaries.append(Boundary(check, test, self.telemetry.snapshot(full=not self.boundaries)))
 
     def record(self, entries: Iterable[Entry]) -> None:
         """Note entries that have numbers of GPUs already."""

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mgpu_check.devices.telemetry.fields import Kind, asked
 from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
@@ -91,7 +91,7 @@ class _GpuThread(threading.Thread):
         self, source: Source, asking: _Asking, output: _Output, gpu: int, gpus: list[int], slot: int, interval: float
     ) -> None:
         super().__init__(name=f"GPU {gpu}", daemon=True)
-        self.wanted: queue.Queue[int] = queue.Queue()
+        self.wanted: queue.Queue[tuple[int, bool]] = queue.Queue()
         self._source = source
         self._asking = asking
         self._output = output
@@ -106,12 +106,12 @@ class _GpuThread(threading.Thread):
         due = time.monotonic()
         while True:
             try:
-                number = self.wanted.get(timeout=max(0.0, due - time.monotonic()))
+                number, full = self.wanted.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 due = max(due + self._interval, time.monotonic())
                 self._sample()
             else:
-                self._answer(number)
+                self._answer(number, full)
 
     def _sample(self) -> None:
         if not self._lost:
@@ -120,8 +120,9 @@ class _GpuThread(threading.Thread):
             if not self._lost:
                 self._output.write({"sample": [at, self._gpu, values]})
 
-    def _answer(self, number: int) -> None:
-        values = {} if self._lost else self._read("identity", "fact", "pair", "state", "gauge", "counter", again=True)
+    def _answer(self, number: int, full: bool) -> None:
+        kinds: tuple[Kind, ...] = get_args(Kind) if full else ("gauge", "counter")
+        values = {} if self._lost else self._read(*kinds, again=full)
         self._output.write(
             {
                 "answer": number,
@@ -211,8 +212,9 @@ def main() -> None:
     opening.start()
     for line in lines:
         opening.join()
+        number, full = json.loads(line)
         for thread in threads.values():
-            thread.wanted.put(json.loads(line))
+            thread.wanted.put((number, full))
     os._exit(0)  # threads that hang in the driver would keep the interpreter
 
 

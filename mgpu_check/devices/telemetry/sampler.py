@@ -30,6 +30,7 @@ __all__ = ["Sampler"]
 
 _DEADLINES = (20.0, 2.0)  # seconds for one query to a real driver, which may wake a GPU first, and to a simulated one
 _END = 1.0  # seconds
+_FACTS: tuple[Kind, ...] = ("identity", "fact", "pair", "state")
 
 
 class Sampler:
@@ -37,6 +38,8 @@ class Sampler:
 
     Attributes:
         gpus: their numbers in the run.
+        interval: seconds between two samples of a GPU.
+        no_events: why the driver tells of no Xids; empty where it does.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Sampler:
         if not interval > 0:
             raise ValueError(f"Sampler: interval={interval!r} must be more than 0 seconds")
         self.gpus = tuple(number for number, _ in gpus)
+        self.interval = interval
         self._epoch = time.monotonic() if epoch is None else epoch
         self._deadline = deadline or _DEADLINES[simulated is not None]
         self._changed = threading.Condition()
@@ -121,19 +125,26 @@ class Sampler:
         """
         return cls(gpus, simulated, interval, epoch=epoch, deadline=deadline)
 
-    def snapshot(self, timeout: float = 60.0) -> Snapshot:
-        """Ask for everything now. GPUs that have not answered within `timeout` seconds are in `Snapshot.missing`.
+    def snapshot(self, timeout: float = 60.0, *, full: bool = True) -> Snapshot:
+        """Ask now. GPUs that have not answered within `timeout` seconds are in `Snapshot.missing`.
 
         Does not wait for a GPU that hangs, is lost, or is not found.
+
+        Args:
+            full: ask for everything; otherwise for gauges and counters alone, which is faster.
         """
         with self._changed:
             self._asked += 1
             number = self._asked
             self._answers[number] = {}
-            self._send(number)
+            self._send([number, full])
             self._changed.wait_for(lambda: self._is_complete(number), timeout)
             answers = self._answers.pop(number)
             return self._snapshot(answers, timeout)
+
+    def now(self) -> float:
+        """Return the seconds since the start of the run."""
+        return time.monotonic() - self._epoch
 
     def samples(self) -> list[TelemetrySample]:
         """Return the samples so far, by time. Of a long run some are left out; none with a reason for low clocks."""
@@ -202,7 +213,6 @@ class Sampler:
         return ""
 
     def _snapshot(self, answers: Mapping[int, Mapping[str, Any]], timeout: float) -> Snapshot:
-        now = time.monotonic() - self._epoch
         absent = self._absent or ("the process that asks the driver has ended" if self._ended and not answers else "")
         if not absent and not self._ready:
             absent = f"the driver's library has not answered within {min(timeout, self._deadline):g} s"
@@ -218,9 +228,9 @@ class Sampler:
             for name, value in answer["values"].items():
                 of.setdefault(field_of(name).kind, {})[name] = value
         return Snapshot(
-            at=now,
+            at=self.now(),
             facts={
-                gpu: {**of["identity"], **of["fact"], **of.get("pair", {}), **of["state"]} for gpu, of in taken.items()
+                gpu: {name: v for kind in _FACTS for name, v in of.get(kind, {}).items()} for gpu, of in taken.items()
             },
             counters={gpu: of["counter"] for gpu, of in taken.items()},
             gauges={gpu: of["gauge"] for gpu, of in taken.items()},
@@ -267,4 +277,4 @@ class Sampler:
         asked = self.asked_now()
         gpu, name = asked[0] if len(asked) == 1 else (None, "")
         text = f"the process that asks the driver has ended with {how}"
-        return Trouble("sampler", gpu, name, text, time.monotonic() - self._epoch)
+        return Trouble("sampler", gpu, name, text, self.now())

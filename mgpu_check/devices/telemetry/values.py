@@ -26,7 +26,7 @@ class Snapshot:
 
     Attributes:
         at: seconds since the start of the run.
-        facts: identities, facts, facts of pairs, and states.
+        facts: identities, facts, facts of pairs, and states; none of a GPU in a snapshot that is not full.
         counters: counters.
         gauges: gauges.
         unknown: why a field is None, by name: "not supported", "not permitted", an error.

@@ -1,0 +1,31 @@
+"""The GPUs are what they should be: equal to each other, and with links that are trained as they can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.acceptance.unwatched import unwatched
+from mgpu_check.checks.inventory import examine_inventory, examine_pcie
+from mgpu_check.checks.load import keep_busy
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+
+_SAMPLES = 3  # under load, of each GPU; the first may be of a link that is still asleep
+
+
+def test_gpus_are_equal(node: Node) -> None:
+    """Model, memory, driver, VBIOS, ECC mode, MIG mode, clocks, power limit, links and peer-to-peer capability are equal."""
+    node.record(unwatched(node, "inventory"))
+    if node.boundaries:
+        node.record(examine_inventory(node.boundaries[0].snapshot))
+
+
+def test_links_are_trained_under_load(node: Node) -> None:
+    """PCIe has the generation and width under load that a GPU and its slot can do."""
+    if node.telemetry is None or not node.boundaries:
+        return
+    begun = node.telemetry.now()
+    node.on_ranks("inventory", keep_busy, _SAMPLES * node.telemetry.interval)
+    samples = [sample for sample in node.telemetry.samples() if sample.at >= begun]
+    node.record(examine_pcie(node.boundaries[0].snapshot, samples))

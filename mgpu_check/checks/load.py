@@ -1,0 +1,39 @@
+"""Keep a GPU and its links at work, so that clocks and links go as fast as they can."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["keep_busy"]
+
+_SIDES = (256, 8192)  # the first, and the largest
+_SHORT = 0.002  # seconds; what takes less is made larger
+_SHARE = 64  # of the free memory
+
+
+def keep_busy(rank: Rank, seconds: float) -> int:
+    """Multiply matrices, and copy them to the host and back, for so long.
+
+    Returns:
+        How often it did so.
+    """
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(rank.device)
+    largest = min(_SIDES[1], int((free // _SHARE // 4) ** 0.5))
+    matrix = torch.randn(min(_SIDES[0], largest), min(_SIDES[0], largest), device=rank.device)
+    times = 0
+    end = time.monotonic() + seconds
+    while (begun := time.monotonic()) < end:
+        product = (matrix @ matrix).clamp_(-1, 1)
+        product.copy_(product.cpu())
+        torch.cuda.synchronize(rank.device)
+        times += 1
+        side = 2 * len(matrix)
+        if time.monotonic() - begun < _SHORT and side <= largest:
+            matrix = torch.randn(side, side, device=rank.device)
+    return times

@@ -1,0 +1,191 @@
+"""What is concluded from telemetry: which GPU is sick, which differs, what nobody knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mgpu_check.acceptance.verdict import explain
+from mgpu_check.checks.health import allowed_growth, examine_growth, examine_health, examine_troubles
+from mgpu_check.checks.inventory import examine_inventory, examine_pcie
+from mgpu_check.devices.observations import Observation, Part, Subject
+from mgpu_check.devices.telemetry.fields import FIELDS
+from mgpu_check.devices.telemetry.simulated import Override
+from mgpu_check.devices.telemetry.values import Snapshot, Trouble
+from mgpu_check.faults.hardware.registry import all_hardware_faults, planted_from
+from tests.acceptance.watching import GPUS, Run, watched
+
+
+def examined(run: Run) -> list[Observation]:
+    return [
+        *examine_inventory(run.first),
+        *examine_pcie(run.first, run.samples),
+        *examine_health(run.snapshots, run.samples, run.troubles),
+    ]
+
+
+def failed(entries: list[Observation]) -> list[tuple[str, str, str]]:
+    return [(entry.check, str(entry.subject), entry.seen) for entry in entries if entry.outcome == "failed"]
+
+
+def test_healthy_gpus_pass_with_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = examined(watched(monkeypatch))
+    assert {(entry.check, entry.outcome) for entry in entries} == {("inventory", "passed"), ("health", "passed")}
+    assert all(entry.work.operations >= 10 for entry in entries)
+    for check in ("inventory", "health"):
+        assert {entry.subject for entry in entries if entry.check == check} == {Subject("gpu", (g,)) for g in GPUS}
+
+
+PLANTED = [name for name, fault in all_hardware_faults().items() if fault.telemetry(fault.defaults)]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_each_planted_fault_accuses_its_part(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    planted = planted_from(name)
+    overrides = planted.fault.telemetry(planted.parameters)
+    hanging = [one for one in overrides if one.error == "timeout"]
+    run = watched(monkeypatch, [one for one in overrides if one not in hanging])
+    run.troubles += [Trouble("hang", one.gpu, one.field, "no answer", 3.0) for one in hanging]
+    entries = examined(run)
+    explanation = explain(entries, [0] * len(GPUS))
+    assert set(explanation.parts) == set(planted.parts) and not explanation.unexplained
+    assert set(planted.fault.caught_by) <= {entry.check for entry in entries if entry.outcome == "failed"}
+    assert all(entry.evidence.get("advice") for entry in entries if entry.outcome == "failed")
+
+
+def test_there_are_faults_enough() -> None:
+    assert len(PLANTED) >= 25
+
+
+@pytest.mark.parametrize(
+    ("overrides", "blamed"),
+    [
+        # a tie: the GPUs that can do less are at fault, where there is such an order
+        ([Override(g, "power_limit", 500) for g in (1, 3)], {Part("gpu", (1,)), Part("gpu", (3,))}),
+        # and otherwise what they have in common
+        ([Override(g, "vbios", "x") for g in (1, 3)], {Part("host", (0,))}),
+        ([Override(g, "fabric", "in progress") for g in GPUS], {Part("host", (0,))}),
+        ([Override(2, "fabric", "in progress")], {Part("gpu", (2,))}),
+        # firmware keeps some of the memory
+        ([Override(1, "memory", (16 << 20) - 100)], set()),
+        # a field that one GPU alone does not know
+        ([Override(1, "nvlinks", None)], {Part("gpu", (1,))}),
+        # facts are compared among GPUs of one model
+        ([Override(2, "name", "B"), Override(2, "power_limit", 300)], {Part("gpu", (2,))}),
+        # some pairs without NVLink are a mesh, and not a defect
+        ([Override(0, "p2p_3", "read+write+atomics"), Override(3, "p2p_0", "read+write+atomics")], set()),
+        # pairs of another topology are compared with their like
+        (
+            [Override(a, f"p2p_{b}", "none") for a, b in [(0, 1), (1, 0)]]
+            + [Override(a, f"topology_{b}", "node") for a, b in [(0, 1), (1, 0)]],
+            set(),
+        ),
+        # no GPU has telemetry for a field: nothing is concluded
+        ([Override(g, "ecc_uncorrected", None) for g in GPUS], set()),
+        # errors from before the run
+        ([Override(2, "ecc_uncorrected", 3)], {Part("gpu", (2,))}),
+        ([Override(2, "retired_pages", 62)], set()),
+        ([Override(2, "retired_pages", 63)], {Part("gpu", (2,))}),
+        # a power limit that is reached is none
+        ([Override(1, "throttle", "power cap")], set()),
+        ([Override(1, "throttle", "power cap, thermal (software)")], {Part("gpu", (1,))}),
+        # an idle link is slower
+        ([Override(1, "pcie_generation", 1), Override(1, "utilization", 0)], set()),
+        # what a killed process leaves
+        ([Override(1, "xid", 45)], set()),
+        ([Override(1, "xid", 31)], {Part("gpu", (1,))}),
+        ([Override(1, "serial", "other", after=5)], {Part("gpu", (1,))}),
+    ],
+)
+def test_who_is_blamed(monkeypatch: pytest.MonkeyPatch, overrides: list[Override], blamed: set[Part]) -> None:
+    explanation = explain(examined(watched(monkeypatch, overrides)), [0] * len(GPUS))
+    assert set(explanation.parts) == blamed and not explanation.unexplained
+
+
+@pytest.mark.parametrize(
+    ("counter", "value", "is_failed"),
+    [
+        ("ecc_corrected", 10, False),
+        ("ecc_corrected", 11, True),
+        ("pcie_replays", 15, False),  # 10 s of Gen5 x16: 5.12 are to be expected, and 6 deviations more are allowed
+        ("pcie_replays", 30, True),
+        ("nvlink_crc", 1000, False),
+        ("nvlink_crc", 1001, True),
+        ("nvlink_replay", 1, True),
+        ("thermal_violation", 99_000_000, False),
+        ("thermal_violation", 101_000_000, True),
+        ("ecc_uncorrected_ever", 1, False),  # the counter since the driver was loaded says it
+    ],
+)
+def test_growth_belongs_to_the_test_in_which_it_was(counter: str, value: int, is_failed: bool) -> None:
+    counters = dict.fromkeys((name for name, one in FIELDS.items() if one.kind == "counter"), 0)
+    gauges: dict[str, Any] = {"pcie_generation": 5, "pcie_width": 16}
+    before = Snapshot(0.0, {}, {0: counters}, {0: gauges})
+    after = replace(before, at=10.0, counters={0: {**counters, counter: value}})
+    (entry,) = examine_growth(before, after, "in test_b")
+    assert (entry.outcome, entry.case) == ("failed" if is_failed else "passed", "in test_b")
+    if is_failed:
+        assert entry.evidence["field"] == counter and entry.evidence["after"] == value
+
+
+def test_a_counter_that_falls_says_that_the_gpu_was_reset_and_one_that_wraps_does_not() -> None:
+    def grown(first: int, last: int) -> list[str]:
+        before, after = (Snapshot(at, {}, {0: {"pcie_replays": n}}, {0: {}}) for at, n in ((0.0, first), (1.0, last)))
+        return [entry.seen for entry in examine_growth(before, after, "x") if entry.outcome == "failed"]
+
+    assert "the GPU was reset" in grown(7, 0)[0]
+    assert grown((1 << 32) - 1, 1) == []
+
+
+def test_slow_growth_is_seen_over_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = watched(monkeypatch, [Override(1, "ecc_corrected", 0, grows=0.5)])
+    (entry,) = [e for e in examine_health(run.snapshots, run.samples, run.troubles) if e.outcome == "failed"]
+    assert entry.case == "in the run" and entry.subject == Subject("gpu", (1,))
+
+
+def test_what_nobody_knows_is_unknown_and_never_a_pass() -> None:
+    absent = Snapshot(missing={0: "no driver", 1: "no driver"}, absent="no driver")
+    entries = [*examine_inventory(absent), *examine_health([("", absent), ("", absent)], [], [])]
+    assert {(entry.outcome, entry.seen) for entry in entries} == {("unknown", "no driver")}
+    assert len(entries) == 4
+    nothing = dict.fromkeys(FIELDS)
+    empty = Snapshot(0.0, {0: nothing}, {0: {}}, {0: {}}, {0: {"ecc": "not supported"}})
+    (of_facts,) = examine_inventory(empty)
+    (of_health,) = examine_health([("", empty), ("", empty)], [], [])
+    (of_links,) = examine_pcie(empty, [])
+    assert of_facts.seen == "nothing is known of it: not supported"
+    assert of_health.outcome == of_links.outcome == "unknown"
+
+
+def test_without_load_nothing_is_known_of_clocks_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = examined(watched(monkeypatch, profile={"utilization": 0}))
+    unknown = {(entry.check, entry.seen) for entry in entries if entry.outcome == "unknown"}
+    assert unknown == {(check, "no sample was taken under load") for check in ("inventory", "health")}
+
+
+def test_troubles_are_held_against_whom_they_are_about() -> None:
+    troubles = [
+        Trouble("hang", 1, "power", "no answer", 1.0),
+        Trouble("blocked", 2, "power", "no answer", 2.0),
+        Trouble("hang", None, "initialization", "no answer", 1.0),
+        Trouble("sampler", None, "", "it has ended", 1.0),
+        Trouble("xid", 0, "", "", 1.0, 31337),
+    ]
+    entries = examine_troubles(troubles)
+    assert [(str(entry.subject), entry.outcome) for entry in entries] == [
+        ("GPU 1", "failed"),
+        ("GPU 2", "unknown"),
+        ("host 0", "failed"),
+        ("host 0", "unknown"),
+        ("GPU 0", "failed"),
+    ]
+    assert entries[-1].seen == "Xid 31337" and "catalog" in entries[-1].evidence["advice"]
+
+
+def test_replays_are_allowed_as_the_bit_error_rate_of_pcie_has_them() -> None:
+    gen5 = {"pcie_generation": 5, "pcie_width": 16}
+    gen1 = {"pcie_generation": 1, "pcie_width": 1}
+    assert allowed_growth("pcie_replays", 3600.0, gen5) == pytest.approx(1843 + 6 * 43, abs=3)
+    assert allowed_growth("pcie_replays", 1.0, gen1) < 2

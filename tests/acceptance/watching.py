@@ -1,0 +1,84 @@
+"""What telemetry says of four simulated GPUs in a run, without a process and without waiting: time goes when it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mgpu_check.devices.telemetry import simulated
+from mgpu_check.devices.telemetry.fields import asked, field_of
+from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
+from mgpu_check.devices.telemetry.source import GpuLost, QueryError
+from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+
+GPUS = (0, 1, 2, 3)
+
+
+@dataclass
+class Run:
+    """A run of which telemetry has said these things."""
+
+    snapshots: list[tuple[str, Snapshot]] = field(default_factory=list)
+    samples: list[TelemetrySample] = field(default_factory=list)
+    troubles: list[Trouble] = field(default_factory=list)
+
+    @property
+    def first(self) -> Snapshot:
+        return self.snapshots[0][1]
+
+
+def watched(
+    monkeypatch: pytest.MonkeyPatch, overrides: Sequence[Override] = (), profile: Mapping[str, Any] | None = None
+) -> Run:
+    """Three tests of ten seconds each, with ten samples."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
+    monkeypatch.setattr(simulated, "time", clock)
+    source = SimulatedSource({gpu: f"uuid-{gpu}" for gpu in GPUS}, SimulatedTelemetry(profile or {}, overrides), 0.0)
+    run = Run()
+    lost: dict[int, str] = {}
+
+    def read(gpu: int, *kinds: Any) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name in asked(kinds, gpu, GPUS):
+            try:
+                values[name] = None if gpu in lost else source.query(gpu, name)
+            except GpuLost as error:
+                lost[gpu] = str(error)
+                run.troubles.append(Trouble("lost", gpu, name, str(error), now[0], error.code))
+            except QueryError as error:
+                values[name] = None
+                if not any((t.gpu, t.field) == (gpu, name) for t in run.troubles):
+                    run.troubles.append(Trouble("error", gpu, name, str(error), now[0], error.code))
+        return values
+
+    def snapshot() -> Snapshot:
+        every = {gpu: read(gpu, "identity", "fact", "pair", "state", "gauge", "counter") for gpu in GPUS}
+        every = {gpu: values for gpu, values in every.items() if gpu not in lost}
+
+        def of(*kinds: str) -> dict[int, Any]:
+            return {g: {n: v for n, v in vs.items() if field_of(n).kind in kinds} for g, vs in every.items()}
+
+        return Snapshot(
+            now[0],
+            of("identity", "fact", "pair", "state"),
+            of("counter"),
+            of("gauge"),
+            unknown={gpu: {} for gpu in every},
+            missing=dict(lost),
+        )
+
+    for test in ("", "test_a", "test_b", "test_c"):
+        run.snapshots.append((test, snapshot()))
+        for _ in range(10):
+            now[0] += 1.0
+            for gpu in GPUS:
+                values = read(gpu, "gauge", "counter")
+                if gpu not in lost:
+                    run.samples.append(TelemetrySample(now[0], gpu, values))
+            run.troubles += [Trouble("xid", event.gpu, "", "", now[0], event.xid) for event in source.events(0.0)]
+    return run
