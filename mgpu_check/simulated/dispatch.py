@@ -92,9 +92,11 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
     if operator.syncs and _sync is not None:
         _sync(device)
     below = hardware.present
+    given: list[torch.Tensor] = []
     if below is not None:
+        given = list(_tensors([args, tuple(kwargs.values())]))
         below.touch(device)
-        below.read(device, list(_tensors([args, tuple(kwargs.values())])))
+        below.read(device, given)
     if operator.random:
         out = _run_random(operator, device, args, kwargs)
     else:
@@ -107,7 +109,7 @@ def run(func: torch._ops.OpOverload, args: tuple[object, ...], kwargs: dict[str,
             unwritten.refuse_oversized(func, device, args, kwargs)
             raise
     if below is not None and operator.computes:
-        _spoil(below, operator, device, args, kwargs, out)
+        _spoil(below, operator, device, given, args, kwargs, out)
     if not operator.fresh:
         return out
     if operator.on_host >= 0 and type(out) is tuple:
@@ -154,12 +156,12 @@ def _spoil(
     below: hardware.Hardware,
     operator: _Operator,
     device: torch.device,
+    given: list[torch.Tensor],
     args: tuple[object, ...],
     kwargs: dict[str, object],
     out: object,
 ) -> None:
-    """Tell the hardware what an operator has read and written."""
-    given = list(_tensors([args, tuple(kwargs.values())]))
+    """Tell the hardware what an operator has read, and what it has written."""
     changed = list(_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in operator.written]))
     with _no_dispatch(), torch.no_grad():
         written = list(_tensors(out)) if operator.fresh else []

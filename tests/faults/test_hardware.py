@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mgpu_check.devices.observations import Part
 from mgpu_check.faults.hardware.registry import hardware_text, planted_from
 from mgpu_check.faults.registry import planted
 from mgpu_check.simulated import simulated_node
@@ -222,3 +223,33 @@ def test_what_is_right_on_a_healthy_node_is_wrong_with_the_fault(text):
     with planted(hardware_text([planted_from(text)])):
         assert not LOOKS[text]("cuda:1")
     assert torch.zeros(3, device="cuda:1").add(1).sum() == 3
+
+
+def test_each_fault_has_been_seen_to_make_something_wrong():
+    on_ranks = {"hangs"} | {
+        name for name, fault in all_hardware_faults().items() if fault.caught_by == ("collectives",)
+    }
+    shown = {text.partition(":")[0] for text in LOOKS} | on_ranks
+    assert {name for name, fault in all_hardware_faults().items() if fault.defect is not None} == shown
+    assert len(shown) >= 30
+
+
+def test_faults_say_what_must_be_accused_and_by_which_check():
+    for name, fault in all_hardware_faults().items():
+        assert name == fault.name == name.lower() and "_" not in name
+        assert fault.summary and not fault.summary.endswith(".")
+        assert fault.caught_by and fault.level in ("quick", "standard", "long")
+        assert fault.parts(fault.defaults)
+        assert planted_from(planted_from(name).text) == planted_from(name)
+
+
+def test_what_a_user_plants_is_read_with_its_parameters():
+    found = planted_from("copy-large:device=3,peer=1,above=100")
+    assert (found.parameters["above"], found.parts) == (100, (Part("link", (3, 1)),))
+    for text, said in (
+        ("copy-large:size=3", "'size=3' is no parameter of it; choose from device, peer, above"),
+        ("copy-large:device=two", "device='two' is no number; its default is 0"),
+        ("rust", "'rust' is no fault of hardware; choose one of all-gather-swapped"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            planted_from(text)
