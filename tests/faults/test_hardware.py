@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mgpu_check.devices.observations import Part
-from mgpu_check.faults.hardware.registry import hardware_text, planted_from
+from mgpu_check.faults.hardware.registry import all_hardware_faults, hardware_text, planted_from
 from mgpu_check.faults.registry import planted
 from mgpu_check.simulated import simulated_node
 
