@@ -1,0 +1,133 @@
+"""Which node is slower than other nodes of the same model? For the reports of many nodes together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from mgpu_check.acceptance.account import Account
+from mgpu_check.acceptance.baseline import SOFTWARE
+from mgpu_check.acceptance.comparison import Comparison, amount, beside_peers, least_shortfall, models, useless
+from mgpu_check.acceptance.robust import LEAST_PEERS
+from mgpu_check.devices.observations import Measurement
+
+__all__ = ["AmongNodes", "Outlier", "among_nodes"]
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """A node that is too slow beside the others.
+
+    Attributes:
+        account: number of its account in the order given; `host` is the number of the host in that account.
+        name: of the host.
+        subject: kind of what was measured, of which `value` is the median on this node.
+        nodes: how many others there were.
+    """
+
+    account: int
+    host: int
+    name: str
+    model: str
+    subject: str
+    quantity: str
+    unit: str
+    size: int
+    value: float
+    comparison: Comparison
+    nodes: int
+
+    def __str__(self) -> str:
+        c = self.comparison
+        return (
+            f"{self.name}: {self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} slower than "
+            f"{amount(c.reference or 0.0, self.unit)}, the median of {self.nodes} other nodes ({c.limit:.0%} may be missing)"
+        )
+
+
+@dataclass(frozen=True)
+class AmongNodes:
+    """See `among_nodes`.
+
+    Attributes:
+        compared: how many values of nodes were compared.
+        unknown: why some were not, in lines.
+    """
+
+    outliers: tuple[Outlier, ...]
+    compared: int
+    unknown: tuple[str, ...]
+
+
+def among_nodes(accounts: Sequence[Account]) -> AmongNodes:
+    """Compare each node with the others of the same model and software, real with real, simulated with simulated.
+
+    Of each quantity and size a node has one value, the median over its GPUs or links: what one of them lacks, the account of
+    its own run shows.
+    """
+    groups: defaultdict[tuple[Any, ...], dict[tuple[int, int], list[Measurement]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    every = [(number, gpu) for number, account in enumerate(accounts) for gpu in account.gpus]
+    kinds = models(replace(gpu, number=place) for place, (_, gpu) in enumerate(every))
+    model_of = {(number, gpu.number): kinds[place] for place, (number, gpu) in enumerate(every)}
+    for number, account in enumerate(accounts):
+        hosts = {gpu.number: gpu.host for gpu in account.gpus}
+        software = {host.number: tuple(host.software.get(name, "") for name in SOFTWARE) for host in account.hosts}
+        for m in account.measurements:
+            if m.subject.kind == "host" or useless(m):
+                continue
+            there = {hosts[member] for member in m.subject.members}
+            model = {model_of[number, member] for member in m.subject.members}
+            if len(there) == len(model) == 1:
+                host = there.pop()
+                kind = (m.subject.kind, len(m.subject.members), m.quantity, m.unit, m.size)
+                groups[(bool(account.simulated), *model, software.get(host, ()), *kind)][number, host].append(m)
+    outliers: list[Outlier] = []
+    alone: dict[str, None] = {}
+    compared = 0
+    for group in groups.values():
+        if len(group) <= LEAST_PEERS:
+            alone.update((_name(accounts, *node), None) for node in group)
+            continue
+        compared += len(group)
+        outliers += _stand_out(accounts, group)
+    lines = [
+        f"{name}: fewer than {LEAST_PEERS} other nodes have its model and software; not all was compared"
+        for name in alone
+    ]
+    return AmongNodes(tuple(outliers), compared, tuple(lines))
+
+
+def _stand_out(accounts: Sequence[Account], group: Mapping[tuple[int, int], Sequence[Measurement]]) -> list[Outlier]:
+    values = {node: median(m.value for m in several) for node, several in group.items()}
+    found = []
+    for node, several in group.items():
+        first = several[0]
+        others = [value for other, value in values.items() if other != node]
+        comparison = beside_peers(values[node], others, first.unit, least_shortfall(first))
+        if comparison.outcome == "failed":
+            model = next(gpu.name for gpu in accounts[node[0]].gpus if gpu.number == first.subject.members[0])
+            found.append(
+                Outlier(
+                    account=node[0],
+                    host=node[1],
+                    name=_name(accounts, *node),
+                    model=model,
+                    subject=first.subject.kind,
+                    quantity=first.quantity,
+                    unit=first.unit,
+                    size=first.size,
+                    value=values[node],
+                    comparison=comparison,
+                    nodes=len(others),
+                )
+            )
+    return found if 2 * len(found) < len(group) else []
+
+
+def _name(accounts: Sequence[Account], account: int, host: int) -> str:
+    return next((h.name for h in accounts[account].hosts if h.number == host), f"host {host}")

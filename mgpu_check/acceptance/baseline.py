@@ -1,0 +1,249 @@
+"""What GPUs of a model were like on a node that was right: recorded with one run, and held against others.
+
+Format of the file, JSON: ``format``, ``version``, and ``entries``, one for each model and version of software:
+
+- ``name``, ``memory`` (bytes) of the model; ``software``: version of driver, cuda, nccl and torch;
+- ``recorded``: when, ISO 8601; ``gpus``: how many there were on one host;
+- ``facts``: name -> what all GPUs, or pairs of GPUs, of this model had;
+- ``measurements``: ``subject`` (kind), ``quantity``, ``unit``, ``size``, ``value`` (median over all subjects), ``spread`` (their
+  MAD), ``subjects`` (how many), ``repeats`` (the least), and ``places``: value by indices of GPUs, such as ``"0>1"``.
+
+Speed depends on driver and libraries, so a measurement is held against an entry of the same software only, and is unknown where
+there is none. Facts are held against an entry of the model whatever its software: another driver is a difference of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.acceptance.comparison import UNUSABLE, Comparison, least_shortfall, models, same_memory
+from mgpu_check.acceptance.documents import Reader, read_document
+from mgpu_check.acceptance.robust import DEVIATIONS, shortfall
+from mgpu_check.acceptance.skus import UNITS
+from mgpu_check.devices.observations import Measurement, SubjectKind
+
+__all__ = [
+    "FORMAT",
+    "SOFTWARE",
+    "VERSION",
+    "Baseline",
+    "Entry",
+    "Recorded",
+    "baseline_from",
+    "place_of",
+    "read_baseline",
+]
+
+FORMAT = "mgpu-check baseline"
+SOFTWARE = ("driver", "cuda", "nccl", "torch")
+"""What changes speed: a kernel comes from torch and CUDA, a collective from NCCL, clocks and copies from the driver."""
+
+VERSION = 1
+Value = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One quantity of one kind of subject.
+
+    Attributes:
+        value: median over all subjects.
+        spread: MAD over them.
+        repeats: the least of them.
+        places: indices of GPUs on their host -> value.
+    """
+
+    subject: SubjectKind
+    quantity: str
+    unit: str
+    size: int
+    value: float
+    spread: float
+    subjects: int
+    repeats: int
+    places: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One model with one version of software."""
+
+    name: str
+    memory: int
+    software: Mapping[str, str]
+    recorded: str
+    gpus: int
+    facts: Mapping[str, Value]
+    measurements: tuple[Recorded, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What no two entries of a file have in common."""
+        return (self.name, self.memory, *(self.software.get(name, "") for name in SOFTWARE))
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What a file has recorded.
+
+    Attributes:
+        file: its name, for messages.
+    """
+
+    file: str
+    entries: tuple[Entry, ...]
+
+    def of(self, gpu: Gpu) -> list[Entry]:
+        """Return the entries of the model of `gpu`, the latest first."""
+        found = [entry for entry in self.entries if entry.name == gpu.name and same_memory(entry.memory, gpu.memory)]
+        return sorted(found, key=lambda entry: entry.recorded, reverse=True)
+
+    def entry(self, gpu: Gpu, software: Mapping[str, str]) -> tuple[Entry | None, str]:
+        """Return the entry that speed is compared with, or None and why there is none."""
+        entries = self.of(gpu)
+        if not entries:
+            names = sorted({f"{entry.name} ({entry.memory} B)" for entry in self.entries})
+            return None, f"{self.file} has no {gpu.name} ({gpu.memory} B), only {', '.join(names) or 'nothing'}"
+        differences = [_differences(entry.software, software) for entry in entries]
+        for entry, difference in zip(entries, differences, strict=True):
+            if not difference:
+                return entry, ""
+        return None, f"{self.file} was recorded with other software: " + min(
+            differences, key=lambda text: text.count(",")
+        )
+
+    def expected(self, gpus: Sequence[Gpu], software: Mapping[str, str] | None = None) -> tuple[dict[str, Value], str]:
+        """Return the facts that the GPUs of one host should have, or none and why there are none.
+
+        They are those of the entry with the same software, or else of the latest one: a driver that differs is a fact, too.
+        """
+        kinds = set(models(gpus).values())
+        if len(kinds) != 1:
+            return {}, f"the host has GPUs of {len(kinds)} models, and facts are recorded of one"
+        gpu = gpus[0]
+        same, why = self.entry(gpu, software or {})
+        entries = self.of(gpu)
+        return (dict((same or entries[0]).facts), "") if entries else ({}, why)
+
+    def count(self, gpus: Sequence[Gpu]) -> int | None:
+        """Return how many GPUs one host had where this model was recorded last; None if it never was."""
+        entries = self.of(gpus[0]) if gpus else []
+        return entries[0].gpus if entries else None
+
+    def about(self, gpu: Gpu, software: Mapping[str, str]) -> str:
+        """Return why there is nothing that the speed of this GPU can be compared with; empty where there is."""
+        return self.entry(gpu, software)[1]
+
+    def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu], software: Mapping[str, str]) -> Comparison:
+        """Compare a measurement with what was recorded, at the same indices of GPUs if it was, else with the median.
+
+        Args:
+            gpus: by number, all of the run.
+        """
+        subject = measurement.subject
+        members = [gpus[member] for member in subject.members] if subject.kind != "host" else list(gpus.values())
+        if len(set(models(members).values())) != 1:
+            return Comparison("baseline", "unknown", why="it is of GPUs of several models")
+        entry, why = self.entry(members[0], software)
+        if entry is None:
+            return Comparison("baseline", "unknown", why=why)
+        key = (subject.kind, measurement.quantity, measurement.unit, measurement.size)
+        place = place_of(measurement, gpus)
+        same = [r for r in entry.measurements if (r.subject, r.quantity, r.unit, r.size) == key]
+        recorded = next((r for r in same if place in r.places), next(iter(same), None))
+        if recorded is None:
+            return Comparison(
+                "baseline", "unknown", why=f"{self.file} has no {measurement.quantity} of size {measurement.size}"
+            )
+        least = least_shortfall(measurement)
+        scatter = DEVIATIONS * 1.4826 * recorded.spread / recorded.value
+        at_place = recorded.places.get(place)
+        if at_place is None and (scatter > UNUSABLE or subject.kind == "group"):
+            return Comparison(
+                "baseline", "unknown", why=f"{self.file} has no {subject.kind} at {place}, and its others differ"
+            )
+        reference = recorded.value if at_place is None else at_place
+        # At one place, places do not scatter; what is left is the noise of a run, which the least share covers.
+        limit = least if at_place is not None else max(least, scatter)
+        missing = shortfall(measurement.value, reference, measurement.unit)
+        why = f"recorded at {entry.recorded}" + ("" if at_place is None else f" at {place}")
+        numbers = {
+            "recorded": recorded.value,
+            "spread": recorded.spread,
+            "place": place if at_place is not None else None,
+        }
+        outcome: Any = "failed" if missing > limit else "passed"
+        return Comparison("baseline", outcome, reference, missing, limit, why, numbers)
+
+
+def _differences(recorded: Mapping[str, str], now: Mapping[str, str]) -> str:
+    return ", ".join(
+        f"{name} {recorded.get(name) or 'unknown'} there, {now.get(name) or 'unknown'} here"
+        for name in SOFTWARE
+        if recorded.get(name, "") != now.get(name, "")
+    )
+
+
+def place_of(measurement: Measurement, gpus: Mapping[int, Gpu]) -> str:
+    """Return where a subject is, apart from which hosts it is on: ``"0>1"`` by indices, ``"0>1.0"`` to the next host."""
+    if measurement.subject.kind == "host":
+        return "host"
+    members = [gpus[member] for member in measurement.subject.members]
+    hosts = sorted({gpu.host for gpu in members})
+    many = len(hosts) > 1
+    return ">".join(f"{hosts.index(gpu.host)}.{gpu.index}" if many else str(gpu.index) for gpu in members)
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Read what was recorded.
+
+    Raises:
+        ValueError: naming the file, the key, its value, and what is valid.
+    """
+    return baseline_from(read_document(path), str(path))
+
+
+def baseline_from(document: Any, file: str) -> Baseline:
+    """Make a baseline of what was read as JSON. See `read_baseline`."""
+    whole = Reader(file, document)
+    whole.head(FORMAT, VERSION)
+    return Baseline(file, tuple(_entry(entry) for entry in whole.objects("entries")))
+
+
+def _entry(entry: Reader) -> Entry:
+    return Entry(
+        name=entry.string("name"),
+        memory=entry.integer("memory", 0),
+        software=entry.texts("software"),
+        recorded=entry.string("recorded"),
+        gpus=entry.integer("gpus", 1),
+        facts=_read_facts(entry),
+        measurements=tuple(_read_recorded(measurement) for measurement in entry.objects("measurements")),
+    )
+
+
+def _read_facts(entry: Reader) -> dict[str, Value]:
+    facts = entry.object("facts")
+    for name, value in facts.value.items():
+        if not isinstance(value, str | int | float | bool):
+            raise facts.wrong(name, "a text, a number, true, or false")
+    return facts.value
+
+
+def _read_recorded(entry: Reader) -> Recorded:
+    places = entry.object("places")
+    return Recorded(
+        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]
+        quantity=entry.string("quantity"),
+        unit=entry.choice("unit", UNITS),
+        size=entry.integer("size", 0),
+        value=entry.number("value"),
+        spread=entry.number("spread"),
+        subjects=entry.integer("subjects", 1),
+        repeats=entry.integer("repeats", 1),
+        places={place: places.number(place) for place in places.value},
+    )

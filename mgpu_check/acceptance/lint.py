@@ -1,0 +1,347 @@
+"""``mgpu-check accept lint FILE...``: are thresholds able to find what they are for?
+
+A floor in the wrong unit, of zero, or of the PCIe generation before passes every broken machine, and nothing shows that it does.
+So tables of floors and baselines are held against physics, against data sheets, and against themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.acceptance import baseline, skus
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.acceptance.baseline import Baseline, Recorded, baseline_from
+from mgpu_check.acceptance.comparison import LEAST_REPEATS, UNUSABLE, amount
+from mgpu_check.acceptance.documents import read_document
+from mgpu_check.acceptance.performance import judge
+from mgpu_check.acceptance.skus import Floor, Floors, Sku, floors_from, packaged_floors
+from mgpu_check.devices.observations import Measurement, Subject
+
+__all__ = ["Remark", "lint", "lint_baseline", "lint_floors", "pcie_rate"]
+
+_SCALES: Mapping[str, tuple[float, float]] = {
+    "memory bandwidth": (1e11, 3e13),  # from an old laptop's GDDR to three times HBM3e
+    "bandwidth": (1e9, 2e12),  # from PCIe Gen3 x1 to NVLink of two generations on
+    "matrix product": (1e11, 1e17),  # from float64 on a GeForce to FP4 of a generation on
+    "s": (1e-7, 1.0),  # from one instruction to a link that nobody can use
+}
+"""Lowest and highest value that is plausible, by what a quantity ends with, begins with, or its unit."""
+
+_PCIE = {
+    1: 0.25e9,
+    2: 0.5e9,
+    3: 8e9 / 8 * 128 / 130,
+    4: 16e9 / 8 * 128 / 130,
+    5: 32e9 / 8 * 128 / 130,
+    6: 64e9 / 8 * 242 / 256,
+}
+"""Bytes per second of data on one lane, in one direction, by generation (PCI Express Base Specification)."""
+
+_VACUOUS = {"B/s": 0.5, "FLOP/s": 0.2, "s": 0.2}
+"""Share of the data sheet below which a floor finds nothing: half the bandwidth is a link at half its width; a fifth of the
+products is a GPU at its lowest clock."""
+
+_WIDTHS = (1, 2, 4, 8, 12, 16, 32)
+_FALLS = 0.5  # a larger size may be slower than a smaller one by as much: caches help small ones
+
+
+@dataclass(frozen=True)
+class Remark:
+    """Something that is wrong with a file.
+
+    Attributes:
+        at: where: model and quantity.
+        rule: its name: "scale", "vacuous", "generation", ...
+    """
+
+    file: str
+    at: str
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.at}: {self.text} [{self.rule}]"
+
+
+def pcie_rate(generation: int, width: int) -> float:
+    """Return the bytes per second that a PCIe link carries in one direction, before the overhead of packets."""
+    return _PCIE[generation] * width
+
+
+def lint(path: Path) -> list[Remark]:
+    """Read a table of floors or a baseline, and return what is wrong with it.
+
+    Raises:
+        ValueError: it is neither, or cannot be read.
+    """
+    document = read_document(path)
+    form = document.get("format") if isinstance(document, dict) else None
+    if form == skus.FORMAT:
+        return lint_floors(floors_from(document, str(path)))
+    if form == baseline.FORMAT:
+        return lint_baseline(baseline_from(document, str(path)))
+    raise ValueError(f'{path}: format is {form!r}; give a file whose format is "{skus.FORMAT}" or "{baseline.FORMAT}"')
+
+
+def _scale(quantity: str, unit: str) -> tuple[float, float] | None:
+    if unit == "s":
+        return _SCALES["s"]
+    for name, scale in _SCALES.items():
+        if quantity.endswith(name) or quantity.startswith(name):
+            return scale
+    return None
+
+
+def _wrong_number(value: float, what: str) -> str:
+    if not math.isfinite(value):
+        return f"{what} is {value}: no comparison with it ever fails"
+    if value < 0:
+        return f"{what} is {value:g}, below zero"
+    if value == 0:
+        return f"{what} is 0: everything passes"
+    return ""
+
+
+def _off_scale(value: float, quantity: str, unit: str, what: str) -> str:
+    scale = _scale(quantity, unit)
+    if scale is None or scale[0] <= value <= scale[1]:
+        return ""
+    text = f"{what} is {amount(value, unit)}, outside of {amount(scale[0], unit)} to {amount(scale[1], unit)} that hardware has"
+    units = ((1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"))
+    fitting = [(factor, name) for factor, name in units if scale[0] <= value * factor <= scale[1]]
+    if fitting:
+        usual = math.sqrt(scale[0] * scale[1])
+        _, name = min(fitting, key=lambda unit: abs(math.log(value * unit[0] / usual)))
+        return f"{text}; is it in {name}{unit}? Give {unit}"
+    for factor in (1e3, 1e6):
+        if scale[0] <= value / factor <= scale[1]:
+            return f"{text}; it is {factor:g} times too large"
+    return text
+
+
+# --- floors ---
+
+
+def lint_floors(table: Floors) -> list[Remark]:
+    """Return what is wrong with a table of floors."""
+    found: list[Remark] = []
+    names = Counter((name, sku.memory) for sku in table.skus for name in sku.names)
+    for (name, _), count in names.items():
+        if count > 1:
+            found.append(Remark(table.file, name, "twice", f"the model stands {count} times; only the first counts"))
+    for sku in table.skus:
+        at = sku.names[0]
+        found += [Remark(table.file, at, rule, text) for rule, text in _of_sku(sku, table)]
+        for floor in sku.floors:
+            place = f"{at}, {floor.quantity}"
+            found += [Remark(table.file, place, rule, text) for rule, text in _of_floor(floor, sku, table)]
+    return found
+
+
+def _of_sku(sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
+    known = _known(sku)
+    kinds = Counter((floor.subject, floor.quantity, floor.least_size) for floor in sku.floors)
+    for (kind, quantity, _), count in kinds.items():
+        if count > 1:
+            yield "twice", f"{quantity} of a {kind} stands {count} times; only the first counts"
+    if sku.pcie is not None:
+        generation, width = sku.pcie
+        if generation not in _PCIE:
+            yield "generation", f"PCIe generation is {generation}; give one of {', '.join(map(str, _PCIE))}"
+        if width not in _WIDTHS:
+            yield "width", f"PCIe width is {width}; give one of {', '.join(map(str, _WIDTHS))}"
+        if sku.pcie_source not in table.sources:
+            yield "source", f"source {sku.pcie_source!r} of its PCIe link is not among the sources"
+        if known is not None and known.pcie is not None and sku.pcie != known.pcie:
+            what = f"PCIe Gen{generation} x{width}, but the data sheet says Gen{known.pcie[0]} x{known.pcie[1]}"
+            yield "generation", f"{what}: a link that was trained below passes"
+    for quantity in sorted({floor.quantity for floor in (known.floors if known is not None else ())}):
+        if quantity not in {floor.quantity for floor in sku.floors} | set(sku.absent):
+            yield "missing", f"there is no floor for {quantity}; give one, or say in absent why there is none"
+    if not sku.floors:
+        yield "missing", "it has no floors at all, so nothing of it is compared"
+
+
+def _known(sku: Sku) -> Sku | None:
+    """Return the packaged entry of the same model."""
+    return next((known for known in packaged_floors().skus if set(known.names) & set(sku.names)), None)
+
+
+def _of_floor(floor: Floor, sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
+    wrong = _wrong_number(floor.data_sheet, "data_sheet") or _wrong_number(floor.fraction, "fraction")
+    if wrong:
+        yield "number", wrong
+        return
+    if floor.source not in table.sources:
+        yield "source", f"source {floor.source!r} is not among the sources; say where the figure was read"
+    if floor.reason not in table.reasons:
+        yield "reason", f"reason {floor.reason!r} is not among the reasons; say why the fraction is {floor.fraction:g}"
+    if floor.fraction > 1:
+        yield "fraction", f"fraction is {floor.fraction:g}: more than the data sheet promises; every GPU fails"
+    if floor.overhead < 0 or not math.isfinite(floor.overhead):
+        yield "number", f"overhead is {floor.overhead:g} s; give 0 or more"
+        return
+    off = _off_scale(floor.data_sheet, floor.quantity, floor.unit, "data_sheet")
+    if off:
+        yield "scale", off
+        return
+    least = floor.fraction * floor.data_sheet
+    if floor.fraction < _VACUOUS[floor.unit]:
+        share = f"{floor.fraction:.0%} of the data sheet, below {_VACUOUS[floor.unit]:.0%}"
+        yield "vacuous", f"the floor is {share}: it finds nothing that runs at all"
+    yield from _against_known(floor, sku, least)
+    yield from _against_generation(floor, sku, least)
+
+
+def _against_known(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, str]]:
+    known = _known(sku)
+    for other in known.floors if known is not None else ():
+        if (other.subject, other.quantity, other.unit) != (floor.subject, floor.quantity, floor.unit):
+            continue
+        ratio = floor.data_sheet / other.data_sheet
+        what = f"data_sheet is {amount(floor.data_sheet, floor.unit)}, and {amount(other.data_sheet, floor.unit)} is published"
+        if not 0.5 <= ratio <= 2.5:
+            tens = round(math.log10(ratio))
+            hint = f": a digit is missing or too many, 10^{tens}" if tens and 0.7 < ratio / 10**tens < 1.4 else ""
+            yield "data sheet", what + hint
+        elif least < _VACUOUS[floor.unit] * other.data_sheet and floor.fraction >= _VACUOUS[floor.unit]:
+            yield (
+                "vacuous",
+                f"the floor is {amount(least, floor.unit)}, and {amount(other.data_sheet, floor.unit)} is published",
+            )
+
+
+def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, str]]:
+    """Look whether a link of the host that was trained one generation lower, or at half its width, misses the floor."""
+    if floor.subject not in ("upload", "download") or sku.pcie is None or sku.pcie[0] not in _PCIE:
+        return
+    generation, width = sku.pcie
+    rate = pcie_rate(generation, width)
+    if floor.data_sheet > 1.02 * rate:
+        yield (
+            "scale",
+            (
+                f"data_sheet is {amount(floor.data_sheet, 'B/s')}, more than the {amount(rate, 'B/s')} of PCIe Gen{generation} x{width} "
+                "in one direction; vendors give both directions together"
+            ),
+        )
+    below = max(pcie_rate(generation - 1, width) if generation > 1 else 0.0, rate / 2)
+    if least <= below:
+        yield (
+            "generation",
+            (
+                f"the floor is {amount(least, 'B/s')}, and PCIe Gen{generation - 1} x{width} gives {amount(below, 'B/s')}: "
+                "a link that was trained one generation lower passes"
+            ),
+        )
+
+
+# --- baselines ---
+
+
+def lint_baseline(recorded: Baseline) -> list[Remark]:
+    """Return what is wrong with a baseline."""
+    found: list[Remark] = []
+    counts = Counter(entry.key for entry in recorded.entries)
+    for entry in recorded.entries:
+        at = entry.name + (f" (torch {entry.software['torch']})" if entry.software.get("torch") else "")
+        say = [*_of_entry(entry, counts[entry.key])]
+        for measurement in entry.measurements:
+            say += [
+                (f"{measurement.quantity} of size {measurement.size}: {text}", rule)
+                for text, rule in _of_recorded(measurement)
+            ]
+        sound = [m for m in entry.measurements if not list(_of_recorded(m))]
+        say += [(text, "sizes") for text in _falling(sound)]
+        say += [(text, rule) for text, rule in _of_node(entry, sound)]
+        found += [Remark(recorded.file, at, rule, text) for text, rule in say]
+    if not recorded.entries:
+        found.append(Remark(recorded.file, "entries", "missing", "there are none, so nothing is compared"))
+    return found
+
+
+def _of_entry(entry: baseline.Entry, count: int) -> Iterator[tuple[str, str]]:
+    if count > 1:
+        yield f"model and software stand {count} times; which one counts is chance", "twice"
+    missing = [name for name in baseline.SOFTWARE if not entry.software.get(name)]
+    if missing:
+        yield f"versions of {', '.join(missing)} are missing: another version is taken for the same", "software"
+    if not entry.measurements:
+        yield "it has no measurements, so no speed is compared", "missing"
+    if not entry.facts:
+        yield "it has no facts, so none are compared", "missing"
+
+
+def _of_recorded(measurement: Recorded) -> Iterator[tuple[str, str]]:
+    wrong = [
+        _wrong_number(value, name)
+        for name, value in (
+            ("value", measurement.value),
+            *((f"value at {place}", v) for place, v in measurement.places.items()),
+        )
+    ]
+    if any(wrong):
+        yield next(filter(None, wrong)), "number"
+        return
+    if not math.isfinite(measurement.spread) or measurement.spread < 0:
+        yield f"spread is {measurement.spread:g}; give 0 or more", "number"
+        return
+    off = _off_scale(measurement.value, measurement.quantity, measurement.unit, "value")
+    if off:
+        yield off, "scale"
+    if measurement.repeats < LEAST_REPEATS:
+        yield f"{measurement.repeats} repeats are too few; record with at least {LEAST_REPEATS}", "repeats"
+    if not measurement.places and measurement.spread > UNUSABLE / 8 * measurement.value:
+        yield (
+            f"values scatter by {measurement.spread / measurement.value:.0%}: half the speed could be missing",
+            "spread",
+        )
+
+
+def _falling(measurements: Sequence[Recorded]) -> Iterator[str]:
+    """Bandwidth does not fall, and time does not either, as sizes grow."""
+    by_size: defaultdict[tuple[Any, ...], list[Recorded]] = defaultdict(list)
+    for m in measurements:
+        by_size[(m.subject, m.quantity, m.unit, len(next(iter(m.places), "").split(">")))].append(m)
+    for (_, quantity, unit, _), several in by_size.items():
+        ordered = sorted(several, key=lambda m: m.size)
+        for small, large in pairwise(ordered):
+            if large.value < _FALLS * small.value:
+                values = (
+                    f"{amount(small.value, unit)} at size {small.size} to {amount(large.value, unit)} at {large.size}"
+                )
+                yield f"{quantity} falls from {values}: one of them was measured wrongly"
+
+
+def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterator[tuple[str, str]]:
+    """Was the node right that was recorded? Judge it as one that is to be accepted."""
+    indices = sorted({index for m in measurements for index in _indices(m)})
+    gpus = [Gpu(index, 0, index, entry.name, str(index), entry.memory) for index in indices]
+    made = [
+        Measurement("lint", Subject(m.subject, place), m.quantity, m.unit, value, m.repeats, m.size)  # type: ignore[arg-type]
+        for m in measurements
+        for place, value in ((_place(text), value) for text, value in m.places.items())
+        if place is not None
+    ]
+    for observation in judge(made, gpus):
+        if observation.outcome == "failed":
+            yield (
+                f"{observation.subject}: {observation.seen}: the node that was recorded was not right itself",
+                "broken node",
+            )
+
+
+def _place(text: str) -> tuple[int, ...] | None:
+    """Return the indices of a place on one host; None for one on several."""
+    parts = text.split(">")
+    return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
+
+
+def _indices(measurement: Recorded) -> set[int]:
+    return {index for place in map(_place, measurement.places) if place is not None for index in place}

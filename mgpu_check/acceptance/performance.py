@@ -1,0 +1,288 @@
+"""Is a GPU or a link too slow: against the other GPUs of the node, a recorded baseline, and the floors of its SKU?
+
+Each comparison can say passed, failed, or unknown. An observation fails if one of its comparisons fails, and is unknown if none
+could be made. See `mgpu_check.acceptance.robust` for the statistics and where their limits come from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import permutations
+from statistics import median
+from typing import Any
+
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.acceptance.baseline import Baseline
+from mgpu_check.acceptance.comparison import (
+    UNUSABLE,
+    Against,
+    Comparison,
+    amount,
+    beside_peers,
+    least_shortfall,
+    models,
+    useless,
+)
+from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, modes, noise_of_median, shortfall
+from mgpu_check.acceptance.skus import Floors, packaged_floors
+from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
+from mgpu_check.devices.telemetry.fields import pair_field
+
+__all__ = ["CHECK", "judge", "link_classes"]
+
+CHECK = "performance"
+
+_OWN_LOSS = 0.25
+"""What a GPU may lose between its first measurement in a run and a later one: clocks fall by a few percent as it warms up."""
+
+_NAMES: Mapping[Against, str] = {
+    "peers": "the others",
+    "itself": "its own first measurement",
+    "baseline": "the baseline",
+    "floor": "the floor of its SKU",
+}
+
+
+def judge(
+    measurements: Sequence[Measurement],
+    gpus: Sequence[Gpu],
+    baseline: Baseline | None = None,
+    floors: Floors | None = None,
+    software: Mapping[str, str] | None = None,
+    links: Mapping[tuple[int, int], str] | None = None,
+) -> list[Observation]:
+    """Compare each measurement with what it should be.
+
+    Args:
+        measurements: with numbers of GPUs in the run. Several of one subject, quantity and size are taken to be one after the
+            other, and the later ones are compared with the first, too.
+        gpus: all of the run.
+        baseline: as `mgpu_check.acceptance.baseline.read` gives it.
+        floors: default the table of this package.
+        software: version of "driver", "cuda", "nccl", "torch" of this run; a baseline counts for no other.
+        links: class of the link from the first GPU to the second: only links of one class are compared. Where a pair lacks one,
+            classes are read from the speeds. Default what the facts of the GPUs say.
+
+    Returns:
+        One observation for each measurement. What nothing could be compared with is unknown; skipped, where something else about
+        that subject could, or where it is of a group, whose GPUs and links are judged by themselves. And one for each GPU, unknown,
+        where neither `floors` nor `baseline` could be compared with anything, for if all GPUs of a node are too slow, the others
+        of the node do not show it; or where the baseline that was given does not count for it.
+    """
+    floors = packaged_floors() if floors is None else floors
+    by_number = {gpu.number: gpu for gpu in gpus}
+    unknown = sorted({gpu for m in measurements for gpu in _gpus_of(m.subject)} - set(by_number))
+    if unknown:
+        raise ValueError(f"judge: measurements are of GPUs {unknown}, but gpus has {sorted(by_number)}")
+    beside = _beside_peers(measurements, by_number, link_classes(gpus) if links is None else links)
+    judged: list[tuple[Measurement, list[Comparison]]] = []
+    firsts: dict[tuple[Any, ...], Measurement] = {}
+    for number, measurement in enumerate(measurements):
+        comparisons = [beside[number]]
+        judged.append((measurement, comparisons))
+        if useless(measurement):
+            continue
+        first = firsts.setdefault((measurement.subject, *_kind(measurement)), measurement)
+        if first is not measurement:
+            comparisons.append(_beside_itself(measurement, first))
+        if baseline is not None:
+            comparisons.append(baseline.compare(measurement, by_number, software or {}))
+        comparisons += floors.compare(measurement, by_number)
+    known = {
+        measurement.subject for measurement, comparisons in judged if _outcome(comparisons) in ("passed", "failed")
+    }
+    found = [_observation(measurement, comparisons, known) for measurement, comparisons in judged]
+    return found + list(_without_reference(judged, by_number, baseline, floors, software or {}))
+
+
+def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:
+    """Return the class of the link between two GPUs of a host, where its speed is known to be one: over PCIe.
+
+    Pairs with NVLink have none, because how many links a pair has depends on the board.
+    """
+    found = {}
+    for gpu, peer in permutations(gpus, 2):
+        path, ability = (gpu.facts.get(pair_field(name, peer.number)) for name in ("topology", "p2p"))
+        if path is not None and ability is not None and "nvlink" not in str(ability).lower():
+            found[gpu.number, peer.number] = f"{path}, {ability}"
+    return found
+
+
+def _gpus_of(subject: Subject) -> tuple[int, ...]:
+    return () if subject.kind == "host" else subject.members
+
+
+def _kind(measurement: Measurement) -> tuple[Any, ...]:
+    """Return what measurements that are compared have in common, apart from the hardware."""
+    subject = measurement.subject
+    return (measurement.quantity, measurement.unit, measurement.size, subject.kind, len(subject.members))
+
+
+def _beside_peers(
+    measurements: Sequence[Measurement], gpus: Mapping[int, Gpu], links: Mapping[tuple[int, int], str]
+) -> dict[int, Comparison]:
+    found: dict[int, Comparison] = {}
+    groups: defaultdict[tuple[Any, ...], dict[int, Measurement]] = defaultdict(dict)
+    turns: Counter[tuple[Any, ...]] = Counter()
+    model = models(gpus.values())
+    for number, measurement in enumerate(measurements):
+        why = useless(measurement)
+        if why:
+            found[number] = Comparison("peers", "unknown", why=why)
+            continue
+        kind = _kind(measurement)
+        turn = turns[(measurement.subject, *kind)]
+        turns[(measurement.subject, *kind)] += 1
+        members = [gpus[gpu] for gpu in _gpus_of(measurement.subject)]
+        kinds = tuple(sorted(model[gpu.number] for gpu in members))
+        link = links.get((members[0].number, members[-1].number), "") if measurement.subject.kind == "copy" else ""
+        hosts = tuple(sorted({gpu.host for gpu in members}))
+        # GPUs are compared over all hosts; links with those of their host, or all from host to host.
+        where = hosts if measurement.subject.kind == "copy" and len(hosts) == 1 else len(hosts)
+        groups[(turn, *kind, kinds, where, link)][number] = measurement
+    for key, group in groups.items():
+        divide = _pairs if key[4] == "copy" else _majority
+        found.update(divide(group, bool(key[-1])))
+    return found
+
+
+def _noise(group: Mapping[int, Measurement]) -> float:
+    return noise_of_median([(m.spread, m.repeats) for m in group.values() if m.spread is not None])
+
+
+def _majority(group: Mapping[int, Measurement], known: bool) -> dict[int, Comparison]:
+    """Compare each with all others; half of them or more cannot be too slow."""
+    found = {}
+    for number, mine in group.items():
+        others = [other.value for other_number, other in group.items() if other_number != number]
+        found[number] = beside_peers(mine.value, others, mine.unit, least_shortfall(mine), _noise(group))
+    slow = [number for number, comparison in found.items() if comparison.outcome == "failed"]
+    if 2 * len(slow) >= len(group):
+        why = f"{len(slow)} of {len(group)} are slower than the others: nobody knows which are right"
+        found.update(
+            (number, Comparison("peers", "unknown", why=why, reference=found[number].reference)) for number in slow
+        )
+    return found
+
+
+def _pairs(group: Mapping[int, Measurement], topology_known: bool) -> dict[int, Comparison]:
+    """Compare each link with those of its class that have no GPU in common with it, as far as there are such."""
+    first = next(iter(group.values()))
+    least, noise = least_shortfall(first), _noise(group)
+    pairs = {number: (m.subject.members[0], m.subject.members[-1]) for number, m in group.items()}
+    values = {pairs[number]: m.value for number, m in group.items()}
+    speeds = {pair: 1 / value if first.unit == "s" else value for pair, value in values.items()}
+    gap = max(least, min(DEVIATIONS * noise / median(values.values()), UNUSABLE))
+    three = len({gpu for pair in values for gpu in pair}) == 3
+    found = {}
+    for link_class in modes(speeds, gap, topology_known):
+        others = link_class.pairs - link_class.reference
+        slowest = min(speeds[pair] for pair in link_class.reference)
+        star = three and not topology_known and any(speeds[pair] > slowest for pair in others)
+        for number in (number for number, pair in pairs.items() if pair in link_class.pairs):
+            mine = pairs[number]
+            if star and mine in link_class.reference:
+                why = "two of three GPUs have a faster link between them: the topology may be like that, or the third is slow"
+                found[number] = Comparison("peers", "unknown", why=why)
+                continue
+            peers = [pair for pair in link_class.reference if pair != mine]
+            apart = [pair for pair in peers if not set(pair) & set(mine)]
+            everyone = [pair for pair in link_class.pairs if pair != mine]
+            chosen = next((several for several in (apart, peers) if len(several) >= LEAST_PEERS), everyone)
+            found[number] = beside_peers(values[mine], [values[pair] for pair in chosen], first.unit, least, noise)
+    return found
+
+
+def _beside_itself(measurement: Measurement, first: Measurement) -> Comparison:
+    missing = shortfall(measurement.value, first.value, measurement.unit)
+    limit = max(_OWN_LOSS, least_shortfall(measurement))
+    outcome: Outcome = "failed" if missing > limit else "passed"
+    return Comparison("itself", outcome, first.value, missing, limit, "first measurement of this run")
+
+
+def _outcome(comparisons: Sequence[Comparison]) -> Outcome:
+    outcomes = [comparison.outcome for comparison in comparisons]
+    return "failed" if "failed" in outcomes else "passed" if "passed" in outcomes else "unknown"
+
+
+def _observation(
+    measurement: Measurement, comparisons: Sequence[Comparison], known: Collection[Subject]
+) -> Observation:
+    outcome = _outcome(comparisons)
+    telling = [comparison for comparison in comparisons if comparison.outcome == outcome]
+    elsewhere = measurement.subject in known or measurement.subject.kind == "group"
+    if outcome == "unknown" and elsewhere and not useless(measurement):
+        outcome = "skipped"
+    evidence = {
+        "quantity": measurement.quantity,
+        "unit": measurement.unit,
+        "size": measurement.size,
+        "value": measurement.value if math.isfinite(measurement.value) else str(measurement.value),
+        "repeats": measurement.repeats,
+        "spread": measurement.spread,
+        "comparisons": [comparison.as_json() for comparison in comparisons],
+    }
+    seen = "" if outcome == "passed" else _seen(measurement, telling)
+    case = f"{measurement.quantity}, {_size(measurement)}"
+    work = Work(operations=measurement.repeats)
+    return Observation(CHECK, measurement.subject, outcome, seen, case, work, evidence)
+
+
+def _size(measurement: Measurement) -> str:
+    if measurement.unit == "FLOP/s":
+        return f"size {measurement.size}"
+    for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if measurement.size >= scale and measurement.size % scale == 0:
+            return f"{measurement.size // scale} {name}"
+    return f"{measurement.size} B"
+
+
+def _seen(measurement: Measurement, telling: Sequence[Comparison]) -> str:
+    what = f"{measurement.quantity} is {amount(measurement.value, measurement.unit)}"
+    if telling[0].outcome == "unknown":
+        return f"{what}: " + "; ".join(f"against {_NAMES[c.against]}: {c.why}" for c in telling)
+    lines = []
+    for c in telling:
+        assert c.reference is not None and c.missing is not None and c.limit is not None
+        least = f"{c.missing:.0%} slower than {amount(c.reference, measurement.unit)}, {c.why}"
+        lines.append(f"{least} ({c.limit:.0%} may be missing)" if c.limit else least)
+    return f"{what} ({measurement.repeats} repeats): " + "; ".join(lines)
+
+
+def _without_reference(
+    judged: Sequence[tuple[Measurement, Sequence[Comparison]]],
+    gpus: Mapping[int, Gpu],
+    baseline: Baseline | None,
+    floors: Floors,
+    software: Mapping[str, str],
+) -> Iterator[Observation]:
+    measured: dict[int, set[Against]] = {}
+    for measurement, comparisons in judged:
+        for number in _gpus_of(measurement.subject):
+            made = measured.setdefault(number, set())
+            made.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
+    for number, made in sorted(measured.items()):
+        gpu = gpus[number]
+        lacking = baseline.about(gpu, software) if baseline is not None else ""
+        if baseline is not None and not lacking and "baseline" not in made:
+            lacking = f"{baseline.file} has nothing that was measured"
+        if made & {"baseline", "floor"} and not lacking:
+            continue
+        listed = floors.about(gpu) or "no floor is for what was measured"
+        if lacking:
+            seen = f"the baseline does not count for {gpu.name}: {lacking}. Record one with --record-baseline=FILE on a node that you trust"
+        else:
+            seen = (
+                f"nobody knows how fast {gpu.name} should be: {listed}, and no baseline was given. If all GPUs were too slow, it "
+                "would not show. Give --baseline=FILE, recorded with --record-baseline=FILE on a node that you trust"
+            )
+        evidence = {
+            "name": gpu.name,
+            "memory": gpu.memory,
+            "floors": listed,
+            "baseline": lacking,
+            "compared": sorted(made),
+        }
+        yield Observation(CHECK, Subject("gpu", (number,)), "unknown", seen, "absolute speed", evidence=evidence)

@@ -1,0 +1,386 @@
+"""What is too slow is found, and only that: against the others, against itself, and against floors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mgpu_check.acceptance.account import Account, Gpu, Host, Verdict
+from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
+from mgpu_check.acceptance.performance import judge, link_classes
+from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
+from mgpu_check.acceptance.skus import Floors, packaged_floors
+from mgpu_check.devices.observations import Measurement, Observation, Subject
+from mgpu_check.simulated.rates import Rates
+
+NONE = Floors("none.json", ())
+SIZE = 1 << 26
+KINDS: dict[str, tuple[str, Any, float]] = {
+    "gpu": ("matrix product, float16", "FLOP/s", 3e14),
+    "copy": ("copy bandwidth", "B/s", 2e11),
+    "upload": ("upload bandwidth", "B/s", 4e10),
+    "download": ("download bandwidth", "B/s", 4e10),
+    "latency": ("copy latency", "s", 1e-5),
+}
+SUBJECTS: dict[str, Any] = {"latency": "copy"}
+CUBE: dict[int, tuple[int, ...]] = {0: (1, 2, 3, 4), 1: (0, 2, 3, 5), 2: (0, 1, 3, 6), 3: (0, 1, 2, 7)}
+CUBE |= {gpu + 4: tuple((peer + 4) % 8 for peer in peers) for gpu, peers in CUBE.items()}
+
+
+def gpus(count: int, name: str = "Model", **facts: str) -> list[Gpu]:
+    return [Gpu(n, 0, n, name, f"GPU-{n}", 80 << 30, facts=facts) for n in range(count)]
+
+
+def measurement(kind: str, members: tuple[int, ...], value: float, repeats: int = 5, **more: Any) -> Measurement:
+    quantity, unit, _ = KINDS[kind]
+    named: Any = SUBJECTS.get(kind, kind)
+    subject = Subject(named, members)
+    return Measurement("x", subject, quantity, unit, value, repeats, SIZE, **more)
+
+
+def all_of(kind: str, count: int) -> list[tuple[int, ...]]:
+    pairs = SUBJECTS.get(kind, kind) == "copy"
+    return list(itertools.permutations(range(count), 2)) if pairs else [(n,) for n in range(count)]
+
+
+def node(kind: str, count: int, speed: Callable[[tuple[int, ...]], float]) -> list[Measurement]:
+    """Measurements of one kind over a node; `speed` is 1 of what is right."""
+    unit, right = KINDS[kind][1:]
+    values = {
+        members: right / speed(members) if unit == "s" else right * speed(members) for members in all_of(kind, count)
+    }
+    return [measurement(kind, members, value) for members, value in values.items()]
+
+
+def failed(observations: Iterable[Observation]) -> set[tuple[int, ...]]:
+    return {o.subject.members for o in observations if o.outcome == "failed"}
+
+
+def of_measurements(observations: Iterable[Observation]) -> list[Observation]:
+    return [o for o in observations if o.case != "absolute speed"]
+
+
+# --- healthy nodes, and one that is not ---
+
+
+@st.composite
+def healthy(draw: st.DrawFn) -> tuple[str, int, list[float]]:
+    kind, count = draw(st.sampled_from(sorted(KINDS))), draw(st.integers(1, 8))
+    noise = st.floats(-0.02, 0.02)
+    return kind, count, [1 + draw(noise) for _ in all_of(kind, count)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(healthy(), st.booleans())
+def test_healthy_noise_is_never_accused(case, bimodal):
+    """Two percent to either side, and links of two classes: pairs on one socket, and across."""
+    kind, count, noise = case
+    factors = dict(zip(all_of(kind, count), noise, strict=True))
+    across = 0.4 if bimodal and SUBJECTS.get(kind, kind) == "copy" else 1.0
+    found = judge(
+        node(kind, count, lambda m: factors[m] * (across if m[0] % 2 != m[-1] % 2 else 1.0)), gpus(count), floors=NONE
+    )
+    assert failed(found) == set()
+
+
+@settings(max_examples=150, deadline=None)
+@given(healthy(), st.data())
+def test_a_slow_one_is_always_found_and_nothing_else(case, data):
+    kind, count, noise = case
+    members = all_of(kind, count)
+    if len(members) < 3:
+        return
+    factors = dict(zip(members, noise, strict=True))
+    slow = data.draw(st.sampled_from(members))
+    factor = data.draw(st.floats(0.05, 0.4 if KINDS[kind][1] == "s" else 0.7))
+    found = judge(node(kind, count, lambda m: factors[m] * (factor if m == slow else 1.0)), gpus(count), floors=NONE)
+    assert failed(found) == {slow}
+    (seen,) = (o for o in found if o.outcome == "failed")
+    evidence = seen.evidence["comparisons"][0]
+    assert evidence["outcome"] == "failed" and evidence["missing"] > evidence["limit"] and evidence["peers"] >= 2
+    assert amount(seen.evidence["value"], seen.evidence["unit"]) in seen.seen and "slower" in seen.seen
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(4, 8), st.floats(0.1, 0.7), st.data())
+def test_all_links_of_a_slow_gpu_are_found(count, factor, data):
+    """Of four GPUs they are half of all links."""
+    slow = data.draw(st.integers(0, count - 1))
+    found = judge(node("copy", count, lambda m: factor if slow in m else 1.0), gpus(count), floors=NONE)
+    assert failed(found) == {m for m in all_of("copy", count) if slow in m}
+
+
+def cube(speeds: dict[tuple[int, ...], float]) -> list[Measurement]:
+    return node("copy", 8, lambda m: speeds.get(m, 1.0 if m[1] in CUBE[m[0]] else 0.3))
+
+
+@pytest.mark.parametrize(
+    ("speeds", "wrong"),
+    [
+        ({}, set()),
+        ({(0, 1): 0.5}, {(0, 1)}),  # an NVLink between the speeds of both classes
+        ({(0, 5): 0.1}, {(0, 5)}),  # a link over PCIe
+        ({m: 0.15 for m in all_of("copy", 8) if 3 in m}, {m for m in all_of("copy", 8) if 3 in m}),
+    ],
+)
+def test_a_hybrid_cube_mesh_has_two_classes_of_links(speeds, wrong):
+    assert failed(judge(cube(speeds), gpus(8), floors=NONE)) == wrong
+
+
+def test_a_known_topology_tells_a_slow_link_from_one_of_another_class():
+    """Three GPUs on one socket and one on the other: by speed alone the last one would be slow."""
+    links = {m: "across" if 3 in m else "same" for m in all_of("copy", 4)}
+    healthy = node("copy", 4, lambda m: 0.5 if 3 in m else 1.0)
+    assert failed(judge(healthy, gpus(4), floors=NONE)) == {m for m in links if 3 in m}
+    assert failed(judge(healthy, gpus(4), floors=NONE, links=links)) == set()
+    broken = node("copy", 4, lambda m: (0.5 if 3 in m else 1.0) * (0.4 if m in ((0, 1), (0, 3)) else 1.0))
+    assert failed(judge(broken, gpus(4), floors=NONE, links=links)) == {(0, 1), (0, 3)}
+
+
+def test_links_over_pcie_have_the_class_that_telemetry_says():
+    facts = {f"topology_{n}": "host bridge" for n in range(3)}
+    pcie = gpus(3, **facts, **{f"p2p_{n}": "read+write" for n in range(3)})
+    nvlink = gpus(3, **facts, **{f"p2p_{n}": "read+write+nvlink" for n in range(3)})
+    assert set(link_classes(pcie).values()) == {"host bridge, read+write"} and len(link_classes(pcie)) == 6
+    assert link_classes(nvlink) == link_classes(gpus(3)) == {}
+
+
+@pytest.mark.parametrize(("known", "outcome"), [(False, "unknown"), (True, "failed")])
+def test_of_three_gpus_a_slow_one_is_told_from_a_bridge_by_topology_only(known, outcome):
+    star = node("copy", 3, lambda m: 0.5 if 1 in m else 1.0)
+    links = dict.fromkeys(all_of("copy", 3), "same") if known else {}
+    found = {o.subject.members: o.outcome for o in of_measurements(judge(star, gpus(3), floors=NONE, links=links))}
+    assert {found[m] for m in found if 1 in m} == {outcome}
+    assert {found[m] for m in found if 1 not in m} == {"passed"}
+
+
+# --- what is not known ---
+
+
+def test_of_two_gpus_nobody_knows_which_is_right():
+    for kind in KINDS:
+        found = of_measurements(judge(node(kind, 2, lambda m: 0.5 if m[0] else 1.0), gpus(2), floors=NONE))
+        assert {o.outcome for o in found} == {"unknown"} and "of two, nobody knows" in found[0].seen
+
+
+def test_half_of_all_is_no_minority():
+    """Memory of the host lies nearer to half of the GPUs."""
+    found = of_measurements(judge(node("upload", 8, lambda m: 0.6 if m[0] < 4 else 1.0), gpus(8), floors=NONE))
+    assert {o.subject.members[0] for o in found if o.outcome == "unknown"} == {0, 1, 2, 3}
+    assert failed(judge(node("upload", 8, lambda m: 0.6 if m[0] < 3 else 1.0), gpus(8), floors=NONE)) == {
+        (0,),
+        (1,),
+        (2,),
+    }
+
+
+@pytest.mark.parametrize(
+    ("value", "repeats", "text"),
+    [
+        (0.0, 5, "no speed"),
+        (-1.0, 5, "no speed"),
+        (math.nan, 5, "no speed"),
+        (math.inf, 5, "no speed"),
+        (1e11, 2, "too few"),
+    ],
+)
+def test_a_measurement_that_went_wrong_or_has_few_repeats_says_nothing(value, repeats, text):
+    good = node("copy", 4, lambda m: 1.0)
+    bad = measurement("copy", (0, 1), value, repeats)
+    found = judge([bad, *good[1:]], gpus(4), floors=NONE)
+    assert found[0].outcome == "unknown" and text in found[0].seen and not failed(found)
+    assert {o.outcome for o in of_measurements(found[1:])} == {"passed"}
+
+
+def test_values_that_scatter_hide_a_slow_one_and_that_is_said():
+    wild = [1.0, 0.4, 2.1, 0.7, 1.6, 0.55, 1.3]
+    found = of_measurements(judge(node("gpu", 7, lambda m: wild[m[0]]), gpus(7), floors=NONE))
+    assert not failed(found) and "half the speed could be missing" in found[1].seen and found[1].outcome == "unknown"
+
+
+def test_noise_of_the_repeats_widens_the_limit():
+    right = KINDS["copy"][2]
+    values = {m: right * (0.75 if m == (0, 1) else 1.0) for m in all_of("copy", 4)}
+    for spread, outcome in ((0.001, "failed"), (0.03, "passed")):
+        found = judge(
+            [measurement("copy", m, v, 3, spread=spread * v) for m, v in values.items()], gpus(4), floors=NONE
+        )
+        assert found[0].outcome == outcome
+
+
+def test_a_group_that_is_alone_is_skipped_and_a_part_is_not():
+    ring = Measurement("x", Subject("group", (0, 1, 2, 3)), "bus bandwidth", "B/s", 1e11, 5, SIZE)
+    (found,) = of_measurements(judge([ring], gpus(4), floors=NONE))
+    assert found.outcome == "skipped" and "0 others" in found.seen
+    latency = measurement("latency", (0, 1), 1e-5)
+    copies = node("copy", 4, lambda m: 1.0)
+    found_both = of_measurements(judge([latency, *copies], gpus(4), floors=NONE))
+    assert found_both[0].outcome == "skipped"  # the link is judged by its bandwidth
+    assert of_measurements(judge([latency], gpus(4), floors=NONE))[0].outcome == "unknown"
+
+
+def test_gpus_of_several_models_are_not_compared():
+    mixed = [*gpus(3), *(Gpu(3 + n, 0, 3 + n, "Other", f"o{n}", 1 << 30) for n in range(3))]
+    speeds = {n: 1.0 if n < 3 else 0.2 for n in range(6)}
+    assert not failed(judge(node("gpu", 6, lambda m: speeds[m[0]]), mixed, floors=NONE))
+    speeds[4] = 0.1
+    assert failed(judge(node("gpu", 6, lambda m: speeds[m[0]]), mixed, floors=NONE)) == {(4,)}
+
+
+def test_memory_that_firmware_keeps_makes_no_other_model():
+    mixed = [Gpu(n, 0, n, "Model", str(n), (80 << 30) - n * (1 << 20)) for n in range(4)]
+    assert failed(judge(node("gpu", 4, lambda m: 0.5 if m[0] == 3 else 1.0), mixed, floors=NONE)) == {(3,)}
+
+
+def test_a_measurement_of_a_gpu_that_is_not_there_is_an_error():
+    with pytest.raises(ValueError, match=r"of GPUs \[3\], but gpus has \[0, 1\]"):
+        judge([measurement("gpu", (3,), 1e14)], gpus(2))
+
+
+# --- against itself ---
+
+
+def test_a_gpu_that_slows_down_is_found_even_alone():
+    cold, hot = node("gpu", 1, lambda m: 1.0), node("gpu", 1, lambda m: 0.6)
+    found = of_measurements(judge([*cold, *hot], gpus(1), floors=NONE))
+    assert [o.outcome for o in found] == ["skipped", "failed"] and "first measurement of this run" in found[1].seen
+    warm = node("gpu", 1, lambda m: 0.9)
+    assert of_measurements(judge([*cold, *warm], gpus(1), floors=NONE))[1].outcome == "passed"
+
+
+def test_later_measurements_are_compared_with_later_ones():
+    rounds = [
+        *node("gpu", 4, lambda m: 1.0),
+        *node("gpu", 4, lambda m: 0.8),
+        *node("gpu", 4, lambda m: 0.8 if m[0] else 0.5),
+    ]
+    found = judge(rounds, gpus(4), floors=NONE)
+    assert [(o.subject.members, n // 4) for n, o in enumerate(found) if o.outcome == "failed"] == [((0,), 2)]
+
+
+# --- against floors ---
+
+
+@pytest.mark.parametrize(("fraction", "outcome"), [(0.5, "failed"), (0.9, "passed")])
+def test_all_gpus_too_slow_are_found_by_the_floor_of_their_sku(fraction, outcome):
+    h100 = [Gpu(n, 0, n, "NVIDIA H100 80GB HBM3", str(n), 85_520_809_984) for n in range(8)]
+    made = [
+        Measurement("x", Subject("gpu", (n,)), "memory bandwidth", "B/s", fraction * 3.35e12, 5, 1 << 30)
+        for n in range(8)
+    ]
+    found = judge(made, h100)
+    assert {o.outcome for o in found} == {outcome} and len(found) == 8
+    if outcome == "failed":
+        assert "70% of the data sheet (NVIDIA H100 Tensor Core GPU data sheet" in found[0].seen
+
+
+def test_a_part_of_a_gpu_and_a_model_that_is_not_listed_have_no_floors():
+    for name, memory, why in (
+        ("NVIDIA H100 80GB HBM3", 10 << 30, "10.7 GB of memory"),
+        ("NVIDIA H100 80GB HBM4", 80 << 30, "does not have this model"),
+    ):
+        made = [Gpu(n, 0, n, name, str(n), memory) for n in range(4)]
+        found = judge(node("gpu", 4, lambda m: 1.0), made)
+        absolute = [o for o in found if o.case == "absolute speed"]
+        assert [o.outcome for o in absolute] == ["unknown"] * 4 and why in absolute[0].seen
+        assert "--record-baseline=FILE" in absolute[0].seen
+
+
+def test_a_size_below_the_least_one_of_a_floor_does_not_count():
+    floor = packaged_floors()
+    gpu = Gpu(0, 0, 0, "NVIDIA H200", "u", 141 * 10**9)
+    small = Measurement("x", Subject("gpu", (0,)), "memory bandwidth", "B/s", 1e9, 5, 1 << 20)
+    assert floor.compare(small, {0: gpu}) == []
+    assert floor.pcie(gpu) == (5, 16) and floor.pcie(gpus(1)[0]) is None
+
+
+def test_the_floors_of_simulated_devices_are_those_of_their_rates():
+    """A healthy simulated node reaches them, at any size, and one at a third of its speed does not."""
+    rates = Rates()
+    (sku,) = (sku for sku in packaged_floors().skus if sku.names == ("SIMULATED (*",))
+    figures = {floor.quantity: floor.data_sheet for floor in sku.floors}
+    own = {str(dtype).removeprefix("torch."): rate for dtype, rate in rates.flops.items()}
+    products = {name.removeprefix("matrix product, "): v for name, v in figures.items() if name.startswith("matrix")}
+    assert {name: own[name] for name in products if name in own} == {
+        name: v for name, v in products.items() if name in own
+    }
+    assert (figures["memory bandwidth"], figures["copy bandwidth"]) == (rates.memory, rates.link)
+    device = {0: Gpu(0, 0, 0, "SIMULATED (cpu)", "u", 16 << 20), 1: Gpu(1, 0, 1, "SIMULATED (cpu)", "v", 16 << 20)}
+    for size in (1 << 10, 1 << 20, 1 << 28):
+        right = size / rates.of_copy(size, host=False, pinned=False)
+        for factor, outcome in ((1.0, "passed"), (1 / 3, "failed")):
+            m = Measurement("x", Subject("copy", (0, 1)), "copy bandwidth", "B/s", factor * right, 3, size)
+            assert [c.outcome for c in packaged_floors().compare(m, device)] == [outcome]
+
+
+# --- the statistics ---
+
+
+def test_statistics():
+    assert deviation([]) == 0 and deviation([5.0]) == 0
+    assert deviation([1, 2, 3, 4, 100]) == pytest.approx(1.4826)
+    assert shortfall(50, 100, "B/s") == pytest.approx(0.5) == shortfall(2.0, 1.0, "s")
+    assert noise_of_median([]) == 0 == noise_of_median([(1.0, 2)])
+    assert beside_peers(1.0, [1.0], "B/s", 0.1).outcome == "unknown"
+    assert min(LEAST_SHORTFALL.values()) > DEVIATIONS * 0.01 and LEAST_REPEATS == 3
+    assert [amount(v, u) for v, u in ((2.53e10, "B/s"), (3.12e14, "FLOP/s"), (4.2e-6, "s"), (0.5, "B/s"))] == [
+        "25.3 GB/s",
+        "312 TFLOP/s",
+        "4.2 us",
+        "0.5 B/s",
+    ]
+
+
+def test_noise_of_a_median_is_estimated_without_bias():
+    drawn = random.Random(0)
+    repeats = [[drawn.gauss(0, 1) for _ in range(5)] for _ in range(2000)]
+    middles = [sorted(five)[2] for five in repeats]
+    spreads = [(sorted(abs(x - m) for x in five)[2], 5) for five, m in zip(repeats, middles, strict=True)]
+    true = math.sqrt(sum(m * m for m in middles) / len(middles))
+    assert noise_of_median(spreads) == pytest.approx(true, rel=0.1)
+
+
+def test_a_fast_link_is_no_measure_for_all_others():
+    for known in (False, True):
+        speeds = {m: 1.5 if m == (0, 1) else 1.0 for m in all_of("copy", 4)}
+        classes = modes(speeds, 0.15, known)
+        assert len(classes) == 1 and len(classes[0].reference) >= 11
+
+
+# --- among nodes ---
+
+
+def account(name: str, factor: float, torch: str = "2.13", simulated: str | None = None) -> Account:
+    verdict = Verdict("ACCEPTED")
+    made = tuple(node("gpu", 4, lambda m: factor) + node("copy", 4, lambda m: factor))
+    return Account(
+        "2026-01-01T00:00:00+00:00", 1.0, "", "quick", verdict, {0: verdict}, (Host(0, name, {"torch": torch}),),
+        tuple(gpus(4)), (), (), made, simulated=simulated,
+    )  # fmt: skip
+
+
+def test_a_node_whose_gpus_are_all_slow_stands_out_among_nodes():
+    found = among_nodes([account("a", 1.0), account("b", 0.99), account("c", 0.6), account("d", 1.01)])
+    assert {(o.name, o.account, o.quantity) for o in found.outliers} == {
+        ("c", 2, "matrix product, float16"),
+        ("c", 2, "copy bandwidth"),
+    }
+    assert found.compared == 8 and not found.unknown
+    assert "40% slower than" in str(found.outliers[0]) and "3 other nodes" in str(found.outliers[0])
+
+
+def test_nodes_are_compared_with_their_like_only():
+    few = among_nodes([account("a", 1.0), account("b", 0.5)])
+    assert not few.outliers and len(few.unknown) == 2 and "fewer than 2 other nodes" in few.unknown[0]
+    other = [account("a", 1.0), account("b", 1.0), account("c", 0.5, torch="2.11"), account("d", 0.5, simulated="cpu")]
+    assert not among_nodes(other).outliers
+    halves = [account("a", 1.0), account("b", 1.0), account("c", 0.5), account("d", 0.5)]
+    assert not among_nodes(halves).outliers  # two against two
