@@ -16,10 +16,12 @@ from mgpu_check.pytest_plugin.ranks import Ranks
 from mgpu_check.pytest_plugin.stash import INVOCATION, SESSION
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
+SEEN: pytest.StashKey[str] = pytest.StashKey()
 
 _HERE = Path(__file__).parent
 _CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
 _MOST_LINES = 8
+_TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
 _TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
 
 
@@ -94,8 +96,18 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         if run.node is not None:
             run.node.mark(page.check, page.test)
     if page.failed:
-        pytest.fail("\n".join(_lines(page.failed)), pytrace=False)
+        pyfuncitem.stash[SEEN] = "\n".join(_lines(page.failed))
+        pytest.fail(pyfuncitem.stash[SEEN], pytrace=False)
     return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what was seen, and leave to the verdict how it is repeated: by the whole check, with the seed of the run."""
+    report = yield
+    if report.failed and (seen := item.stash.get(SEEN, "")):
+        report.longrepr = seen
+    return report
 
 
 def _lines(failed: list[Observation]) -> list[str]:

@@ -38,6 +38,7 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
         return None
     trouble = Trouble()
+    what = what.strip("_").replace("_", " ")
     for rank, died in account.died.items():
         _add(trouble, check, rank, gpus, f"its process died in {what}: {died.cause}", lost=True)
     for rank, raised in account.raised.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Sequence
 
@@ -54,8 +55,12 @@ def main(argv: Sequence[str]) -> int:
     if not asks_for_gpus(arguments):
         driver = current.driver()
         arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
+    if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
+        arguments.append(f"--hypothesis-seed={secrets.randbelow(2**32)}")  # by which the whole run is repeated
     ending = _Ending()
-    code = run(arguments, [ending, CommandLine(("accept",), tuple(argv))], mgpu_check.acceptance)
+    code = run(
+        [*arguments, "-rN"], [ending, CommandLine(("accept",), tuple(arguments), "--accept-")], mgpu_check.acceptance
+    )
     if ending.interrupted:
         return INTERRUPTED
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:

@@ -60,11 +60,18 @@ class CommandLine:
 
     Attributes:
         words: such as ("mgpu-check",) or ("mgpu-check", "selftest"), the program's name left open.
-        arguments: what follows them.
+        arguments: what follows them, as pytest has them.
+        omits: the prefix that options of the plugin lack in this command: "--accept-" for ``--report`` in place of
+            ``--accept-report``.
     """
 
     words: tuple[str, ...]
     arguments: tuple[str, ...]
+    omits: str = ""
+
+    def as_typed(self, word: str) -> str:
+        """Return a word of `arguments` as users write it."""
+        return f"--{word.removeprefix(self.omits)}" if self.omits and word.startswith(self.omits) else word
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,9 @@ class Invocation:
             program=program,
             suite_program=program if command else ours,
             options=tuple(_own_options(config, arguments, everything=command is not None)),
-            suite_options=tuple(_own_options(config, arguments, everything=True)),
+            suite_options=tuple(
+                command.as_typed(word) if command else word for word in _own_options(config, arguments, everything=True)
+            ),
             kept=tuple(_kept(arguments, [str(path) for path in config.getoption("file_or_dir", None) or ()])),
             seed=None if seed is None else str(seed),
         )
@@ -222,6 +231,9 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
         elif text is None:
             text = os.environ.get(option.variable, config.getini(name) if everything else None)
         if text is None:
+            continue
+        if isinstance(text, list):
+            yield from (f"{option.flag}={one}" for one in text)
             continue
         value = option.parse(str(text).strip())
         if isinstance(value, bool):
