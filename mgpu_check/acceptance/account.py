@@ -63,6 +63,7 @@ class CheckRun:
         floor: the least work for each subject, below which nothing is known.
         least: the work of the subject that has least.
         why: why it is unknown or skipped, in one line.
+        host: of which this is said, where the accounts of several runs were joined; None: of all of this run.
     """
 
     name: str
@@ -72,6 +73,7 @@ class CheckRun:
     floor: Work = _NONE
     least: Work = _NONE
     why: str = ""
+    host: int | None = None
 
 
 @dataclass(frozen=True)

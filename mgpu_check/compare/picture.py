@@ -14,7 +14,7 @@ __all__ = ["Curve", "draw"]
 _WIDTH, _HEIGHT = 860, 330
 _MARKED = 80  # up to so many steps each point has a mark
 _POINTS = 2000  # of longer runs every so many steps are drawn
-_LARGEST = 1e300  # what is further off stands here: a scale needs room above it
+_LARGEST = 1e200  # what is further off stands here: a scale needs room above it
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mgpu_check.pytest_plugin.report.outcomes import Outcome, Outcomes
 from mgpu_check.pytest_plugin.session import GpuSession
 from mgpu_check.settings import OPTIONS
 
-__all__ = ["LARGEST", "Summary", "render"]
+__all__ = ["LARGEST", "Page", "Summary", "render"]
 
 LARGEST = 900_000
 """Bytes. GitHub shows no summary of a step that is larger than 1 MiB."""
@@ -84,7 +84,7 @@ class Summary:
 
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     """Render the summary, of `LARGEST` bytes at most."""
-    page = _Page()
+    page = Page()
     page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
     page.add(*_header(session), "")
     page.add(f"**{text(_counts(outcomes))}**", "")
@@ -109,8 +109,8 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
     return page.content()
 
 
-class _Page:
-    """Lines, as long as they fit."""
+class Page:
+    """Lines, as long as they fit in `LARGEST` bytes."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []

@@ -3,18 +3,45 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import pytest
 
 from mgpu_check.pytest_plugin.report.table import row_of
 from mgpu_check.pytest_plugin.session import GpuSession
 
-__all__ = ["Progress"]
+__all__ = ["LiveLine", "Progress"]
 
 _INTERVAL = 0.1
 
 # pytest's own, so that its last line counts as ever.
 _CATEGORIES = {"passed": "passed", "FAILED": "failed", "skipped": "skipped", "known defect": "xfailed"}
+
+
+class LiveLine:
+    """A line at the foot of a terminal that is written anew as a run goes on; where there is no terminal, nothing.
+
+    Args:
+        terminal: pytest's, or None where it has none.
+        clock: seconds since any time.
+    """
+
+    def __init__(self, terminal: pytest.TerminalReporter | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._terminal = terminal if terminal is not None and terminal.isatty else None
+        self._clock = clock
+        self._shown = -_INTERVAL
+
+    def show(self, text: Callable[[], str], now: bool = False) -> None:
+        """Write the line, unless that was done a moment ago; with `now`, whenever that was."""
+        clock = self._clock()
+        if self._terminal is not None and (now or clock - self._shown >= _INTERVAL):
+            self._shown = clock
+            self._terminal.rewrite(text()[: self._terminal._tw.fullwidth - 1], erase=True)
+
+    def clear(self) -> None:
+        """Take the line away, for what is to stay in its place."""
+        if self._terminal is not None:
+            self._terminal.rewrite("", erase=True)
 
 
 class Progress:
@@ -30,13 +57,14 @@ class Progress:
         self._current = ""
         self._running = False
         self._started = time.monotonic()
-        self._shown = 0.0
+        self._line = LiveLine(None)
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         from mgpu_check.pytest_plugin.stash import SESSION
 
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
+        self._line = LiveLine(self._terminal)
         self._session = config.stash[SESSION]
         self._session.on_example = self._count
 
@@ -66,13 +94,12 @@ class Progress:
                 f"{row.result:<12} {row.property}: {row.check} ({row.examples} examples, {row.seconds:.1f} s)"
             )
         elif row.result.startswith(("FAILED", "ERROR")):
-            self._terminal.rewrite("", erase=True)
+            self._line.clear()
             self._terminal.line(f"{row.result} {row.property}: {row.check}", red=True)
         self._show(now=True)
 
     def pytest_sessionfinish(self) -> None:
-        if self._terminal is not None and self._terminal.isatty:
-            self._terminal.rewrite("", erase=True)
+        self._line.clear()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
@@ -87,16 +114,12 @@ class Progress:
         self._show()
 
     def _show(self, now: bool = False) -> None:
-        terminal, session = self._terminal, self._session
-        if terminal is None or session is None or not terminal.isatty:
-            return
-        clock = time.monotonic()
-        if not now and clock - self._shown < _INTERVAL:
-            return
-        self._shown = clock
+        self._line.show(self._text, now)
+
+    def _text(self) -> str:
         failed = f", {self._failed} failed" if self._failed else ""
-        line = (
-            f"[{self._done}/{self._total}{failed}] {clock - self._started:.0f} s, "
-            f"{self._examples + (session.examples if self._running else 0)} examples: {self._current}"
+        running = self._session.examples if self._running and self._session is not None else 0
+        return (
+            f"[{self._done}/{self._total}{failed}] {time.monotonic() - self._started:.0f} s, "
+            f"{self._examples + running} examples: {self._current}"
         )
-        terminal.rewrite(line[: terminal._tw.fullwidth - 1], erase=True)

@@ -1,0 +1,92 @@
+"""Write reports to files, each in the format that its name asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from mgpu_check import pages
+from mgpu_check.acceptance.account import Account
+
+__all__ = ["SUFFIXES", "check_paths", "write"]
+
+
+def _html(account: Account) -> str:
+    from mgpu_check.acceptance.report.page import render
+
+    return render(account)
+
+
+def _json(account: Account) -> str:
+    from mgpu_check.acceptance.report.values import to_json
+
+    return to_json(account)
+
+
+def _markdown(account: Account) -> str:
+    from mgpu_check.acceptance.report.markdown import render
+
+    return render(account)
+
+
+def _junit(account: Account) -> str:
+    from mgpu_check.acceptance.report.junit import render
+
+    return render(account)
+
+
+_WRITERS: Mapping[str, Callable[[Account], str]] = {
+    ".html": _html,
+    ".json": _json,
+    ".md": _markdown,
+    ".xml": _junit,
+}
+
+SUFFIXES = tuple(_WRITERS)
+"""What a report's name ends in: a page, JSON, Markdown, JUnit."""
+
+
+def check_paths(paths: Iterable[Path | str]) -> None:
+    """Check, before a run, that reports can be written to these files.
+
+    Raises:
+        ValueError: one cannot: its suffix is none of `SUFFIXES`, there is no such directory, or the extra that pages need
+            is missing; names the file, and says what to do.
+    """
+    for path in map(Path, paths):
+        _writer(path)
+        if not path.absolute().parent.is_dir():
+            raise ValueError(
+                f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
+            )
+        if path.is_dir():
+            raise ValueError(f"{path} is a directory; give the name of a file in it, such as {path / 'report.html'}")
+        if path.suffix == ".html":
+            pages.require(f"the report {path.name}")
+
+
+def write(path: Path | str, account: Account) -> None:
+    """Write a report of `account` in the format of the suffix of `path`, one of `SUFFIXES`.
+
+    The file is there whole or as it was: a report that fails leaves no half.
+
+    Raises:
+        ValueError: the suffix is another one, or the extra that pages need is missing.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    if path.suffix == ".html":
+        pages.require(f"the report {path.name}")
+    content = _writer(path)(account)
+    begun = path.with_name(f".{path.name}.begun")
+    try:
+        begun.write_text(content, encoding="utf-8", errors="backslashreplace")
+        begun.replace(path)
+    finally:
+        begun.unlink(missing_ok=True)
+
+
+def _writer(path: Path) -> Callable[[Account], str]:
+    if path.suffix not in _WRITERS:
+        raise ValueError(f"{path} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}; choose one of them")
+    return _WRITERS[path.suffix]

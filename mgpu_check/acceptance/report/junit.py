@@ -1,0 +1,114 @@
+"""The account as JUnit XML: a test case for each check and subject.
+
+What is unknown is an error there: readers of JUnit have no other word for what says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+
+from mgpu_check.acceptance.account import Account, CheckRun
+from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report.values import encoded
+from mgpu_check.devices.observations import Observation, Outcome, Subject
+
+__all__ = ["render"]
+
+_MOST = 200
+"""Cases of one subject that are told."""
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render(account: Account) -> str:
+    """Render the account."""
+    by_case: dict[tuple[str, Subject], list[Observation]] = {}
+    for entry in account.observations:
+        by_case.setdefault((entry.check, entry.subject), []).append(entry)
+    cases = [_case(account, check, subject, entries) for (check, subject), entries in by_case.items()]
+    heard = {entry.check for entry in account.observations}
+    for run in view.checks_by_name(account):
+        if run.outcome == "unknown" or run.name not in heard:
+            cases.append(_of_check(run))
+    counts = view.Tally.of(_OUTCOMES[next((part.tag for part in case if part.tag in _OUTCOMES), "")] for case in cases)
+    totals = {
+        "tests": str(len(cases)),
+        "failures": str(counts.failed),
+        "errors": str(counts.unknown),
+        "skipped": str(counts.skipped),
+        "time": f"{account.seconds:.3f}",
+    }
+    root = ET.Element("testsuites", totals)
+    suite = ET.SubElement(root, "testsuite", {"name": "mgpu-check accept", **totals, "timestamp": account.started})
+    hosts = ",".join(host.name for host in account.hosts)
+    if hosts:
+        suite.set("hostname", _text(hosts))
+    suite.append(_properties(account))
+    suite.extend(cases)
+    told = ET.SubElement(suite, "system-out")
+    from mgpu_check.acceptance.report.text import lines
+
+    told.text = _text("\n".join(lines(account)))
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+_OUTCOMES: dict[str, Outcome] = {"failure": "failed", "error": "unknown", "skipped": "skipped", "": "passed"}
+
+
+def _properties(account: Account) -> ET.Element:
+    verdict = account.verdict
+    properties = {
+        "verdict": verdict.kind,
+        "level": account.level,
+        "simulated": account.simulated or "",
+        "planted": "\n".join(account.planted),
+        "accused": "\n".join(view.name_of(account, accusation.part) for accusation in verdict.accusations),
+        "repeat": view.repeat(account),
+        **{f"verdict of {view.host_name(account, number)}": one.kind for number, one in account.verdicts.items()},
+        **{f"GPU {gpu.number}": view.describe_gpu(account, gpu) for gpu in account.gpus},
+    }
+    element = ET.Element("properties")
+    for name, value in properties.items():
+        ET.SubElement(element, "property", {"name": _text(f"mgpu_check.{name}"), "value": _text(value)})
+    return element
+
+
+def _case(account: Account, check: str, subject: Subject, entries: Sequence[Observation]) -> ET.Element:
+    seconds = sum(entry.work.seconds for entry in entries)
+    names = {"classname": f"mgpu_check.acceptance.{check}", "name": str(subject), "time": f"{seconds:.3f}"}
+    case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
+    tally = view.Tally.of(entry.outcome for entry in entries)
+    telling = [entry for entry in entries if entry.outcome == tally.outcome != "passed"]
+    tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(tally.outcome)
+    if tag:
+        reason = ET.SubElement(case, tag, {"message": _text(telling[0].seen), "type": tally.outcome})
+        reason.text = _text("\n".join(_told(entry) for entry in telling[:_MOST]))
+    known = [view.describe_gpu(account, gpu) for gpu in account.gpus if gpu.number in view.gpus_of(account, subject)]
+    told = [str(tally), *known, *(_told(entry) for entry in entries[:_MOST])]
+    told += [f"… and {len(entries) - _MOST} more"] if len(entries) > _MOST else []
+    ET.SubElement(case, "system-out").text = _text("\n".join(told))
+    return case
+
+
+def _of_check(run: CheckRun) -> ET.Element:
+    """Return a case for a check as a whole: it did too little, or has seen nothing at all."""
+    names = {"classname": f"mgpu_check.acceptance.{run.name}", "name": "all", "time": f"{run.seconds:.3f}"}
+    case = ET.Element("testcase", {key: _text(value) for key, value in names.items()})
+    tag = {"failed": "failure", "unknown": "error", "skipped": "skipped"}.get(run.outcome)
+    if tag:
+        ET.SubElement(case, tag, {"message": _text(run.why), "type": run.outcome})
+    return case
+
+
+def _told(entry: Observation) -> str:
+    parts = [entry.outcome, entry.case, entry.seen, f"did {view.work_text(entry.work)}"]
+    parts += [json.dumps(encoded(entry.evidence))] if entry.evidence else []
+    return ": ".join(filter(None, parts))
+
+
+def _text(words: str) -> str:
+    """Make visible what XML cannot hold."""
+    return _ILLEGAL.sub(lambda match: f"\\x{ord(match[0]):02x}", words)

@@ -1,0 +1,172 @@
+"""What an acceptance shows while it runs: on a terminal one line with progress, time left and the verdict so far; in a log a line
+now and then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+
+import pytest
+
+from mgpu_check.acceptance.report.view import seconds_text, what
+from mgpu_check.devices.observations import Entry, Observation
+from mgpu_check.pytest_plugin.report.progress import LiveLine
+
+__all__ = ["Live"]
+
+_APART = 60.0
+"""Seconds between lines of a log, but for the ends of checks."""
+_CATEGORIES = {"passed": "passed", "failed": "failed", "skipped": "skipped"}
+
+
+class Live:
+    """A pytest plugin that replaces pytest's dots for the tests of an acceptance. Register it when their order is known.
+
+    Args:
+        terminal: pytest's, or None where it has none.
+        tests: node id of each test -> its check, in the order in which they run.
+        known: check -> seconds that its tests take together, where that was asked for: of a soak.
+        clock: seconds since any time.
+    """
+
+    def __init__(
+        self,
+        terminal: pytest.TerminalReporter | None,
+        tests: Mapping[str, str],
+        known: Mapping[str, float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._terminal = terminal
+        self._line = LiveLine(terminal, clock)
+        self._tests = dict(tests)
+        self._known = dict(known or {})
+        self._clock = clock
+        self._started = self._began = self._said = clock()
+        self._took: dict[str, list[float]] = {check: [] for check in self._tests.values()}
+        self._left = Counter(self._tests.values())
+        self._seen: Counter[str] = Counter()
+        self._first = ""
+        self._of_check: Counter[str] = Counter()
+        self._doing = ""
+        self._check = ""
+
+    def heard(self, entries: Iterable[Entry]) -> None:
+        """Count what a check has just seen."""
+        for entry in entries:
+            if isinstance(entry, Observation):
+                self._seen[entry.outcome] += 1
+                self._of_check[entry.outcome] += 1
+                if entry.outcome == "failed" and not self._first:
+                    self._first = str(entry.subject)
+                    self._stay(f"{entry.check}: {entry.subject}: {entry.seen}", red=True)
+        self.tick()
+
+    def tick(self) -> None:
+        """Show what there is to show: time has passed."""
+        self._line.show(self.text)
+        if not self._on_a_terminal and self._clock() - self._said >= _APART:
+            self._stay(self.text())
+
+    def phase(self, doing: str) -> None:
+        """Say what is done after the tests, such as second looks."""
+        self._doing = doing
+        self._check = ""
+        self._line.show(self.text, now=True)
+
+    def end(self) -> None:
+        """Take the line away."""
+        self._line.clear()
+
+    def text(self) -> str:
+        """Return the line: tests done of all, time, time left, the verdict so far, what runs."""
+        left = self.left()
+        remaining = "" if left is None else f", about {seconds_text(_coarse(left))} left"
+        done = len(self._tests) - self._left.total()
+        passed = seconds_text(round(self._clock() - self._started))
+        return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")
+
+    def left(self) -> float | None:
+        """Return about how many seconds are left; None where nothing is known yet.
+
+        A test takes as long as the others of its check have taken, or those of all checks, where it is the first.
+        """
+        remaining = 0.0
+        taken = [seconds for check, several in self._took.items() if check not in self._known for seconds in several]
+        for check, count in self._left.items():
+            if not count:
+                continue
+            if check in self._known:
+                remaining += max(0.0, self._known[check] - sum(self._took[check]))
+            elif self._took[check] or taken:
+                remaining += count * fmean(self._took[check] or taken)
+            else:
+                return None
+        running = self._clock() - self._began if self._check else 0.0
+        return max(0.0, remaining - running)
+
+    def _so_far(self) -> str:
+        parts = []
+        if self._seen["failed"]:
+            parts.append(f"REJECTED so far: {what(self._seen['failed'], 'failure')}, first on {self._first}")
+        else:
+            parts.append(f"nothing failed in {what(self._seen.total(), 'look')}")
+        if self._seen["unknown"]:
+            parts.append(f"{self._seen['unknown']} unknown")
+        return ", ".join(parts)
+
+    @property
+    def _on_a_terminal(self) -> bool:
+        return self._terminal is not None and bool(self._terminal.isatty)
+
+    def _stay(self, text: str, red: bool = False) -> None:
+        """Print a line that stays."""
+        if self._terminal is not None:
+            self._line.clear()
+            self._said = self._clock()
+            self._terminal.line(text, **({"red": True} if red else {}))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        check = self._tests.get(nodeid)
+        if check is None:
+            return
+        if check != self._check:
+            self._of_check = Counter()
+        self._check, self._began = check, self._clock()
+        self._doing = f"{check}: {nodeid.rpartition('::')[2]}"
+        self._line.show(self.text, now=True)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        check = self._tests.get(nodeid)
+        if check is None or not self._left[check]:
+            return
+        self._took[check].append(self._clock() - self._began)
+        self._left[check] -= 1
+        if not self._left[check]:
+            self._stay(f"{check:<12} {_ended(self._of_check)}, {seconds_text(sum(self._took[check]))}")
+            self._check = ""
+        self.tick()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Print no letter for a test of an acceptance; an error outside of a check is pytest's to show."""
+        if report.nodeid not in self._tests or (report.when != "call" and report.failed):
+            return None
+        if report.when != "call" and not report.skipped:
+            return "", "", ""
+        return _CATEGORIES[report.outcome], "", report.outcome
+
+
+def _ended(seen: Mapping[str, int]) -> str:
+    """Return how a check has ended, with what it has seen."""
+    counts: Sequence[str] = [
+        f"{seen[name]} {name}" for name in ("passed", "failed", "skipped", "unknown") if seen.get(name)
+    ]
+    return ", ".join(counts) or "nothing seen"
+
+
+def _coarse(seconds: float) -> float:
+    """Return a time as it is guessed: of more than a minute, in steps of ten seconds."""
+    return round(seconds, -1) if seconds >= 60 else round(seconds)

@@ -1,0 +1,246 @@
+"""Measurements and failures as matrices: GPU by GPU, and check by GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mgpu_check.acceptance.account import Account
+from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report.figures import Grid, heat_map
+from mgpu_check.devices.observations import Measurement, Observation, Subject
+
+__all__ = ["heat_maps", "others"]
+
+_MOST = 32
+"""GPUs of one matrix; where there are more, each host has its own, and one shows the worst between hosts."""
+
+Key = tuple[str, str, int]
+"""Quantity, unit and size of measurements that are compared."""
+
+
+def heat_maps(account: Account) -> list[dict[str, str]]:
+    """Return headings, notes and pictures of all matrices of an account."""
+    pairs: dict[Key, dict[tuple[int, int], Measurement]] = defaultdict(dict)
+    for measurement in account.measurements:
+        if measurement.subject.kind == "copy":
+            pairs[measurement.quantity, measurement.unit, measurement.size][_pair(measurement.subject)] = measurement
+    links = {
+        _pair_of(accusation.part.members)
+        for accusation in account.verdict.accusations
+        if accusation.part.kind == "link"
+    }
+    pictures = []
+    for number, (key, found) in enumerate(sorted(_most_telling(pairs).items())):
+        pictures += _speeds(account, key, found, links, f"pairs{number}")
+    pictures += _failures_of_pairs(account, links)
+    pictures += _of_gpus(account)
+    pictures += _failures_of_gpus(account)
+    return pictures
+
+
+def _pair(subject: Subject) -> tuple[int, int]:
+    return subject.members[0], subject.members[-1]
+
+
+def _pair_of(members: Sequence[int]) -> tuple[int, int]:
+    return members[0], members[-1]
+
+
+def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Of each quantity the largest size, of times the smallest: that is the bandwidth, or the latency, of a link."""
+    chosen: dict[tuple[str, str], int] = {}
+    for quantity, unit, size in pairs:
+        best = chosen.get((quantity, unit))
+        wins = best is None or (size < best if unit == "s" else size > best)
+        if wins:
+            chosen[quantity, unit] = size
+    return {key: found for key, found in pairs.items() if chosen[key[:2]] == key[2]}
+
+
+def _blocks(account: Account) -> list[tuple[str, list[int]]]:
+    """Return the GPUs of each matrix, with what its heading adds."""
+    numbers = [gpu.number for gpu in account.gpus]
+    if len(numbers) <= _MOST:
+        return [("", numbers)]
+    return [
+        (f" on {view.host_name(account, host.number)}", [gpu.number for gpu in account.gpus if gpu.host == host.number])
+        for host in account.hosts
+    ]
+
+
+def _speeds(
+    account: Account,
+    key: Key,
+    found: Mapping[tuple[int, int], Measurement],
+    links: set[tuple[int, int]],
+    name: str,
+) -> list[dict[str, str]]:
+    quantity, unit, size = key
+    scale, prefix = view.prefix([one.value for one in found.values()])
+    pictures = []
+    for block, (where, numbers) in enumerate(_blocks(account)):
+        values = [[found[a, b].value if (a, b) in found else None for b in numbers] for a in numbers]
+        if not any(value is not None for row in values for value in row):
+            continue
+        texts = [[_digits(value, scale) for value in row] for row in values]
+        heading = f"{quantity.capitalize()}{where}, {view.bytes_text(size)}, in {prefix}{unit}"
+        grid = _square(numbers, values, texts, links, "little" if unit == "s" else "much")
+        pictures.append({"heading": heading, "note": "", "svg": heat_map(grid, f"{name}-{block}", heading)})
+    return pictures + _between_hosts(account, key, found, f"{name}-hosts")
+
+
+def _square(numbers: Sequence[int], values: Any, texts: Any, links: set[tuple[int, int]], scale: Any) -> Grid:
+    place = {number: index for index, number in enumerate(numbers)}
+    marked = {(place[a], place[b]) for a, b in links if a in place and b in place}
+    labels = [str(number) for number in numbers]
+    return Grid(labels, labels, values, texts, marked, scale, across="to GPU", down="from GPU")
+
+
+def _between_hosts(
+    account: Account, key: Key, found: Mapping[tuple[int, int], Measurement], name: str
+) -> list[dict[str, str]]:
+    """Return the slowest of each two hosts, where there are too many GPUs for one matrix."""
+    if len(account.gpus) <= _MOST:
+        return []
+    host = {gpu.number: gpu.host for gpu in account.gpus}
+    worst: dict[tuple[int, int], float] = {}
+    for (a, b), one in found.items():
+        if host[a] != host[b]:
+            pair = (host[a], host[b])
+            worse = max if key[1] == "s" else min
+            worst[pair] = worse(worst.get(pair, one.value), one.value)
+    if not worst:
+        return []
+    scale, prefix = view.prefix(list(worst.values()))
+    numbers = [one.number for one in account.hosts]
+    values = [[worst.get((a, b)) for b in numbers] for a in numbers]
+    texts = [[_digits(value, scale) for value in row] for row in values]
+    labels = [view.host_name(account, number) for number in numbers]
+    columns = [str(number) for number in numbers]
+    grid = Grid(labels, columns, values, texts, (), "little" if key[1] == "s" else "much", across="to host")
+    heading = (
+        f"{key[0].capitalize()} between hosts, the worst of all pairs, {view.bytes_text(key[2])}, in {prefix}{key[1]}"
+    )
+    return [{"heading": heading, "note": "", "svg": heat_map(grid, name, heading)}]
+
+
+def _failures_of_pairs(account: Account, links: set[tuple[int, int]]) -> list[dict[str, str]]:
+    counts: dict[tuple[int, int], list[Observation]] = defaultdict(list)
+    for entry in account.observations:
+        if entry.subject.kind == "copy":
+            counts[_pair(entry.subject)].append(entry)
+    pictures = []
+    for block, (where, numbers) in enumerate(_blocks(account)):
+        if not any((a, b) in counts for a in numbers for b in numbers):
+            continue
+        values = [[_failed(counts.get((a, b), ())) for b in numbers] for a in numbers]
+        texts = [[_count(value) for value in row] for row in values]
+        heading = f"Failures by pair{where}"
+        grid = _square(numbers, values, texts, links, "failures")
+        pictures.append({"heading": heading, "note": _NOTE, "svg": heat_map(grid, f"failures{block}", heading)})
+    return pictures
+
+
+_NOTE = "Number of cases that failed. A dash: not looked at. A frame: accused."
+
+
+def _failed(entries: Sequence[Observation]) -> float | None:
+    """Return how many failed; None where nobody has looked."""
+    looked = [entry for entry in entries if entry.outcome in ("passed", "failed")]
+    return float(sum(entry.outcome == "failed" for entry in looked)) if looked else None
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:g}"
+
+
+def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
+    entries: dict[tuple[str, int], list[Observation]] = defaultdict(list)
+    for entry in account.observations:
+        for number in entry.suspects or view.gpus_of(account, entry.subject):
+            entries[entry.check, number].append(entry)
+    names = [name for name in view.check_names(account) if any(check == name for check, _ in entries)]
+    explained = {
+        (entry.check, accusation.part.members[0])
+        for accusation in account.verdict.accusations
+        if accusation.part.kind in ("gpu", "host-link")
+        for entry in view.evidence_of(account, accusation)
+    }
+    pictures = []
+    for block, (where, numbers) in enumerate(_blocks(account) if names else ()):
+        values = [[_failed(entries.get((name, number), ())) for number in numbers] for name in names]
+        marked = {
+            (row, column)
+            for row, name in enumerate(names)
+            for column, number in enumerate(numbers)
+            if (name, number) in explained
+        }
+        texts = [[_count(value) for value in row] for row in values]
+        grid = Grid(names, [str(number) for number in numbers], values, texts, marked, "failures", across="GPU")
+        heading = f"Failures by check and GPU{where}"
+        note = f"{_NOTE} What failed between GPUs counts for each of them."
+        pictures.append({"heading": heading, "note": note, "svg": heat_map(grid, f"checks{block}", heading)})
+    return pictures
+
+
+def _of_gpus(account: Account) -> list[dict[str, str]]:
+    """Return what was measured of each GPU by itself, and between it and its host."""
+    found: dict[tuple[str, Key], dict[int, float]] = defaultdict(dict)
+    for one in account.measurements:
+        if one.subject.kind in ("gpu", "upload", "download"):
+            found[one.subject.kind, (one.quantity, one.unit, one.size)][one.subject.members[0]] = one.value
+    if not found:
+        return []
+    itself = {a.part.members[0] for a in account.verdict.accusations if a.part.kind in ("gpu", "host-link")}
+    pictures = []
+    for block, (where, numbers) in enumerate(_blocks(account)):
+        rows: list[str] = []
+        values: list[list[float | None]] = []
+        texts: list[list[str]] = []
+        marked = set()
+        for kind, (quantity, unit, size) in found:
+            mine = found[kind, (quantity, unit, size)]
+            if not set(mine) & set(numbers):
+                continue
+            scale, prefix = view.prefix(list(mine.values()))
+            way = "" if kind == "gpu" or kind in quantity else f"{kind}, "
+            extent = view.bytes_text(size) if unit != "FLOP/s" else f"size {size}"
+            marked |= {(len(rows), column) for column, number in enumerate(numbers) if number in itself}
+            rows.append(f"{quantity}, {way}{extent}, {prefix}{unit}")
+            values.append([mine.get(number) for number in numbers])
+            texts.append([_digits(mine.get(number), scale) for number in numbers])
+        grid = Grid(rows, [str(number) for number in numbers], values, texts, marked, "much", by_row=True, across="GPU")
+        heading = f"Speed of each GPU{where}"
+        pictures.append({"heading": heading, "note": "", "svg": heat_map(grid, f"gpus{block}", heading)})
+    return pictures
+
+
+def others(account: Account) -> list[dict[str, str]]:
+    """Return what was measured that no matrix shows: of groups, hosts, and copies of other sizes."""
+    pairs: dict[Key, list[float]] = defaultdict(list)
+    for one in account.measurements:
+        if one.subject.kind == "copy":
+            pairs[one.quantity, one.unit, one.size].append(one.value)
+    rows = []
+    for key in sorted(set(pairs) - set(_most_telling(pairs))):
+        values = sorted(pairs[key])
+        middle = values[len(values) // 2]
+        amounts = [view.rate_text(value, key[1]) for value in (values[0], middle, values[-1])]
+        said = f"{amounts[1]} ({amounts[0]} to {amounts[2]})"
+        rows.append({"what": key[0], "subject": f"{len(values)} pairs", "size": view.bytes_text(key[2]), "value": said})
+    for one in account.measurements:
+        if one.subject.kind in ("group", "host"):
+            value = view.rate_text(one.value, one.unit)
+            rows.append(
+                {"what": one.quantity, "subject": str(one.subject), "size": view.bytes_text(one.size), "value": value}
+            )
+    return rows
+
+
+def _digits(value: float | None, scale: float) -> str:
+    if value is None:
+        return "-"
+    scaled = value / scale
+    return f"{scaled:.0f}" if abs(scaled) >= 100 else f"{scaled:.1f}" if abs(scaled) >= 10 else f"{scaled:.2f}"

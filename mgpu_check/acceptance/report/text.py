@@ -1,0 +1,89 @@
+"""The verdict on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mgpu_check.acceptance.account import Account, Accusation
+from mgpu_check.acceptance.report import view
+from mgpu_check.devices.observations import Observation
+
+__all__ = ["lines"]
+
+_MOST = 8
+"""So many lines of one kind: more of them are counted."""
+_TEXTS = 2
+"""Columns of the table of checks that are words; the others are numbers, but for the last."""
+
+
+def lines(account: Account) -> list[str]:
+    """Return what the terminal says at the end of a run: the verdict first, then each accused part, what could not be checked,
+    what each check did, and how to repeat it.
+    """
+    found = [view.headline(account)]
+    if account.simulated:
+        found.append(f"  {view.SIMULATED}")
+    found += [f"  planted: {text}" for text in account.planted]
+    if len(account.hosts) > 1:
+        found += [
+            f"  {view.host_name(account, number)}: {verdict.kind}"
+            for number, verdict in sorted(account.verdicts.items())
+        ]
+    for accusation in account.verdict.accusations:
+        found += ["", *_accusation(account, accusation)]
+    loose = view.failed_of(account, account.verdict)
+    if loose:
+        found += ["", "failures that no part explains:"]
+        found += [f"  {line}" for line in _most([_observation(entry) for entry in loose])]
+    if account.verdict.unknown:
+        found += ["", "could not be checked:"]
+        found += [f"  {line}" for line in _most(list(account.verdict.unknown))]
+    found += ["", *_checks(account), "", f"repeat: {view.repeat(account)}"]
+    return found
+
+
+def _accusation(account: Account, accusation: Accusation) -> Iterator[str]:
+    yield view.name_of(account, accusation.part)
+    for line in view.describe_part(account, accusation.part):
+        yield f"  {line}"
+    for line in _most(list(accusation.because)):
+        yield f"  seen: {line}"
+    if accusation.arm:
+        yield f"  second look: {accusation.arm}"
+    if accusation.advice:
+        yield f"  do: {accusation.advice}"
+    if accusation.repeat:
+        yield f"  look again: {accusation.repeat}"
+
+
+def _observation(entry: Observation) -> str:
+    case = f" ({entry.case})" if entry.case else ""
+    return f"{entry.check}: {entry.subject}: {entry.seen}{case}"
+
+
+def _most(some: list[str]) -> list[str]:
+    return some if len(some) <= _MOST else [*some[: _MOST - 1], f"… and {len(some) - _MOST + 1} more"]
+
+
+def _checks(account: Account) -> Iterator[str]:
+    counts = view.tallies(account)
+    runs = view.checks_by_name(account)
+    if not runs:
+        yield "no check ran"
+    rows: list[tuple[str, ...]] = [
+        ("check", "outcome", "time", "passed", "failed", "skipped", "unknown", "least work of a subject")
+    ]
+    for run in runs:
+        tally = counts[run.name]
+        numbers = (str(n) for n in (tally.passed, tally.failed, tally.skipped, tally.unknown))
+        done = "; ".join(filter(None, (view.work_text(run.least), run.why)))
+        rows.append((run.name, run.outcome, view.seconds_text(run.seconds), *numbers, done))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if runs else []:
+        cells = [
+            f"{cell:<{width}}" if place < _TEXTS else f"{cell:>{width}}"
+            for place, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
+        ]
+        yield "  ".join([*cells, row[-1]]).rstrip()
+    yield f"checks: {view.counts_of_checks(runs)}"
+    yield f"took {view.seconds_text(account.seconds)} at the level {account.level}"

@@ -1,0 +1,255 @@
+"""What all reports say alike: headline, names of parts, counts, amounts."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Verdict
+from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
+
+__all__ = [
+    "SIMULATED",
+    "Tally",
+    "bytes_text",
+    "check_names",
+    "checks_by_name",
+    "counts_of_checks",
+    "describe_gpu",
+    "describe_part",
+    "evidence_of",
+    "failed_of",
+    "gpus_of",
+    "headline",
+    "host_name",
+    "identity",
+    "name_of",
+    "prefix",
+    "rate_text",
+    "repeat",
+    "seconds_text",
+    "tallies",
+    "what",
+    "work_text",
+]
+
+SIMULATED = "SIMULATED: this shows what the checks do, and says nothing of hardware"
+
+_WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
+_PREFIXES = (
+    *((10.0**power, name) for power, name in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, ""))),
+    *((10.0**power, name) for power, name in ((-3, "m"), (-6, "µ"), (-9, "n"))),
+)
+_BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Numbers of observations, by outcome."""
+
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    unknown: int = 0
+
+    @classmethod
+    def of(cls, outcomes: Iterable[Outcome]) -> Tally:
+        counts = Counter(outcomes)
+        return cls(*(counts[name] for name in ("passed", "failed", "skipped", "unknown")))
+
+    @property
+    def outcome(self) -> Outcome:
+        """The worst; skipped only where nothing else was."""
+        return next((name for name in _WORST if getattr(self, name)), "unknown")
+
+    @property
+    def total(self) -> int:
+        return self.passed + self.failed + self.skipped + self.unknown
+
+    def __str__(self) -> str:
+        """Return the numbers, those that are 0 too: passed, failed, skipped and unknown are four things."""
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped, {self.unknown} unknown"
+
+
+def tallies(account: Account) -> Mapping[str, Tally]:
+    """Return check -> its observations, of all checks, in the order in which they ran."""
+    found: dict[str, list[Outcome]] = {run.name: [] for run in account.checks}
+    for entry in account.observations:
+        found.setdefault(entry.check, []).append(entry.outcome)
+    return {name: Tally.of(outcomes) for name, outcomes in found.items()}
+
+
+def check_names(account: Account) -> list[str]:
+    """Return the names of all checks that ran, or have seen something."""
+    return list(tallies(account))
+
+
+def checks_by_name(account: Account) -> list[CheckRun]:
+    """Return one entry for each check: what the accounts of several hosts say of one is put together."""
+    found: dict[str, list[CheckRun]] = {}
+    for run in account.checks:
+        found.setdefault(run.name, []).append(run)
+    return [runs[0] if len(runs) == 1 else _together(account, runs) for runs in found.values()]
+
+
+def _together(account: Account, runs: list[CheckRun]) -> CheckRun:
+    outcome = Tally.of(run.outcome for run in runs).outcome
+    whys = [
+        f"{host_name(account, run.host)}: {run.why}" if run.host is not None else run.why
+        for run in runs
+        if run.why and run.outcome == outcome
+    ]
+    return CheckRun(
+        runs[0].name,
+        min(run.started for run in runs),
+        max(run.seconds for run in runs),
+        outcome,
+        _least(run.floor for run in runs),
+        _least(run.least for run in runs),
+        "; ".join(whys),
+    )
+
+
+def _least(works: Iterable[Work]) -> Work:
+    some = list(works)
+    return Work(min(w.bytes for w in some), min(w.operations for w in some), min(w.seconds for w in some))
+
+
+def counts_of_checks(checks: Iterable[CheckRun]) -> Tally:
+    """Return how the checks ended."""
+    return Tally.of(run.outcome for run in checks)
+
+
+def headline(account: Account) -> str:
+    """Return the verdict in one line; its first word is ACCEPTED, REJECTED or INCONCLUSIVE."""
+    verdict = account.verdict
+    gpus = what(len(account.gpus), "GPU")
+    on = f" on {what(len(account.gpus), f'SIMULATED {account.simulated} GPU')}" if account.simulated else ""
+    if verdict.kind == "REJECTED":
+        parts = ", ".join(dict.fromkeys(name_of(account, accusation.part) for accusation in verdict.accusations))
+        loose = len(verdict.unexplained)
+        unexplained = f"{what(loose, 'failure')} that no part explains" if loose else ""
+        why = "; ".join(filter(None, (parts, unexplained))) or "no part is named"
+    elif verdict.kind == "INCONCLUSIVE":
+        why = "; ".join(verdict.unknown[:1]) or "something could not be checked"
+        more = len(verdict.unknown) - 1
+        why += f"; and {more} more" if more > 0 else ""
+    else:
+        why = f"{gpus} passed {what(len({run.name for run in account.checks}), 'check')}"
+    partial = f"; only {', '.join(verdict.partial)} ran" if verdict.partial else ""
+    return f"{verdict.kind}{on}: {why}{partial}"
+
+
+def what(number: int, thing: str) -> str:
+    """Return a number with what it counts: ``1 GPU``, ``8 GPUs``."""
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
+def host_name(account: Account, number: int) -> str:
+    """Return the name of a host, or its number where nobody knows it."""
+    return next((host.name for host in account.hosts if host.number == number and host.name), f"host {number}")
+
+
+def name_of(account: Account, part: Part) -> str:
+    """Return the short name of a part; where there are several hosts, with the place of its GPU."""
+    if part.kind == "host":
+        return f"host {host_name(account, part.members[0])}"
+    gpu = next((gpu for gpu in account.gpus if gpu.number == part.members[0]), None)
+    if len(account.hosts) > 1 and gpu is not None and part.kind != "link":
+        return f"{part} (cuda:{gpu.index} of {host_name(account, gpu.host)})"
+    return str(part)
+
+
+def describe_gpu(account: Account, gpu: Gpu) -> str:
+    """Return all by which a GPU is found: index, host, model, UUID, serial number, PCI bus id."""
+    parts = [f"cuda:{gpu.index} of {host_name(account, gpu.host)}", gpu.name]
+    return "; ".join([*parts, *(f"{label} {value}" for label, value in identity(gpu))])
+
+
+def identity(gpu: Gpu) -> list[tuple[str, str]]:
+    """Return what a GPU is known by wherever it is put; "unknown" where nobody knows."""
+    return [("UUID", gpu.uuid or "unknown"), ("serial", gpu.serial or "unknown"), ("PCI", gpu.pci or "unknown")]
+
+
+def describe_part(account: Account, part: Part) -> list[str]:
+    """Return a line for each GPU of a part; for a host its name and software."""
+    if part.kind == "host":
+        host = next((host for host in account.hosts if host.number == part.members[0]), None)
+        software = ", ".join(f"{name} {version}" for name, version in host.software.items()) if host else ""
+        return ["; ".join(filter(None, (host_name(account, part.members[0]), software)))]
+    known = {gpu.number: gpu for gpu in account.gpus}
+    lines = []
+    for member in dict.fromkeys(part.members):
+        prefix = f"GPU {member}: " if part.kind != "gpu" else ""
+        lines.append(prefix + (describe_gpu(account, known[member]) if member in known else "unknown to this run"))
+    return lines
+
+
+def gpus_of(account: Account, subject: Subject) -> tuple[int, ...]:
+    """Return the numbers of the GPUs that have to do with a subject: of a host all of its."""
+    if subject.kind == "host":
+        return tuple(gpu.number for gpu in account.gpus if gpu.host in subject.members)
+    return tuple(dict.fromkeys(subject.members))
+
+
+def repeat(account: Account) -> str:
+    """Return the command that makes the same run again."""
+    given = any(word.partition("=")[0] == "--hypothesis-seed" for word in _words(account.command))
+    return account.command if account.seed is None or given else f"{account.command} --hypothesis-seed={account.seed}"
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # of a command that was cut off
+        return command.split()
+
+
+def bytes_text(count: float) -> str:
+    """Return an amount of memory: ``79.6 GiB``."""
+    name, scale = next(((name, scale) for name, scale in _BYTES if count >= scale), ("B", 1))
+    return f"{count / scale:.4g} {name}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration: ``0.42 s``, ``12.3 s``, ``7 min 30 s``, ``2 h 5 min``."""
+    if seconds < 100:
+        return f"{seconds:.3g} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
+
+
+def prefix(values: Iterable[float]) -> tuple[float, str]:
+    """Return the factor and the prefix of a unit in which the largest of `values` is read best."""
+    most = max((abs(value) for value in values if math.isfinite(value)), default=1.0)
+    return next((step for step in _PREFIXES if most >= step[0]), _PREFIXES[-1])
+
+
+def rate_text(value: float, unit: str) -> str:
+    """Return a measured value: ``385 GB/s``, ``3.1 µs``."""
+    scale, name = prefix([value])
+    return f"{value / scale:.3g} {name}{unit}"
+
+
+def work_text(work: Work) -> str:
+    """Return what was done, without what is 0."""
+    parts = [bytes_text(work.bytes)] if work.bytes else []
+    parts += [what(work.operations, "operation")] if work.operations else []
+    parts += [f"{seconds_text(work.seconds)} under load"] if work.seconds else []
+    return ", ".join(parts) or "nothing"
+
+
+def evidence_of(account: Account, accusation: Accusation) -> list[Observation]:
+    """Return the observations that an accusation explains."""
+    return [account.observations[number] for number in accusation.observations if number < len(account.observations)]
+
+
+def failed_of(account: Account, verdict: Verdict) -> list[Observation]:
+    """Return the failed observations that no part explains."""
+    return [account.observations[number] for number in verdict.unexplained if number < len(account.observations)]

@@ -1,0 +1,458 @@
+"""What is made of an account: files for people and machines, and the verdict on a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from html import unescape
+
+import jsonschema
+import pytest
+
+from mgpu_check.acceptance import account as account_module
+from mgpu_check.acceptance.account import Account, CheckRun, Sample, Verdict
+from mgpu_check.acceptance.report import junit, markdown, page
+from mgpu_check.acceptance.report.files import check_paths, write
+from mgpu_check.acceptance.report.health import health_of
+from mgpu_check.acceptance.report.text import lines
+from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
+from mgpu_check.devices import observations as observations_module
+from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
+from tests.acceptance import accounts
+
+# XML and Markdown escape what they quote; HTML, too.
+HOSTILE = '<script>alert("1")</script> & | `x` *y* \x1b[31mred\x00\ud800'
+
+
+@functools.cache
+def account(name: str) -> Account:
+    return accounts.ALL[name]()
+
+
+@functools.cache
+def html_of(name: str) -> str:
+    return page.render(account(name))
+
+
+@functools.cache
+def schema() -> dict:
+    return json.loads(SCHEMA.read_text())
+
+
+# JSON
+
+
+@pytest.mark.parametrize("name", accounts.ALL)
+def test_json_follows_the_schema_and_is_read_back(name, tmp_path):
+    write(tmp_path / "a.json", account(name))
+    document = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    for row in ("observations", "measurements", "samples"):  # some of each are enough
+        document[row] = document[row][:20] + document[row][-10:]
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    back = read(tmp_path / "a.json")
+    assert to_json(back) == to_json(account(name))
+    assert (
+        back.verdict == account(name).verdict
+        and back.gpus == account(name).gpus
+        and back.checks == account(name).checks
+    )
+
+
+def test_the_schema_has_what_an_account_has():
+    jsonschema.Draft202012Validator.check_schema(schema())
+    names = {
+        "host": account_module.Host,
+        "gpu": account_module.Gpu,
+        "check": account_module.CheckRun,
+        "sample": account_module.Sample,
+        "accusation": account_module.Accusation,
+        "verdict": account_module.Verdict,
+        "subject": observations_module.Subject,
+        "part": observations_module.Part,
+        "work": observations_module.Work,
+        "observation": observations_module.Observation,
+        "measurement": observations_module.Measurement,
+    }
+    described = {name: schema()["$defs"][name] for name in names}
+    described["account"], names["account"] = schema(), Account
+    for name, kind in names.items():
+        properties = {field.name for field in dataclasses.fields(kind)}
+        needed = {
+            field.name
+            for field in dataclasses.fields(kind)
+            if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        }
+        of_the_document = {"format", "version"} if name == "account" else set()
+        assert set(described[name]["properties"]) == properties | of_the_document, name
+        assert set(described[name]["required"]) == needed | of_the_document, name
+
+
+def test_numbers_that_are_not_finite_and_values_that_json_lacks_are_kept(tmp_path):
+    odd = replace(
+        account("one GPU"),
+        measurements=(
+            Measurement("links", Subject("upload", (0,)), "upload", "B/s", float("inf"), 1, 4, float("nan")),
+        ),
+        observations=(
+            Observation("memory", Subject("gpu", (0,)), "failed", evidence={"found": [float("-inf"), {1, 2}]}),
+        ),
+    )
+    write(tmp_path / "a.json", odd)
+    document = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    jsonschema.Draft202012Validator(schema()).validate(document)
+    back = read(tmp_path / "a.json")
+    assert back.measurements[0].value == float("inf") and back.measurements[0].spread != back.measurements[0].spread
+    assert back.observations[0].evidence == {"found": ["-Infinity", "{1, 2}"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("", "is no JSON"),
+        ("[]", "is no report of an acceptance"),
+        ('{"format": "mgpu-check comparison"}', "is no report of an acceptance"),
+        ({"version": 2}, "has version 2 of the format, and this mgpu-check reads version 1"),
+        ({"version": None}, "has version None of the format"),
+        ({"seconds": "long"}, 'seconds is "long", not a number'),
+        ({"seconds": True}, "seconds is true, not a number"),
+        ({"gpus": {}}, "gpus is {}, not a list"),
+        ({"gpus": [{"number": 0}]}, "gpus[0] lacks 'host'"),
+        ({"verdict": {"kind": "MAYBE"}}, 'verdict.kind is "MAYBE", not one of ACCEPTED, REJECTED, INCONCLUSIVE'),
+        ({"verdicts": {"one": {"kind": "ACCEPTED"}}}, "not an object whose names are numbers"),
+        ({"verdicts": {"1": {"kind": "ACCEPTED", "unknown": [3]}}}, "verdicts.1.unknown[0] is 3, not a text"),
+        ({"seed": "x"}, 'seed is "x", not int or NoneType'),
+        ({"hosts": None}, "hosts is null, not a list"),
+    ],
+)
+def test_a_file_that_is_no_such_report_is_refused_by_the_field(change, words, tmp_path):
+    path = tmp_path / "a.json"
+    text = change
+    if isinstance(change, dict):
+        text = json.dumps({**json.loads(to_json(account("inconclusive"))), **change})
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))} .*{re.escape(words)}"):
+        read(path)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.json cannot be read: No such file"):
+        read(tmp_path / "a.json")
+    (tmp_path / "b.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="is no JSON"):
+        read(tmp_path / "b.json")
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("report.txt", r"does not end in \.html, \.json, \.md or \.xml; choose one of them"),
+        ("report", r"does not end in \.html, \.json, \.md or \.xml"),
+        ("no/such/report.json", "there is no directory .*/no/such for report.json"),
+        ("directory.json", r"is a directory; give the name of a file in it, such as .*directory\.json/report\.html"),
+    ],
+)
+def test_a_name_that_is_no_report_is_refused_before_a_run(name, words, tmp_path):
+    (tmp_path / "directory.json").mkdir()
+    check_paths([tmp_path / "right.json", str(tmp_path / "right.xml")])
+    with pytest.raises(ValueError, match=words):
+        check_paths([tmp_path / "right.json", tmp_path / name])
+
+
+def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    check_paths([tmp_path / "a.json", tmp_path / "a.md", tmp_path / "a.xml"])
+    for path in (tmp_path / "a.html", "a.html"):
+        with pytest.raises(
+            ValueError, match=r"a\.html needs jinja2 and matplotlib, .*pip install 'mgpu-check\[report\]'"
+        ):
+            check_paths([path])
+    with pytest.raises(ValueError, match="needs jinja2 and matplotlib"):
+        write(tmp_path / "a.html", account("one GPU"))
+    for suffix in ("json", "md", "xml"):
+        write(tmp_path / f"a.{suffix}", account("one GPU"))
+
+
+def test_a_report_is_whole_or_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "a.md"
+    write(path, account("one GPU"))
+    before = path.read_text()
+
+    def broken(found):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(markdown, "render", broken)
+    with pytest.raises(ZeroDivisionError):
+        write(path, account("bad"))
+    assert path.read_text() == before and [found.name for found in tmp_path.iterdir()] == ["a.md"]
+
+
+# The terminal
+
+
+def test_the_terminal_says_the_verdict_first_and_all_that_finds_the_part():
+    said = lines(account("bad"))
+    assert said[0] == "REJECTED: GPU 3, link GPU 0 -> GPU 5; 1 failure that no part explains"
+    text = "\n".join(said)
+    gpu = account("bad").gpus[3]
+    assert f"cuda:3 of node-a; {gpu.name}; UUID {gpu.uuid}; serial {gpu.serial}; PCI {gpu.pci}" in text
+    assert "  seen: compute: GPU 3: 96 of 1048576 elements are wrong" in text
+    assert "  second look: follows the device: on ranks 0, 4 and 7 too" in text
+    assert "  do: drain the node, reset this GPU" in text
+    assert "  look again: mgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7" in text
+    assert "failures that no part explains:\n  collectives: group of GPUs 0, 1" in text
+    assert "could not be checked:\n  health: GPU 6: the device does not know ECC counters" in text
+    assert re.search(r"compute +failed +60 s +8 +3 +1 +0 +40 operations", text)  # each outcome by itself
+    assert "checks: 3 passed, 4 failed, 0 skipped, 1 unknown" in text
+    assert said[-1] == "repeat: mgpu-check accept --gpus=8 --hypothesis-seed=7"
+    assert "SIMULATED" not in text
+
+
+def test_the_terminal_says_what_is_simulated_and_of_which_host():
+    said = lines(account("two hosts"))
+    assert said[0] == "REJECTED on 8 SIMULATED cpu GPUs: GPU 6 (cuda:2 of node-b)"
+    assert said[1:5] == [
+        "  SIMULATED: this shows what the checks do, and says nothing of hardware",
+        "  planted: memory-stuck-bit:device=6,address=1048577,bit=5",
+        "  node-a: ACCEPTED",
+        "  node-b: REJECTED",
+    ]
+    assert said[-1].endswith("--simulate --hypothesis-seed=3")  # which the command has already
+
+
+@pytest.mark.parametrize(
+    ("name", "headline"),
+    [
+        ("good", "ACCEPTED: 8 GPUs passed 8 checks"),
+        ("one GPU", "ACCEPTED: 1 GPU passed 8 checks"),
+        ("inconclusive", "INCONCLUSIVE: compute: GPU 1: 3 operations of 40; only compute, memory ran"),
+    ],
+)
+def test_the_headline(name, headline):
+    assert lines(account(name))[0] == headline
+
+
+def test_a_hundred_failures_are_eight_lines():
+    failed = Observation("memory", Subject("gpu", (0,)), "failed", "wrong")
+    many = replace(
+        account("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(100))), observations=(failed,) * 100
+    )
+    said = lines(many)
+    assert said[0] == "REJECTED: 100 failures that no part explains"
+    assert sum("memory: GPU 0: wrong" in line for line in said) == 7 and "  … and 93 more" in said
+
+
+# Markdown and JUnit
+
+
+def test_markdown_for_the_page_of_a_job():
+    text = markdown.render(account("bad"))
+    assert text.startswith("# mgpu-check accept: REJECTED: GPU 3, link GPU 0 -&#62; GPU 5; 1 failure")
+    assert "```sh\nmgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7\n```" in text
+    assert "| compute | **failed** | 8 | 3 | 1 | 0 | 60 s | 40 operations |" in text
+    assert '"found": "NaN", "bits": "0x7fc0"' in text and "<b>" not in text
+    assert all(f"`{gpu.uuid}`" in text and gpu.serial in text for gpu in account("bad").gpus)
+    simulated = markdown.render(account("two hosts"))
+    assert simulated.startswith("# mgpu-check accept: REJECTED on 8 SIMULATED cpu GPUs: GPU 6")
+    assert "| node-a | ACCEPTED |\n| node-b | REJECTED |" in simulated
+
+
+def test_markdown_is_not_larger_than_github_shows():
+    failed = Observation("memory", Subject("gpu", (0,)), "failed", "wrong " * 200)
+    many = replace(
+        account("one GPU"), verdict=Verdict("REJECTED", unexplained=tuple(range(2000))), observations=(failed,) * 2000
+    )
+    text = markdown.render(many)
+    assert len(text.encode()) < 2**20 and re.search(r"… \d+ more rows are left out", text)
+
+
+def test_junit_has_a_case_for_each_check_and_subject():
+    root = ET.fromstring(junit.render(account("bad")))
+    (suite,) = root
+    cases = suite.findall("testcase")
+    counts = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+    # Of GPU 6's health and of the work of memory nobody knows; performance has seen nothing, and says it passed.
+    assert counts == {"tests": len(cases), "failures": 4, "errors": 2, "skipped": 0}
+    by_name = {(case.get("classname").rpartition(".")[2], case.get("name")): case for case in cases}
+    assert len(by_name) == len(cases)
+    compute = by_name["compute", "GPU 3"]
+    failure = compute.find("failure")
+    assert failure.get("message").startswith("96 of 1048576") and failure.text.count('"bits": "0x7fc0"') == 3
+    assert account("bad").gpus[3].uuid in compute.find("system-out").text
+    assert by_name["links", "copy GPU 0 -> GPU 5"].find("failure") is not None
+    assert by_name["links", "copy GPU 5 -> GPU 0"].find("failure") is None
+    assert by_name["health", "GPU 6"].find("error").get("type") == "unknown"
+    assert by_name["memory", "all"].find("error").get("message") == "GPU 2: 12 GiB of 60 GiB were looked at"
+    properties = {entry.get("name"): entry.get("value") for entry in suite.find("properties")}
+    assert properties["mgpu_check.verdict"] == "REJECTED"
+    assert properties["mgpu_check.accused"] == "GPU 3\nlink GPU 0 -> GPU 5"
+    assert suite.find("system-out").text.startswith("REJECTED: ")
+
+
+# Pages
+
+
+def svgs(html: str) -> list[ET.Element]:
+    return [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
+
+
+def texts(svg: ET.Element) -> list[str]:
+    return [element.text or "" for element in svg.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def titled(html: str) -> dict[str, list[str]]:
+    return {svg[0].text: texts(svg) for svg in svgs(html)}
+
+
+@pytest.mark.parametrize("name", accounts.ALL)
+def test_a_page_is_one_file_with_unique_ids(name):
+    html = html_of(name)
+    assert html.startswith("<!doctype html>") and "prefers-color-scheme: dark" in html
+    assert not re.findall(r'(?:src|href)="(?!#)|@import|url\((?!#)|<script', html)  # nothing is loaded
+    ids = re.findall(r'\bid="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', html)) <= set(ids)
+    assert unescape(re.search('<p class="headline"><strong>(.*?)</strong>', html)[1]) == lines(account(name))[0]
+    for gpu in account(name).gpus:
+        assert f"<h3>GPU {gpu.number}</h3>" in html and gpu.uuid in html and gpu.serial in html and gpu.pci in html
+
+
+def test_the_page_of_a_bad_node():
+    html = html_of("bad")
+    text = unescape(html)
+    assert '<div class="verdict bad">' in html
+    for words in (
+        "follows the device: on ranks 0, 4 and 7 too",
+        "mgpu-check accept --gpus=8 -k 'compute or training' --hypothesis-seed=7",
+        '"bits": "0x7fc0"',
+        "element 131072 is 28.0, not 36.0",
+        "GPU 2: 12 GiB of 60 GiB were looked at",
+        "hw_thermal_slowdown",
+        "now 8 packets",
+    ):
+        assert words in text, words
+    cards = re.findall(r'<section class="card([^"]*)">\s*<h3>GPU (\d)</h3>', html)
+    assert {number: shade.strip() for shade, number in cards} == {
+        **dict.fromkeys("12467", ""),
+        **dict.fromkeys("05", "touched"),
+        "3": "accused",
+    }
+    card = html.split("<h3>GPU 3</h3>")[-1].split("</section>")[0]
+    assert re.search(r"compute.*?failed.*?3 failed, of 4", card, re.DOTALL)
+
+
+def test_the_matrices_have_a_number_in_each_cell():
+    found = titled(html_of("bad"))
+    bandwidth = found["Copy bandwidth, 256 MiB, in GB/s"]
+    assert bandwidth.count("-") == 8 and "161" in bandwidth  # of a GPU to itself nothing is known; 0.42 of the others
+    assert len(bandwidth) == 2 + 16 + 64
+    assert "3.09" in found["Copy latency, 4 B, in µs"]
+    failures = found["Failures by pair"]
+    assert len(failures) == 2 + 16 + 64
+    # Two cases of the accused link; the other 2 is the name of a row and of a column.
+    assert failures.count("2") == 3 and failures.count("-") == 8
+    assert {"compute", "3", "links", "collectives"} <= set(found["Failures by check and GPU"])
+    assert "matrix product float16, size 8192, TFLOP/s" in found["Speed of each GPU"]
+    marked = [len(re.findall('class="marked"', ET.tostring(svg, encoding="unicode"))) for svg in svgs(html_of("bad"))]
+    assert marked == [1, 1, 1, 4, 2, 0]
+    assert "<td>361 GB/s</td>" in html_of("bad")
+
+
+def test_telemetry_is_drawn_over_time_with_the_checks():
+    chart = titled(html_of("bad"))["Temperature, power and clocks of the GPUs of node-a over time"]
+    for text in (*accounts.CHECKS, "Temperature in °C", "Power in W", "SM clock in MHz", "GPU 3 (accused)", "GPU 4"):
+        assert text in chart
+    assert "min since the start of the run" in chart and "Triangles: clocks are held down" in chart
+    (svg,) = [svg for svg in svgs(html_of("bad")) if "over time" in svg[0].text]
+    groups = [element.get("class") for element in svg.iter("{http://www.w3.org/2000/svg}g")]
+    assert groups.count("temperature gpu") == 8 and groups.count("check") == 8 and groups.count("throttled") == 1
+    assert "Triangles" not in str(titled(html_of("good")))
+    assert "No telemetry was kept" in html_of("inconclusive")
+
+
+def test_a_page_of_two_hosts_names_them_and_says_that_it_is_simulated():
+    html = html_of("two hosts")
+    assert "SIMULATED: this shows what the checks do" in html and "memory-stuck-bit:device=6" in html
+    assert re.search(r'node-a</td>\s*<td class="yes">ACCEPTED.*?node-b</td>\s*<td class="no">REJECTED', html, re.DOTALL)
+    assert [title for title in titled(html) if "over time" in title] == [
+        f"Temperature, power and clocks of the GPUs of node-{name} over time" for name in "ab"
+    ]
+    assert titled(html)["Copy bandwidth, 256 MiB, in GB/s"].count("21.0") == 32
+
+
+def test_more_gpus_than_one_matrix_holds():
+    first, seen, speeds = account("two hosts"), [], []
+    hosts = tuple(replace(first.hosts[0], number=n, name=f"n{n}") for n in range(5))
+    gpus = tuple(gpu for n in range(5) for gpu in accounts.gpus(8, host=n, first=8 * n))
+    for one, other in ((0, 1), (0, 8), (1, 9), (9, 0), (32, 33)):
+        seen.append(Observation("links", Subject("copy", (one, other)), "passed"))
+        speeds.append(
+            Measurement("links", Subject("copy", (one, other)), "copy bandwidth", "B/s", 1e9 * (one + 2), 5, 64)
+        )
+    html = page.render(
+        replace(first, hosts=hosts, gpus=gpus, observations=tuple(seen), measurements=tuple(speeds), samples=(),
+                verdict=Verdict("ACCEPTED"), verdicts={})
+    )  # fmt: skip
+    found = titled(html)
+    assert "34.0" in found["Copy bandwidth on n4, 64 B, in GB/s"]
+    between = found["Copy bandwidth between hosts, the worst of all pairs, 64 B, in GB/s"]
+    assert "2.00" in between and "11.0" in between and "3.00" not in between
+    assert "no verdict" in html
+
+
+def test_nothing_that_is_quoted_is_markup():
+    wrong = Observation("memory", Subject("gpu", (0,)), "failed", HOSTILE, HOSTILE, evidence={HOSTILE: HOSTILE})
+    host = replace(account("one GPU").hosts[0], name="n<i>")
+    odd = replace(
+        account("one GPU"),
+        hosts=(host,),
+        gpus=(replace(account("one GPU").gpus[0], name=HOSTILE, uuid=HOSTILE),),
+        observations=(wrong,),
+        verdict=Verdict("REJECTED", unknown=(HOSTILE,), unexplained=(0,)),
+        command=HOSTILE,
+    )
+    html = page.render(odd)
+    assert "<script" not in html and "<i>" not in html and "&lt;script&gt;" in html
+    row = next(line for line in markdown.render(odd).splitlines() if line.startswith("| memory | GPU 0 |"))
+    assert row.count("&#60;script&#62;") == 2 and "\x1b" not in markdown.render(odd)  # seen and case; the rest is code
+    ET.fromstring(junit.render(odd).encode(errors="backslashreplace"))
+    lines(odd)
+
+
+def test_a_run_in_which_nothing_was_seen_is_reported(tmp_path):
+    empty = replace(
+        account("one GPU"),
+        verdict=Verdict("INCONCLUSIVE", unknown=("no check ran",)),
+        verdicts={}, hosts=(), gpus=(), checks=(), observations=(), measurements=(), samples=(),
+    )  # fmt: skip
+    for suffix in ("html", "json", "md", "xml"):
+        write(tmp_path / f"a.{suffix}", empty)
+    assert read(tmp_path / "a.json") == empty
+    assert lines(empty)[0] == "INCONCLUSIVE: no check ran" and "no check ran" in (tmp_path / "a.html").read_text()
+    assert ET.parse(tmp_path / "a.xml").getroot().get("tests") == "0"
+
+
+def test_health_counts_what_has_grown_in_this_run_only():
+    values = [{"ecc_corrected": 5, "pcie_replays": n, "throttle": "power cap, idle", "power": None} for n in (7, 9, 12)]
+    rows = health_of([Sample(float(at), 0, value) for at, value in enumerate(values)])
+    assert ("packets sent again over PCIe", "5 more in this run, now 12 packets", True) in rows
+    assert not [row for row in rows if row[0].startswith(("corrected", "clocks held", "power"))]
+    assert ("not known to the device", "power", False) in rows
+    assert health_of([]) == [("telemetry", "none", False)]
+
+
+def test_the_least_work_of_joined_accounts_is_that_of_the_host_with_least():
+    runs = tuple(
+        CheckRun("memory", 0.0, 5.0 + n, "passed" if n else "unknown", least=Work(bytes=10 + n), why=f"why {n}", host=n)
+        for n in range(2)
+    )
+    joined = replace(account("two hosts"), checks=runs, observations=(), verdict=Verdict("INCONCLUSIVE"))
+    assert any(re.fullmatch(r"memory +unknown +6 s +0 +0 +0 +0 +10 B; node-a: why 0", line) for line in lines(joined))
