@@ -20,6 +20,9 @@ _ADVICE = {
 
 def advice_for(part: Part, failed: Sequence[Observation]) -> str:
     """Return what to do about `part`, for which the observations `failed` speak."""
+    told = [str(entry.evidence["advice"]) for entry in failed if entry.evidence.get("advice")]
+    if told:  # by a check that knows what it has seen
+        return f"drain the node; {told[0]}"
     checks = {entry.check for entry in failed}
     if checks == {"performance"}:
         return (

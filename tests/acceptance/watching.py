@@ -38,7 +38,7 @@ def watched(
     now = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: None)
     monkeypatch.setattr(simulated, "time", clock)
-    source = SimulatedSource({gpu: f"uuid-{gpu}" for gpu in GPUS}, SimulatedTelemetry(profile or {}, overrides), 0.0)
+    source = SimulatedSource({gpu: f"uuid-{gpu}" for gpu in GPUS}, SimulatedTelemetry(profile or {}, overrides))
     run = Run()
     lost: dict[int, str] = {}
 

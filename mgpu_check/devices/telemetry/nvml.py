@@ -7,6 +7,7 @@ below it is asked.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -145,13 +146,20 @@ class NvmlSource:
             except nvml.NVMLError as error:
                 trouble.append(f"its GPU {index} does not answer: {error}")
                 continue
-            for place in range(known(nvml, 0, nvml.nvmlDeviceGetMaxMigDeviceCount, handle)):
-                try:
-                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
-                    found[_plain(nvml.nvmlDeviceGetUUID(mig))] = handle
-                except nvml.NVMLError:  # no device in this place
-                    continue
+            for uuid in self._mig_devices(handle):
+                found[_plain(uuid)] = handle
         return found, trouble
+
+    def _mig_devices(self, handle: Any) -> list[str]:
+        """Return the UUIDs of the MIG devices of a GPU."""
+        nvml = self._nvml
+        found: list[str] = []
+        with contextlib.suppress(nvml.NVMLError):  # it has no such mode
+            for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+                with contextlib.suppress(nvml.NVMLError):  # no device in this place
+                    mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+                    found.append(nvml.nvmlDeviceGetUUID(mig))
+        return found
 
 
 def _plain(uuid: str) -> str:

@@ -179,7 +179,7 @@ def _tell_events(source: Source, output: _Output) -> None:
             output.trouble("xid", event.gpu, "", f"Xid {event.xid}", event.xid)
 
 
-def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None, epoch: float) -> Source:
+def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -> Source:
     """Return where telemetry comes from.
 
     Raises:
@@ -191,7 +191,7 @@ def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None, e
         return NvmlSource(gpus)
     if simulated.absent:
         raise Absent(simulated.absent)
-    return SimulatedSource(gpus, simulated, epoch)
+    return SimulatedSource(gpus, simulated)
 
 
 def main() -> None:
@@ -227,7 +227,7 @@ def _open(wanted: dict[str, Any], asking: _Asking, output: _Output, threads: dic
         simulated = SimulatedTelemetry(**made_of, overrides=overrides)
     query = asking.begin(None, "initialization")
     try:
-        source = open_source(gpus, simulated, wanted["epoch"])
+        source = open_source(gpus, simulated)
     except Absent as error:
         output.write({"absent": str(error)})
         return

@@ -70,7 +70,7 @@ class Override:
             once; empty: every field.
         value: what it says; with `grows`, the first value.
         grows: what is added each time it is asked.
-        after: seconds since the start of the run before which all is well.
+        after: seconds since telemetry began, before which all is well.
         error: what the query raises, if it is not empty: "lost", "timeout" (never answers), or the text of another error.
     """
 
@@ -107,15 +107,14 @@ class SimulatedSource:
 
     Args:
         gpus: number in the run -> UUID.
-        epoch: start of the run, by `time.monotonic`.
     """
 
-    def __init__(self, gpus: Mapping[int, str], made_of: SimulatedTelemetry, epoch: float) -> None:
+    def __init__(self, gpus: Mapping[int, str], made_of: SimulatedTelemetry) -> None:
         self.unmatched: dict[int, str] = {}
         self._gpus = dict(gpus)
         self._profile = {**PROFILE, **made_of.profile}
         self._overrides = made_of.overrides
-        self._epoch = epoch
+        self._began = time.monotonic()
         self._asked: dict[int, int] = {}  # place of an override -> how often it has answered
         self._told: set[int] = set()
         self._lock = threading.Lock()
@@ -142,7 +141,7 @@ class SimulatedSource:
         """Do nothing."""
 
     def _begun(self, override: Override) -> bool:
-        return time.monotonic() - self._epoch >= override.after
+        return time.monotonic() - self._began >= override.after
 
     def _overridden(self, place: int, override: Override, field: str) -> Value:
         if override.error == "timeout":

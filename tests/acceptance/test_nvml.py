@@ -1,0 +1,223 @@
+"""The real binding, on a stand-in for NVIDIA's management library: what is read, what is unknown, what is an error."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mgpu_check.devices.telemetry.fields import FIELDS, asked
+from mgpu_check.devices.telemetry.nvml import NvmlSource
+from mgpu_check.devices.telemetry.nvml_queries import QUERIES
+from mgpu_check.devices.telemetry.sampler import Sampler
+from mgpu_check.devices.telemetry.source import Absent, Event, GpuLost, QueryError, Unsupported
+
+STANDIN = Path(__file__).parent / "nvml"
+UUIDS = {0: "GPU-00000000-aaaa", 1: "00000001-aaaa"}  # torch tells them without "GPU-", in small letters
+
+Machine = Callable[..., NvmlSource]
+
+
+@pytest.fixture(scope="module")
+def binding() -> Any:
+    spec = importlib.util.spec_from_file_location("pynvml", STANDIN / "pynvml.py")
+    found = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:  # it looks for itself
+        patch.setitem(sys.modules, "pynvml", found)
+        spec.loader.exec_module(found)
+    return found
+
+
+@pytest.fixture
+def machine(binding: Any, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """A machine with GPUs that differ so from healthy ones, as a source sees it."""
+
+    def machine(*gpus: dict[str, Any], uuids: dict[int, str] | None = None, **more: Any) -> NvmlSource:
+        monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus or [{}, {}], **more}))
+        monkeypatch.setitem(sys.modules, "pynvml", binding)
+        binding._nvmlGetFunctionPointer_cache.clear()
+        binding.nvmlLib = binding._Library()
+        return NvmlSource(uuids or {number: UUIDS[number] for number in range(len(gpus or [{}, {}]))})
+
+    return machine
+
+
+def read(source: NvmlSource, gpu: int = 0) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in asked(("identity", "fact", "pair", "state", "gauge", "counter"), gpu, (0, 1)):
+        try:
+            values[field] = source.query(gpu, field)
+        except Unsupported as error:
+            values[field] = str(error)
+    return values
+
+
+def test_there_is_a_query_for_each_field() -> None:
+    assert set(QUERIES) == {name for name, field in FIELDS.items() if field.kind != "pair"}
+
+
+def test_a_healthy_gpu_is_read_in_its_units(machine: Machine) -> None:
+    values = read(machine())
+    counters = {name for name, field in FIELDS.items() if field.kind == "counter"}
+    unsupported = {name for name, value in values.items() if value == "not supported"}
+    # Ampere and later remap rows, and retire no pages; counters of packets came with Blackwell
+    assert unsupported == {"retired_pages", "retired_pending", "nvlink_packets"}
+    assert values["unrepairable_memory"] == "not supported by this driver"
+    assert {values[name] for name in counters - unsupported} == {0}
+    expected = {
+        "uuid": "GPU-00000000-AAAA",
+        "pci": "00000000:1B:00.0",
+        "name": "NVIDIA H100 80GB HBM3",
+        "memory": 85520809984,
+        "driver": "580.95.05",
+        "cuda": "13.0",
+        "ecc": "on",
+        "mig": "off",
+        "power_limit": 700.0,
+        "power": 123.456,
+        "sm_clock_max": 1980,
+        "sm_clock": 1755,
+        "nvlinks": 4,
+        "nvlinks_down": "",
+        "nvlink_speed": 26562,
+        "p2p_1": "read+write+nvlink+atomics",
+        "topology_1": "system",
+        "throttle": "",
+        "utilization": 97,
+        "recovery_action": "none",
+        "fabric": "completed",
+        "remap_pending": False,
+        "repair_pending": False,
+    }
+    assert {name: values[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("gpu", "field", "value"),
+    [
+        ({"nvmlDeviceGetRemappedRows": [1, 2, 1, 0]}, "remap_pending", True),
+        ({"nvmlDeviceGetRemappedRows": [1, 2, 0, 1]}, "remap_failed", True),
+        ({"nvmlDeviceGetRemappedRows": [1, 2, 1, 0]}, "remapped_uncorrected", 2),
+        ({"nvmlDeviceGetRepairStatus": {"bTpcRepairPending": 1}}, "repair_pending", True),
+        ({"nvmlDeviceGetSramEccErrorStatus": {"bThresholdExceeded": 1}}, "sram_threshold", True),
+        ({"nvmlDeviceGetUnrepairableMemoryFlag_v1": {"unrepairableMemory": 1}}, "unrepairable_memory", True),
+        ({"nvmlDeviceGetRetiredPages": 3}, "retired_pages", 6),  # by either cause
+        ({"fields": {"230": 4}}, "recovery_action", "drain and reset"),
+        ({"nvmlDeviceGetGpuFabricInfo": {"state": 3, "status": 9}}, "fabric", "completed with error 9"),
+        ({"nvmlDeviceGetGpuFabricInfo": {"state": 2}}, "fabric", "in progress"),
+        ({"nvmlDeviceGetEccMode": [0, 1]}, "ecc_pending", "on"),
+        ({"nvmlDeviceGetNvLinkState(2)": 0}, "nvlinks_down", "2"),
+        ({"nvmlDeviceGetNvLinkState(2)": 0}, "nvlinks", 3),
+        ({"fields": {"163/1": 7, "163/3": 2}}, "nvlink_crc", 9),
+        # an older driver has no such fields, and counts flits and data of each link
+        ({"fields": {f"163/{n}": {"error": 2} for n in range(4)}, "nvmlDeviceGetNvLinkErrorCounter(1,3)": 5}, "nvlink_crc", 5),
+        # Blackwell counts recoveries elsewhere
+        ({"fields": {"215": 2}}, "nvlink_recovery", 8),
+        ({"nvmlDeviceGetCurrentClocksEventReasons": 0x1064}, "throttle", "power cap, thermal (software), thermal (hardware), 0x1000"),
+        (
+            {"nvmlDeviceGetCurrentClocksEventReasons": {"error": 13}, "nvmlDeviceGetCurrentClocksThrottleReasons": 1},
+            "throttle",
+            "idle",
+        ),
+        ({"nvmlDeviceGetP2PStatus(0)": 3, "nvmlDeviceGetP2PStatus": 3}, "p2p_1", "topology not supported"),
+        ({"nvmlDeviceGetTotalEccErrors(1,0)": 4}, "ecc_uncorrected", 4),
+        ({"nvmlDeviceGetTotalEccErrors(1,1)": 4}, "ecc_uncorrected_ever", 4),
+        ({"nvmlDeviceGetEnforcedPowerLimit": {"error": 3}, "nvmlDeviceGetPowerManagementLimit": 5000}, "power_limit", 5.0),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_read(machine: Machine, gpu: dict[str, Any], field: str, value: Any) -> None:
+    assert machine(gpu, {}).query(0, field) == value
+
+
+def test_what_a_vgpu_or_a_jetson_does_not_know_is_unsupported(machine: Machine, binding: Any) -> None:
+    names = {name.partition("(")[0] for name in binding._HEALTHY}
+    bare = {name: {"error": code} for code, name in zip((3, 4, 13, 22) * len(names), sorted(names), strict=False)}
+    source = machine({**bare, "fields": {str(n): {"error": 3} for n in range(300)}}, {})
+    known = {"uuid", "driver", "cuda"}
+    texts = {value for name, value in read(source).items() if name not in known}
+    assert texts <= {"not supported", "not permitted", "not supported by this driver", "not supported on a vGPU"}
+
+
+@pytest.mark.parametrize(
+    ("code", "raised", "text"),
+    [
+        (15, GpuLost, "GPU is lost"),
+        (16, GpuLost, "GPU must be reset"),
+        (999, QueryError, "Unknown Error"),
+        (14, QueryError, "Corrupted infoROM"),
+        (4711, QueryError, "error 4711"),
+    ],
+)
+def test_an_error_is_no_lack(machine: Machine, code: int, raised: type[QueryError], text: str) -> None:
+    source = machine({"nvmlDeviceGetTemperature": {"error": code}, "fields": {"82": {"error": code}}}, {})
+    for field in ("temperature", "memory_temperature"):
+        with pytest.raises(raised) as caught:
+            source.query(0, field)
+        assert (caught.value.code, text in str(caught.value)) == (code, True)
+
+
+def test_gpus_are_known_by_uuid_wherever_they_stand(machine: Machine) -> None:
+    gpus = [{"nvmlDeviceGetName": name} for name in "abc"]
+    source = machine(*gpus, uuids={0: "00000002-aaaa", 1: "gpu-00000000-AAAA", 2: "deadbeef"})
+    assert (source.query(0, "name"), source.query(1, "name")) == ("c", "a")
+    assert source.unmatched == {2: "NVML knows no GPU with the UUID deadbeef"}
+    with pytest.raises(Unsupported, match="peer"):
+        source.query(0, "p2p_2")
+
+
+def test_of_a_mig_device_the_gpu_below_is_asked(machine: Machine) -> None:
+    gpus = [{"nvmlDeviceGetMaxMigDeviceCount": {"error": 4}}, {"nvmlDeviceGetMaxMigDeviceCount": 7, "mig": 2}]
+    source = machine(*gpus, uuids={0: "00000000-aaaa", 1: "00000001-bbb1"}, events=[{"gpu": 1, "xid": 13}])
+    assert source.query(1, "uuid") == "GPU-00000001-AAAA"
+    assert source.events(0.01) == [Event(1, 13)]
+
+
+def test_a_gpu_that_does_not_answer_at_the_start_is_said(machine: Machine) -> None:
+    source = machine({}, {"nvmlDeviceGetHandleByIndex": {"error": 15}})
+    assert source.unmatched == {
+        1: "NVML knows no GPU with the UUID 00000001-aaaa; its GPU 1 does not answer: GPU is lost"
+    }
+
+
+@pytest.mark.parametrize("code", [9, 12, 18])
+def test_without_a_driver_there_is_no_telemetry(machine: Machine, code: int) -> None:
+    with pytest.raises(Absent, match="nvidia-smi"):
+        machine(init=code)
+
+
+def test_without_the_binding_there_is_no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(Absent, match="nvidia-ml-py is not installed"):
+        NvmlSource({})
+
+
+def test_xids_are_events_of_their_gpu(machine: Machine) -> None:
+    events = [{"gpu": 1, "xid": 79}, {"gpu": 0, "type": 2}, {"error": 15}, {"error": 999}]
+    source = machine({}, {}, events=events)
+    assert source.events(0.01) == [Event(1, 79)]
+    assert [source.events(0.01), source.events(0.01)] == [[], []]
+    with pytest.raises(QueryError):
+        source.events(0.01)
+    assert source.events(0.01) == []  # a timeout
+    with pytest.raises(Unsupported):
+        machine({"nvmlDeviceGetSupportedEventTypes": 0}).events(0.01)
+
+
+def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, of which one has a query that hangs."""
+    gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]
+    monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}))
+    monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
+    with Sampler.start(list(UUIDS.items()), None, 0.05, deadline=0.5) as sampler:
+        taken = sampler.snapshot()
+        troubles = {(t.kind, t.gpu, t.field, t.code) for t in sampler.troubles()}
+    assert taken.facts[0]["name"] == "NVIDIA H100 80GB HBM3"
+    assert taken.unknown[0]["retired_pages"] == "not supported"
+    assert taken.missing == {1: "power: the driver has not answered within 0.5 s"}
+    assert troubles == {("hang", 1, "power", None), ("xid", 0, "", 63)}
