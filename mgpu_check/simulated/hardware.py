@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mgpu_check.simulated.addresses import Addresses
 from mgpu_check.simulated.delivery import Clock
@@ -105,7 +106,7 @@ class Defect:
 
     Attributes:
         since: the time, as `time.time` tells it, before which all is well.
-        places: device, first address and number of bytes of memory that `remembered` is about.
+        places: device, first address and number of bytes of each piece of memory that `remembered` is about.
     """
 
     since: float = 0.0
@@ -124,8 +125,8 @@ class Defect:
     def reduced(self, collective: Collective) -> None:
         """Spoil the result of a collective, beyond what its copies do."""
 
-    def remembered(self, device: int, memory: torch.Tensor) -> None:
-        """Spoil memory, uint8, that was or will be read: the bytes of one of `places`, all of which are in one storage."""
+    def remembered(self, *memory: torch.Tensor) -> None:
+        """Spoil memory that was written or will be read: the bytes of each of `places`, uint8, each in one storage."""
 
     def factor(self, event: Operation | Copy) -> float:
         """Return how many times as long as on right hardware this takes."""
@@ -177,6 +178,7 @@ class Hardware:
         self._heat: dict[int, float] = {}
         self._flights: list[tuple[float, tuple[int | None, int | None]]] = []
         self._lock = threading.Lock()
+        self._holders: dict[tuple[int, int, int], StorageWeakRef] = {}
         self._dormant = sorted(self.planted, key=lambda defect: -defect.since)
         self._awake: list[Defect] = []
 
@@ -208,21 +210,33 @@ class Hardware:
 
     def read(self, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         """Have memory be what defects make of it, before somebody reads these tensors, or after somebody wrote them."""
-        places = [(defect, *place) for defect in self.defects for place in defect.places]
-        if not places:
+        concerned = [defect for defect in self.defects if defect.places]
+        if not concerned:
             return
         number = self.number(device)
-        for tensor in tensors:
-            if not isinstance(tensor, SimulatedTensor) or tensor.layout is not torch.strided:
-                continue
-            storage = tensor.untyped_storage()
-            block = block_of(storage)
-            if block is None or block.address is None or block.memory.index != device.index:
-                continue
-            for defect, where, start, length in places:
-                offset = start - block.address
-                if where == number and offset >= 0 and offset + length <= storage.nbytes():
-                    defect.remembered(where, _bytes_of(storage, offset, length))
+        storages = [
+            tensor.untyped_storage()
+            for tensor in tensors
+            if isinstance(tensor, SimulatedTensor)
+            and tensor.layout is torch.strided
+            and tensor._dev.index == device.index
+        ]
+        for defect in concerned:
+            touched = False
+            for place in defect.places:
+                for storage in storages:
+                    if place[0] == number and _at(storage, *place[1:]) is not None:
+                        self._holders[place] = StorageWeakRef(storage)
+                        touched = True
+            memory = [self._held(place) for place in defect.places] if touched else [None]
+            if None not in memory:
+                defect.remembered(*memory)
+
+    def _held(self, place: tuple[int, int, int]) -> torch.Tensor | None:
+        """Return the memory of a place, if it is in a storage that somebody has used."""
+        holder = self._holders.get(place)
+        storage = None if holder is None else torch.UntypedStorage._new_with_weak_ptr(holder.cdata)
+        return None if storage is None else _at(storage, *place[1:])
 
     def operated(
         self, device: torch.device, name: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
@@ -329,10 +343,16 @@ def cells(t: torch.Tensor) -> torch.Tensor | None:
     return flat.view(INTEGER_OF_SIZE[flat.element_size()])
 
 
-def _bytes_of(storage: torch.UntypedStorage, offset: int, length: int) -> torch.Tensor:
+def _at(storage: torch.UntypedStorage, address: int, length: int) -> torch.Tensor | None:
+    """Return the bytes of a storage at an address; None where not all are in it."""
+    block = block_of(storage)
+    if block is None or block.address is None:
+        return None
+    offset = address - block.address
+    if offset < 0 or offset + length > block.requested:
+        return None
     with torch._C._DisableTorchDispatch():
-        home = torch._C.StorageBase.device.__get__(storage)  # type: ignore[attr-defined]
-        return torch.empty(0, dtype=torch.uint8, device=home).set_(storage, offset, (length,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device=_HOST).set_(storage, offset, (length,), (1,))
 
 
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:

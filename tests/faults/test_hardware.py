@@ -230,7 +230,8 @@ def test_each_fault_has_been_seen_to_make_something_wrong():
         name for name, fault in all_hardware_faults().items() if fault.caught_by == ("collectives",)
     }
     shown = {text.partition(":")[0] for text in LOOKS} | on_ranks
-    assert {name for name, fault in all_hardware_faults().items() if fault.defect is not None} == shown
+    silent = {name for name, fault in all_hardware_faults().items() if not fault.telemetry(fault.defaults)}
+    assert silent == shown
     assert len(shown) >= 30
 
 

@@ -185,8 +185,8 @@ def test_memory_has_addresses_that_do_not_overlap():
         def __init__(self):
             self.seen: list[list[int]] = []
 
-        def remembered(self, device, memory):
-            self.seen.append(memory.tolist())
+        def remembered(self, *memory):
+            self.seen.append([byte for one in memory for byte in one.tolist()])
 
     at = At()
     with planted(Hardware([at], MIB)):
@@ -201,6 +201,12 @@ def test_memory_has_addresses_that_do_not_overlap():
         third = torch.full((1500,), 4, dtype=torch.uint8, device="cuda:1")  # at 0 again
         third.add_(1)
         assert at.seen[-2:] == [[4, 4], [5, 5]]
+        at.places = ((1, 1499, 1), (1, 1536, 1))
+        fourth = torch.full((8,), 6, dtype=torch.uint8, device="cuda:1")
+        third + 1
+        assert len(at.seen) == 3, "the other place is not known yet"
+        fourth + 1
+        assert at.seen[-1] == [5, 6]
 
 
 def test_what_a_device_that_is_lost_says():

@@ -26,11 +26,11 @@ class StuckBit(_Cells):
         self._mask = 1 << int(parameters["bit"])
         self._is_one = bool(parameters["value"])
 
-    def remembered(self, device: int, memory: torch.Tensor) -> None:
+    def remembered(self, *memory: torch.Tensor) -> None:
         if self._is_one:
-            memory |= self._mask
+            memory[0].bitwise_or_(self._mask)
         else:
-            memory &= 0xFF - self._mask
+            memory[0].bitwise_and_(0xFF - self._mask)
 
 
 class DeadRow(_Cells):
@@ -39,8 +39,8 @@ class DeadRow(_Cells):
     def __init__(self, parameters: Parameters) -> None:
         super().__init__(parameters, int(parameters["length"]))
 
-    def remembered(self, device: int, memory: torch.Tensor) -> None:
-        memory.zero_()
+    def remembered(self, *memory: torch.Tensor) -> None:
+        memory[0].zero_()
 
 
 class WeakBit(_Cells):
@@ -51,9 +51,9 @@ class WeakBit(_Cells):
         self._mask = 1 << int(parameters["bit"])
         self._chance = Chance(parameters)
 
-    def remembered(self, device: int, memory: torch.Tensor) -> None:
+    def remembered(self, *memory: torch.Tensor) -> None:
         if self._chance.now():
-            memory ^= self._mask
+            memory[0].bitwise_xor_(self._mask)
 
 
 class Aliased(Defect):
@@ -62,14 +62,13 @@ class Aliased(Defect):
     """
 
     def __init__(self, parameters: Parameters) -> None:
-        self._length, distance = int(parameters["length"]), int(parameters["distance"])
-        self.places = ((int(parameters["device"]), int(parameters["address"]), distance + self._length),)
+        device, address, length = (int(parameters[name]) for name in ("device", "address", "length"))
+        self.places = ((device, address, length), (device, address + int(parameters["distance"]), length))
         self._known: torch.Tensor | None = None
 
-    def remembered(self, device: int, memory: torch.Tensor) -> None:
-        first, second = memory[: self._length], memory[-self._length :]
-        known = self._known
-        if known is None or not torch.equal(second, known):
+    def remembered(self, *memory: torch.Tensor) -> None:
+        first, second = memory
+        if self._known is None or not torch.equal(second, self._known):
             first.copy_(second)  # where both were written, the higher address was last
         else:
             second.copy_(first)
@@ -84,8 +83,8 @@ class Coupled(Defect):
         self._mask = 1 << int(parameters["bit"])
         self._was = 0xFF
 
-    def remembered(self, device: int, memory: torch.Tensor) -> None:
-        value = int(memory[0])
+    def remembered(self, *memory: torch.Tensor) -> None:
+        value = int(memory[0][0])
         if value & self._mask & ~self._was:
-            memory[1] ^= self._mask
+            memory[0][1] ^= self._mask
         self._was = value

@@ -1,0 +1,193 @@
+"""Whether an acceptance names the part that is broken: on simulated GPUs whose hardware has a defect, planted on purpose.
+
+    python benchmarks/acceptance.py matrix [--level=quick|standard] [-k NAME] [--share=3] [--json=FILE]
+    python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--seed=0] [--json=FILE]
+
+``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused, and
+after how long; ``--share`` takes one fault in so many. ``draws`` draws faults, their devices, sizes and dtypes, and plants none
+as often as is asked for. All runs are in one process, on 4 GPUs, one after the other. The exit code is 0 if each planted
+fault was REJECTED, its part and no other accused, and each healthy node ACCEPTED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mgpu_check.acceptance
+from mgpu_check.cli.suite import run as run_suite
+from mgpu_check.faults.hardware.registry import HardwareFault, all_hardware_faults, planted_from
+
+GPUS = 4
+LEVELS = ("quick", "standard", "long")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What an acceptance with one planted fault came to, or with none: then `planted` is empty."""
+
+    planted: str
+    seed: int
+    kind: str = ""
+    accused: tuple[str, ...] = ()
+    wanted: tuple[str, ...] = ()
+    seen_by: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def right(self) -> bool:
+        if not self.planted:
+            return self.kind == "ACCEPTED"
+        return self.kind == "REJECTED" and set(self.accused) == set(self.wanted)
+
+    @property
+    def innocent(self) -> tuple[str, ...]:
+        """Parts that were accused, and are right."""
+        return tuple(part for part in self.accused if part not in self.wanted)
+
+    def line(self) -> str:
+        sign = "right" if self.right else "WRONG"
+        accused = ", ".join(self.accused) or "-"
+        why = f"; unknown: {self.unknown[0][:80]}" if self.unknown else ""
+        seen = f"; seen by {', '.join(self.seen_by)}" if self.seen_by else ""
+        return f"{sign}  {self.seconds:5.1f} s  {self.planted or 'no fault':44} {self.kind}: {accused}{seen}{why}"
+
+
+class Repeated:
+    """A pytest plugin that runs all tests of the acceptance once for each case, as a run of its own with its own verdict."""
+
+    def __init__(self, cases: Sequence[tuple[str, int]]) -> None:
+        self.cases = cases
+        self.outcomes: list[Outcome] = []
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        writer = session.config.get_terminal_writer()
+        shown, writer._file = writer._file, io.StringIO()
+        try:
+            for planted, seed in self.cases:
+                outcome = self._one(session, planted, seed)
+                self.outcomes.append(outcome)
+                print(outcome.line(), file=shown, flush=True)
+        finally:
+            writer._file = shown
+        return True
+
+    def _one(self, session: pytest.Session, planted: str, seed: int) -> Outcome:
+        from hypothesis import core
+
+        from mgpu_check.acceptance.conftest import RUN
+        from mgpu_check.acceptance.run import Run
+        from mgpu_check.pytest_plugin.stash import SESSION
+
+        config = session.config
+        core.global_force_seed = seed
+        run = Run(config.stash[SESSION], "mgpu-check accept", seed)
+        run.planted = [planted_from(planted)] if planted else []
+        run.selected = config.stash[RUN].selected
+        config.stash[RUN] = run
+        began = time.monotonic()
+        try:
+            run.start()
+            for item, after in zip(session.items, [*session.items[1:], None], strict=True):
+                item._initrequest()  # type: ignore[attr-defined]  # as plugins do that repeat tests
+                config.hook.pytest_runtest_protocol(item=item, nextitem=after)
+            run.look_again()
+        finally:
+            run.end()
+        account = run.account()
+        failed = {observation.check for observation in account.observations if observation.outcome == "failed"}
+        return Outcome(
+            planted,
+            seed,
+            account.verdict.kind,
+            tuple(str(accusation.part) for accusation in account.verdict.accusations),
+            tuple(str(part) for one in run.planted for part in one.parts),
+            tuple(sorted(failed)),
+            account.verdict.unknown,
+            time.monotonic() - began,
+        )
+
+
+def drawn(faults: Sequence[HardwareFault], chosen: random.Random) -> str:
+    """Draw a fault, and its parameters where others are as good."""
+    fault = chosen.choice(faults)
+    given: dict[str, Any] = {}
+    device, peer = chosen.sample(range(GPUS), 2)
+    for name, default in fault.defaults.items():
+        if name == "device":
+            given[name] = device
+        elif name == "peer":
+            given[name] = peer
+        elif name == "seed":
+            given[name] = chosen.randrange(1000)
+        elif name == "bit":
+            given[name] = chosen.randrange(8)
+        elif name == "address":
+            given[name] = chosen.randrange(1 << 20, 10 << 20)
+        elif name == "dtype" and default != "any":
+            given[name] = chosen.choice(("float16", "bfloat16", "float32"))
+        elif name == "factor":
+            given[name] = float(default) * chosen.choice((1.0, 1.5, 2.0))
+    return planted_from(f"{fault.name}:" + ",".join(f"{name}={value}" for name, value in given.items())).text
+
+
+def cases_of(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    faults = [fault for name, fault in sorted(all_hardware_faults().items()) if given.k in name]
+    if given.command == "matrix":
+        reached = LEVELS.index(given.level)
+        chosen = [fault for fault in faults if LEVELS.index(fault.level) <= reached]
+        yield "", given.seed
+        for fault in chosen[:: given.share]:
+            yield fault.name, given.seed
+        return
+    chosen_from = random.Random(given.seed)
+    quick = [fault for fault in faults if fault.level == "quick"]
+    kinds = [True] * given.faults + [False] * given.healthy
+    chosen_from.shuffle(kinds)
+    for number, planted in enumerate(kinds):
+        yield (drawn(quick, chosen_from) if planted else ""), given.seed + number
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("matrix", "draws"))
+    parser.add_argument("--level", choices=LEVELS[:2], default="quick")
+    parser.add_argument("-k", default="", metavar="NAME", help="only faults with this in their names")
+    parser.add_argument("--share", type=int, default=1, help="one fault in so many (default: each)")
+    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--healthy", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="keep the outcomes in this file")
+    given = parser.parse_args()
+    repeated = Repeated(list(cases_of(given)))
+    options = [f"--gpus={GPUS}", "--simulate", f"--gpu-level={given.level}", "--no-summary", "--tb=no"]
+    run_suite(options, [repeated], mgpu_check.acceptance)
+    outcomes = repeated.outcomes
+    if given.json:
+        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1))
+    planted = [one for one in outcomes if one.planted]
+    healthy = [one for one in outcomes if not one.planted]
+    print(
+        f"{sum(one.right for one in planted)} of {len(planted)} planted faults: rejected, the right part accused; "
+        f"{sum(bool(one.innocent) for one in outcomes)} wrong accusations; "
+        f"{sum(one.right for one in healthy)} of {len(healthy)} healthy nodes accepted; "
+        f"{sum(one.seconds for one in outcomes):.0f} s"
+    )
+    whole = len(outcomes) == len(repeated.cases) and bool(outcomes)
+    return 0 if whole and all(one.right for one in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
