@@ -10,6 +10,7 @@ import pytest
 
 import mgpu_check.acceptance
 from mgpu_check.acceptance.floors import CHECKS
+from mgpu_check.cli import accept_merge
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import asks_for_gpus, run
 from mgpu_check.engine.remote import current
@@ -24,6 +25,7 @@ _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
                          [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml] [-k NAME]
                          [pytest arguments]
+       mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
 
 Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and ends with one verdict.
 Without --gpus it takes all visible GPUs. Under torchrun or srun it takes those of all hosts, with one verdict for each.
@@ -46,6 +48,8 @@ exit codes:
 def main(argv: Sequence[str]) -> int:
     """Run the acceptance; the exit code of its verdict."""
     arguments = list(argv)
+    if arguments[:1] == ["merge"]:
+        return accept_merge.main(arguments[1:])
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0

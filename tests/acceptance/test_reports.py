@@ -354,7 +354,7 @@ def test_the_matrices_have_a_number_in_each_cell():
     bandwidth = found["Copy bandwidth, 256 MiB, in GB/s"]
     assert bandwidth.count("-") == 8 and "161" in bandwidth  # of a GPU to itself nothing is known; 0.42 of the others
     assert len(bandwidth) == 2 + 16 + 64
-    assert "3.09" in found["Copy latency, 4 B, in µs"]
+    assert "3.09" in found["Copy latency, 4 B, in us"]
     failures = found["Failures by pair"]
     assert len(failures) == 2 + 16 + 64
     # Two cases of the accused link; the other 2 is the name of a row and of a column.

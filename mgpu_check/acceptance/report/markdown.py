@@ -33,6 +33,7 @@ def render(account: Account) -> str:
     if len(account.hosts) > 1:
         verdicts = [(text(view.host_name(account, n)), v.kind) for n, v in sorted(account.verdicts.items())]
         page.rows("Hosts", ("host", "verdict"), verdicts)
+        page.rows("Hosts beside each other", ("what",), [(text(line),) for line in view.among_hosts(account)])
     for accusation in account.verdict.accusations:
         page.add(*_accusation(account, accusation))
     unexplained = view.failed_of(account, account.verdict)

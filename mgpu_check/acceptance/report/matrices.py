@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mgpu_check.acceptance.account import Account
+from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.figures import Grid, heat_map
 from mgpu_check.devices.observations import Measurement, Observation, Subject
@@ -227,12 +228,12 @@ def others(account: Account) -> list[dict[str, str]]:
     for key in sorted(set(pairs) - set(_most_telling(pairs))):
         values = sorted(pairs[key])
         middle = values[len(values) // 2]
-        amounts = [view.rate_text(value, key[1]) for value in (values[0], middle, values[-1])]
+        amounts = [amount(value, key[1]) for value in (values[0], middle, values[-1])]
         said = f"{amounts[1]} ({amounts[0]} to {amounts[2]})"
         rows.append({"what": key[0], "subject": f"{len(values)} pairs", "size": view.bytes_text(key[2]), "value": said})
     for one in account.measurements:
         if one.subject.kind in ("group", "host"):
-            value = view.rate_text(one.value, one.unit)
+            value = amount(one.value, one.unit)
             rows.append(
                 {"what": one.quantity, "subject": str(one.subject), "size": view.bytes_text(one.size), "value": value}
             )

@@ -76,7 +76,7 @@ def render(account: Account) -> str:
         matrices=heat_maps(account),
         others=others(account),
         charts=_charts(account, _wrong(account)),
-        outliers=(),
+        outliers=view.among_hosts(account),
         undrawn=max(0, len(account.hosts) - _CHARTS),
     )
 

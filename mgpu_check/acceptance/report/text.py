@@ -29,6 +29,7 @@ def lines(account: Account) -> list[str]:
             f"  {view.host_name(account, number)}: {verdict.kind}"
             for number, verdict in sorted(account.verdicts.items())
         ]
+    found += [f"  {line}" for line in _most(view.among_hosts(account))]
     for accusation in account.verdict.accusations:
         found += ["", *_accusation(account, accusation)]
     loose = view.failed_of(account, account.verdict)

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Verdict
+from mgpu_check.acceptance.among_nodes import among_nodes
+from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 
 __all__ = [
     "SIMULATED",
     "Tally",
+    "among_hosts",
     "bytes_text",
     "check_names",
     "checks_by_name",
@@ -28,7 +31,6 @@ __all__ = [
     "identity",
     "name_of",
     "prefix",
-    "rate_text",
     "repeat",
     "seconds_text",
     "tallies",
@@ -41,7 +43,7 @@ SIMULATED = "SIMULATED: this shows what the checks do, and says nothing of hardw
 _WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
 _PREFIXES = (
     *((10.0**power, name) for power, name in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k"), (0, ""))),
-    *((10.0**power, name) for power, name in ((-3, "m"), (-6, "µ"), (-9, "n"))),
+    *((10.0**power, name) for power, name in ((-3, "m"), (-6, "u"), (-9, "n"))),
 )
 _BYTES = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
@@ -231,10 +233,17 @@ def prefix(values: Iterable[float]) -> tuple[float, str]:
     return next((step for step in _PREFIXES if most >= step[0]), _PREFIXES[-1])
 
 
-def rate_text(value: float, unit: str) -> str:
-    """Return a measured value: ``385 GB/s``, ``3.1 µs``."""
-    scale, name = prefix([value])
-    return f"{value / scale:.3g} {name}{unit}"
+def among_hosts(account: Account) -> list[str]:
+    """Return a line for each host that is slower than the others of its model, and why some could not be compared.
+
+    Nothing for one host: it is compared with nothing.
+    """
+    if len(account.hosts) < 2:
+        return []
+    if len(account.hosts) <= LEAST_PEERS:
+        return [f"speeds of hosts are compared with each other from {LEAST_PEERS + 1} hosts on"]
+    found = among_nodes([account])
+    return [*map(str, found.outliers), *found.unknown]
 
 
 def work_text(work: Work) -> str:

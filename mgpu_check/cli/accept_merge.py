@@ -1,0 +1,69 @@
+"""`mgpu-check accept merge a.json b.json ...`: one report of many nodes."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mgpu_check.acceptance.account import Account, Kind
+from mgpu_check.acceptance.report import text
+from mgpu_check.acceptance.report.files import SUFFIXES, check_paths, write
+from mgpu_check.acceptance.report.merge import merge
+from mgpu_check.acceptance.report.values import read
+from mgpu_check.cli.codes import INTERNAL_ERROR, RIGHT, UNDECIDED, WRONG, Parser
+
+__all__ = ["main"]
+
+_CODES: Mapping[Kind, int] = {"ACCEPTED": RIGHT, "REJECTED": WRONG, "INCONCLUSIVE": UNDECIDED}
+_EPILOG = """\
+exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 one is REJECTED; 2 one is INCONCLUSIVE, and none is REJECTED;
+3 internal error; 4 wrong usage.
+Nodes that are slower than others of their model are named. That is no verdict: each node's own run has one.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Join the reports of `argv`, print the verdict, and write what was asked for; the exit code of the worst verdict."""
+    parser = Parser(
+        prog="mgpu-check accept merge",
+        usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml]",
+        description="Join the JSON reports of many nodes into one, and name the nodes that differ from the others.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE.json", help="of `mgpu-check accept --report=FILE.json`"
+    )
+    parser.add_argument(
+        "--report",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help=f"write a report of all nodes, by its suffix: {', '.join(SUFFIXES)}; can be given several times",
+    )
+    try:
+        given = parser.parse_args(list(argv))
+        try:
+            check_paths(given.report)
+            accounts: dict[str, Account] = {}
+            for path in given.files:
+                if str(path) in accounts:
+                    raise ValueError(f"{path} is given twice; give the report of each node once")
+                accounts[str(path)] = read(path)
+            account = merge(accounts, shlex.join(["mgpu-check", "accept", "merge", *argv]))
+        except ValueError as error:
+            parser.error(str(error))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    print("\n".join(text.lines(account)))
+    for path in given.report:
+        try:
+            write(path, account)
+        except OSError as error:
+            print(f"mgpu-check accept merge: {path} cannot be written: {error.strerror}")
+            return INTERNAL_ERROR
+    return _CODES[account.verdict.kind]
