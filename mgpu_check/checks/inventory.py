@@ -30,12 +30,16 @@ _CAPABILITIES = frozenset(
 _BUSY = 10  # percent of the time
 
 
-def examine_inventory(snapshot: Snapshot, *, host: int = 0) -> list[Observation]:
-    """Compare the facts of the GPUs of one host with each other.
+def examine_inventory(
+    snapshot: Snapshot, *, host: int = 0, expected: Mapping[str, Value] | None = None, count: int | None = None
+) -> list[Observation]:
+    """Compare the facts of the GPUs of one host with each other, and with those of a baseline.
 
     Args:
         snapshot: of the GPUs of this host, a full one.
         host: its number in the run.
+        expected: what facts must be, by name; those of pairs without a peer.
+        count: of GPUs that the host must have.
 
     Returns:
         For each GPU what differs, one failed observation for each fact, or that nothing does; what no single GPU is at
@@ -44,8 +48,12 @@ def examine_inventory(snapshot: Snapshot, *, host: int = 0) -> list[Observation]
     if snapshot.absent:
         return [_unknown(gpu, snapshot.absent) for gpu in sorted(snapshot.missing)]
     found = [_unknown(gpu, why) for gpu, why in sorted(snapshot.missing.items())]
+    here = len(snapshot.facts) + len(snapshot.missing)
+    if count is not None and count != here:
+        found.append(_of_host(host, f"it has {here} GPUs, and the baseline has {count}", "count", here, count))
     found += _against_each_other(snapshot, host)
-    found += _pairs(snapshot)
+    found += _against_a_baseline(snapshot, host, expected or {})
+    found += _pairs(snapshot, expected or {})
     blamed = {observation.subject for observation in found}
     for gpu, facts in sorted(snapshot.facts.items()):
         subject = Subject("gpu", (gpu,))
@@ -170,8 +178,27 @@ def _compared(snapshot: Snapshot, name: str, gpus: Sequence[int], host: int) -> 
     return found
 
 
-def _pairs(snapshot: Snapshot) -> list[Observation]:
-    """Compare what pairs can do: those of one topology, and of one model, with each other."""
+def _against_a_baseline(snapshot: Snapshot, host: int, expected: Mapping[str, Value]) -> list[Observation]:
+    found = []
+    for name in (name for name in names("fact") if name in expected):
+        usual, same = expected[name], _same_as(name)
+        values = {gpu: facts[name] for gpu, facts in sorted(snapshot.facts.items())}
+        off = {gpu: value for gpu, value in values.items() if value is not None and not same(value, usual)}
+        silent = [gpu for gpu, value in values.items() if value is None]
+        text = f"{field_of(name).text} is {{}}, and the baseline has {_shown(name, usual)}"
+        if len(off) == len(values) > 1 and len(set(off.values())) == 1:
+            value = next(iter(off.values()))
+            of_all = "of its GPUs: " + text.format(_shown(name, value))
+            found.append(_of_host(host, of_all, name, value, usual))
+            continue
+        for gpu, value in off.items():
+            found.append(_differs(Subject("gpu", (gpu,)), text.format(_shown(name, value)), name, value, usual))
+        found += [_unknown(gpu, text.format("not known")) for gpu in silent]
+    return found
+
+
+def _pairs(snapshot: Snapshot, expected: Mapping[str, Value]) -> list[Observation]:
+    """Compare what pairs can do: those of one topology, and of one model, with each other, and with the baseline."""
     alike: dict[tuple[Any, ...], dict[tuple[int, int], frozenset[str]]] = {}
     texts: dict[tuple[int, int], str] = {}
     for (gpu, peer), value in _of_pairs(snapshot, "p2p"):
@@ -188,6 +215,12 @@ def _pairs(snapshot: Snapshot) -> list[Observation]:
                 others = "+".join(sorted(usual))
                 text = f"peer-to-peer capability is {texts[pair]}, and that of other pairs {others}"
                 found.append(_differs(Subject("copy", pair), text, "p2p", texts[pair], others))
+    wanted = frozenset(str(expected["p2p"]).split("+")) if "p2p" in expected else frozenset()
+    blamed = {observation.subject for observation in found}
+    for pair, text in texts.items():
+        if not wanted <= frozenset(text.split("+")) and Subject("copy", pair) not in blamed:
+            seen = f"peer-to-peer capability is {text}, and the baseline has {expected['p2p']}"
+            found.append(_differs(Subject("copy", pair), seen, "p2p", text, expected["p2p"]))
     return found
 
 

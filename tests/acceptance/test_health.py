@@ -105,6 +105,35 @@ def test_who_is_blamed(monkeypatch: pytest.MonkeyPatch, overrides: list[Override
 
 
 @pytest.mark.parametrize(
+    ("expected", "overrides", "count", "seen"),
+    [
+        ({"power_limit": 700, "p2p": "read+write"}, [], 4, []),
+        ({"power_limit": 600}, [], 4, [("host 0", "of its GPUs: power limit is 700 W, and the baseline has 600 W")]),
+        ({"vbios": "00.00.00.00.00"}, [Override(1, "vbios", "x")], 4, [("GPU 1", "x, and the baseline has 00.00.00.00.00")]),
+        ({"p2p": "read+write+nvlink"}, [Override(1, "p2p_3", "read+write+atomics")], 4, [("copy GPU 1 -> GPU 3", "atomics, and the")]),
+        ({}, [], 8, [("host 0", "it has 4 GPUs, and the baseline has 8")]),
+    ],
+)  # fmt: skip
+def test_what_the_baseline_has_otherwise_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[str, Any],
+    overrides: list[Override],
+    count: int,
+    seen: list[tuple[str, str]],
+) -> None:
+    entries = examine_inventory(watched(monkeypatch, overrides).first, expected=expected, count=count)
+    found = [(entry[1], entry[2]) for entry in failed(entries)]
+    assert all(any(subject == one and text in other for one, other in found) for subject, text in seen)
+    assert {subject for subject, _ in found} == {subject for subject, _ in seen}
+
+
+def test_what_the_baseline_has_and_a_gpu_does_not_say_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = watched(monkeypatch, [Override(gpu, "ecc", None) for gpu in GPUS])
+    entries = examine_inventory(run.first, expected={"ecc": "on"})
+    assert [entry.outcome for entry in entries] == ["unknown"] * len(GPUS)
+
+
+@pytest.mark.parametrize(
     ("counter", "value", "is_failed"),
     [
         ("ecc_corrected", 10, False),
