@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["MASK", "counted", "integers", "mix_", "mixed", "position_of", "signed"]
+__all__ = ["MASK", "counted", "fractions", "integers", "mix_", "mixed", "position_of", "several", "signed"]
 
 MASK = (1 << 64) - 1
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -71,7 +71,26 @@ def integers(
 
     `dtype` must hold them exactly, and there may be 2^31 different ones at most.
     """
-    words = counted(shape, seed, device)
+    return several([shape], low, high, seed=seed, device=device, dtype=dtype)[0]
+
+
+def several(
+    shapes: Sequence[Sequence[int]], low: int, high: int, *, seed: int, device: torch.device, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """Return tensors of such numbers, as `integers` has them, one for each of `shapes`, all different."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    words = counted((sum(sizes),), seed, device)
     words.bitwise_right_shift_(32).bitwise_and_((1 << 32) - 1)
     words.mul_(high - low + 1).bitwise_right_shift_(32).add_(low)
-    return words.to(dtype)
+    return [part.view(tuple(shape)) for part, shape in zip(words.to(dtype).split(sizes), shapes, strict=True)]
+
+
+def fractions(
+    shape: Sequence[int], *, seed: int, device: torch.device, dtype: torch.dtype, low: float = -1.0, high: float = 1.0
+) -> torch.Tensor:
+    """Return numbers in [`low`, `high`], as if drawn, of `shape` and `dtype` on `device`, with all their digits in use.
+
+    Made in float64 and rounded once. On devices that compute as IEEE 754 says they are the same, bit by bit.
+    """
+    words = counted(shape, seed, device).bitwise_right_shift_(11)
+    return words.to(torch.float64).mul_(2.0**-53).add_(0.5).mul_(high - low).add_(low).to(dtype)

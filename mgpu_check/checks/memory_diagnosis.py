@@ -11,7 +11,7 @@ from typing import Any
 from mgpu_check.checks.counters import MASK
 from mgpu_check.checks.memory_region import Region, WrongWord
 
-__all__ = ["bits_of", "evidence_of", "kind_of"]
+__all__ = ["bits_of", "evidence_of", "kind_of", "named"]
 
 _DIAGNOSED = 4
 _TRIES = 4
@@ -22,26 +22,71 @@ def bits_of(word: int) -> list[int]:
     return [bit for bit in range(64) if word >> bit & 1]
 
 
+def named(bits: Sequence[int]) -> str:
+    """Return "bit 3" or "bits 0 to 7, 9" for numbers in ascending order."""
+    runs: list[list[int]] = []
+    for bit in bits:
+        if runs and runs[-1][-1] == bit - 1:
+            runs[-1].append(bit)
+        else:
+            runs.append([bit])
+    texts = [f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"bit{'s' * (len(bits) > 1)} {', '.join(texts)}"
+
+
 def kind_of(region: Region, wrong: WrongWord) -> str:
     """Say what is wrong with a word, after writing to it, and to others, again. The region is overwritten.
 
-    "bit 5 stuck at 1"; "holds what is written at offset …" (an address fault); "bit 5 follows offset …" (coupled bits);
-    "not seen again".
+    "bit 5 stuck at 1"; "holds what is written at offset …" (an address fault); "bit 5 changes when offset … is written"
+    (coupled bits); "changes by itself, now and then"; "not seen again".
     """
-    return _stuck(region, wrong) or _aliased(region, wrong) or _coupled(region, wrong) or "not seen again"
+    return (
+        _by_itself(region, wrong.word)
+        or _stuck(region, wrong.word)
+        or _aliased(region, wrong)
+        or _coupled(region, wrong)
+        or "not seen again"
+    )
 
 
-def _stuck(region: Region, wrong: WrongWord) -> str:
-    ones, zeros = MASK, 0
-    for _ in range(_TRIES):  # what is stuck now and then is not stuck
-        region.set(wrong.word, 0)
-        ones &= region.read(wrong.word)
-        region.set(wrong.word, MASK)
-        zeros |= region.read(wrong.word)
-    stuck = [f"bit {bit} stuck at 1" for bit in bits_of(ones)] + [
-        f"bit {bit} stuck at 0" for bit in bits_of(~zeros & MASK)
-    ]
-    return ", ".join(stuck)
+def _by_itself(region: Region, word: int) -> str:
+    """Look for a word that, written with the same value and read again, is right at times and wrong at others."""
+    seen = set()
+    for value in (0, MASK) * _TRIES:
+        region.set(word, value)
+        seen.add((value, region.read(word)))
+        seen.add((value, region.read(word)))
+    return "changes by itself, now and then" if len(seen) > 2 else ""
+
+
+def _stuck(region: Region, word: int) -> str:
+    ones, zeros = _written(region, word, 0), ~_written(region, word, MASK) & MASK
+    found = []
+    for value, bits in ((1, ones), (0, zeros)):
+        # A bit that is right where it alone differs from all others is not stuck: another bit of the word changes it.
+        alone = [bit for bit in bits_of(bits) if _written(region, word, _single(bit, value)) >> bit & 1 != value]
+        stuck = [bit for bit in bits_of(bits) if bit not in alone]
+        if stuck:
+            found.append(f"{named(stuck)} stuck at {value}")
+        for bit in alone[:1]:
+            others = [
+                other
+                for other in range(64)
+                if other != bit and _written(region, word, _single(bit, value) ^ 1 << other) >> bit & 1 == value
+            ]
+            by = f" of {named(others)}" if others else "s of several others together"
+            found.append(f"{named([bit])} follows the value{by} of the word (coupled)")
+    return ", ".join(found)
+
+
+def _single(bit: int, stuck: int) -> int:
+    """Return the word in which one bit is what it would not be if it were stuck, and all others are as it would be."""
+    return (MASK if stuck else 0) ^ 1 << bit
+
+
+def _written(region: Region, word: int, value: int) -> int:
+    region.set(word, value)
+    return region.read(word)
 
 
 def _aliased(region: Region, wrong: WrongWord) -> str:
@@ -53,8 +98,8 @@ def _aliased(region: Region, wrong: WrongWord) -> str:
         region.set(other, value ^ MASK)
         if region.read(wrong.word) != value ^ MASK:
             return ""
-    lines = bits_of(8 * wrong.word ^ 8 * other)
-    return f"holds what is written at offset {8 * other:#x}; the addresses differ in bits {', '.join(map(str, lines))}"
+    lines = named(bits_of(8 * wrong.word ^ 8 * other))
+    return f"holds what is written at offset {8 * other:#x}; the addresses differ in {lines}"
 
 
 def _coupled(region: Region, wrong: WrongWord) -> str:
@@ -70,8 +115,10 @@ def _coupled(region: Region, wrong: WrongWord) -> str:
                 first = middle
             else:
                 return f"changes when offsets {8 * first:#x} to {8 * end:#x} are written, not by a part of them alone"
-        bits = bits_of(_disturbed(region, wrong.word, victim, first, end))
-        return f"bits {', '.join(map(str, bits))} change when offset {8 * first:#x} is written (coupled)"
+        again = [_disturbed(region, wrong.word, victim, first, end) for _ in range(_TRIES)]
+        if not all(again):
+            return "changes by itself, now and then"
+        return f"{named(bits_of(again[0]))} changes when offset {8 * first:#x} is written (coupled)"
     return ""
 
 

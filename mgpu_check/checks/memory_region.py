@@ -58,9 +58,9 @@ class Wrong:
 
 
 class Region:
-    """Chunks of the memory of one device, as one sequence of words of 64 bits.
+    """Memory of one device, as one sequence of words of 64 bits.
 
-    Chunks are bounded, so what the comparison needs beside them is bounded, too.
+    It is written and compared in chunks, so that what the comparison needs beside them is bounded.
     """
 
     def __init__(self, device: torch.device, words: int, chunk_words: int) -> None:
@@ -70,15 +70,19 @@ class Region:
         self.watch = Stopwatch(device)
         self._scratch = torch.empty(2, chunk_words, dtype=torch.int64, device=device)
         self.words = 0
-        while words - self.words >= PERIOD:
-            size = min(chunk_words, words - self.words) // PERIOD * PERIOD
+        block = words // PERIOD * PERIOD
+        while block and self.words < words:
             try:
-                chunk = torch.empty(size, dtype=torch.int64, device=device)
+                memory = torch.empty(block, dtype=torch.int64, device=device)
             except torch.OutOfMemoryError:
-                break  # another process has taken memory since; the work that is reported says how much was tested
-            self.chunks.append(chunk)
-            self.firsts.append(self.words)
-            self.words += size
+                # No piece of that size is free. What is reported says how much was tested in the end.
+                block = block // 2 // PERIOD * PERIOD
+                continue
+            for chunk in memory.split(chunk_words):
+                self.chunks.append(chunk)
+                self.firsts.append(self.words)
+                self.words += chunk.numel()
+            block = min(block, (words - self.words) // PERIOD * PERIOD)
 
     @property
     def bytes(self) -> int:

@@ -107,7 +107,7 @@ def test_addresses_that_are_one(pattern):
             Region.set(region, high, value)
 
     seen = looked_at(Aliased(defect), pattern)
-    assert any("the addresses differ in bits 12" in kind for kind in seen.evidence["kinds"]), seen
+    assert any("the addresses differ in bit 12" in kind for kind in seen.evidence["kinds"]), seen
 
 
 def test_coupled_bits_are_found_with_their_aggressor():
@@ -119,7 +119,29 @@ def test_coupled_bits_are_found_with_their_aggressor():
             Region.set(region, victim, region.read(victim) & ~2 | bit)
 
     seen = looked_at(Broken(defect), "inversions")
-    assert seen.evidence["kinds"] == [f"bits 1 change when offset {8 * aggressor:#x} is written (coupled)"]
+    assert seen.evidence["kinds"] == [f"bit 1 changes when offset {8 * aggressor:#x} is written (coupled)"]
+
+
+def test_bits_of_one_word_that_are_coupled_are_not_called_stuck():
+    def defect(region, written=None):
+        chunk, place = region._place(700)
+        if int(chunk[place]) & 4:
+            chunk[place] &= ~(1 << 20)
+
+    seen = looked_at(Broken(defect), "checkerboard")
+    assert seen.evidence["kinds"] == ["bit 20 follows the value of bit 2 of the word (coupled)"]
+
+
+def test_a_bit_that_is_wrong_now_and_then():
+    times = []
+
+    def defect(region, written=None):
+        times.append(1)
+        if len(times) % 7 == 0:
+            chunk, place = region._place(700)
+            chunk[place] ^= 1 << 20
+
+    assert looked_at(Broken(defect)).evidence["kinds"] == ["changes by itself, now and then"]
 
 
 def test_what_is_wrong_once_is_not_seen_again():

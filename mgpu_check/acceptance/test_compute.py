@@ -1,0 +1,84 @@
+"""What each GPU computes is right, again and again, and the same as on the other GPUs of its model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check.acceptance.arithmetic import compute
+from mgpu_check.acceptance.levels import drawn
+from mgpu_check.specs.compute import FAMILIES, OPERATIONS, ComputeCase
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from mgpu_check.acceptance.node import Node
+
+_BYTES = 512
+"""Of the memory of a GPU for each element of the matrices: several of them in float64, and what is computed with them."""
+
+_DENSE = ("products", "layers")
+"""Families of which each dtype has units of its own: all of them are looked at, at each level."""
+
+_REPEATED = {
+    "product known by algebra": 1.0,
+    "batched product known by algebra": 0.3,
+    "convolution known by algebra": 0.3,
+    "attention known by algebra": 0.3,
+    "sum of two": 0.1,
+    "sum": 0.1,
+    "exp": 0.1,
+    "sort": 0.1,
+}
+"""Operations that are repeated many times, with their share of the time and of the repeats."""
+
+_MANY = {"quick": (32, 0.25), "standard": (30_000, 8.0), "long": (300_000, 90.0)}
+"""How often an operation is repeated, in at most so many seconds. Of 30000, one in 10^4 shows with a probability of 95 %."""
+
+
+def _side(node: Node) -> int:
+    """Return the size of the matrices for the GPU with the least memory: 128 for 16 MiB, 8192 for 80 GiB."""
+    elements = min(gpu.memory for gpu in node.gpus) // _BYTES
+    return max(32, 1 << (elements.bit_length() - 1) // 2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@drawn(quick=1, standard=6, long=30)
+@given(seed=st.integers(0, 2**16))
+def test_results_are_right(node: Node, family: str, seed: int) -> None:
+    """Each operation, in each dtype, gives what its oracle says, the same bits each time, and on all GPUs."""
+    quick = node.level == "quick"
+    side = _side(node) // 2 if quick else _side(node)
+    repeats = {"quick": 4, "standard": 32, "long": 128}[node.level]
+    cases = [
+        ComputeCase(operation, dtype, side, seed, repeats, seconds=0.2 if quick else 1.0)
+        for operation, dtypes in FAMILIES[family].items()
+        for dtype in (_every_other(dtypes, seed) if quick and family not in _DENSE else dtypes)
+    ]
+    compute(node, cases)
+
+
+def _every_other(dtypes: Sequence[str], seed: int) -> Sequence[str]:
+    return dtypes[seed % 2 :: 2] or dtypes
+
+
+@pytest.mark.parametrize("operation", _REPEATED)
+@drawn(quick=1, standard=1, long=3)
+@given(seed=st.integers(0, 2**16))
+def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
+    """An operation that is repeated many times gives the same bits each time: small ones, to have many."""
+    repeats, seconds = _MANY[node.level]
+    share = _REPEATED[operation]
+    side = max(32, min(512, _side(node) // 4))
+    cases = [
+        ComputeCase(operation, dtype, side, seed, max(2, int(share * repeats)), share * seconds)
+        for dtype in OPERATIONS[operation]
+    ]
+    if node.level == "quick":
+        compute(node, cases)
+        return
+    for case in cases:
+        compute(node, [case])

@@ -1,0 +1,96 @@
+"""Random numbers of the device: the same for a seed, others after it, spread as they should be, the same on all GPUs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from mgpu_check.checks.computing.prepared import DTYPES, Judge, Prepared, operation
+from mgpu_check.specs.compute import ComputeCase
+
+__all__ = ["spread"]
+
+_MOST = 1 << 20
+_UNLIKELY = 1e-12
+
+
+def _generator(case: ComputeCase, device: torch.device) -> torch.Generator:
+    return torch.Generator(device=device).manual_seed(case.seed)
+
+
+def spread(case: ComputeCase) -> Judge:
+    """Judge two draws of random words, one after the other: no word twice, no bit set much more often than half the time.
+
+    Of n words of 64 bits two are equal with a probability of n²/2^65, 6·10^-8 for 2^20 of them. The share of words in which a bit is set is
+    off from a half by more than t with a probability of 2·e^(-2nt²) (Hoeffding, *Probability inequalities for sums of bounded
+    random variables*, 1963): t is chosen for 10^-12, all 64 bits together.
+    """
+
+    def judge(got: torch.Tensor) -> dict[str, Any]:
+        words = got.cpu()
+        distinct = len(words.unique())
+        if distinct < len(words):
+            same = bool((words[: len(words) // 2] == words[len(words) // 2 :]).all())
+            what = "the second draw repeats the first" if same else "words come more than once"
+            return {"errors": len(words) - distinct, "elements": len(words), "what": what}
+        most = math.sqrt(math.log(2 * 64 / _UNLIKELY) / (2 * len(words)))
+        shares = [float((words >> bit & 1).double().mean()) for bit in range(64)]
+        odd = {str(bit): share for bit, share in enumerate(shares) if abs(share - 0.5) > most}
+        return (
+            {"errors": len(odd), "elements": 64, "what": "bits are set too often or too seldom", "shares": odd}
+            if odd
+            else {}
+        )
+
+    return judge
+
+
+@operation("random bits")
+def _words(case: ComputeCase, device: torch.device) -> Prepared:
+    count = min(case.size**2, _MOST) // 2
+
+    def call() -> torch.Tensor:
+        generator = _generator(case, device)
+        return torch.cat(
+            [
+                torch.empty(count, dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
+                for _ in range(2)
+            ]
+        )
+
+    return Prepared(call, spread(case))
+
+
+@operation("normal numbers")
+def _normal(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare normal deviates: their mean and mean square, by the same bound on what is cut off at 8."""
+
+    def call() -> torch.Tensor:
+        size = min(case.size**2, _MOST)
+        return torch.randn(size, generator=_generator(case, device), device=device, dtype=DTYPES[case.dtype])
+
+    def judge(got: torch.Tensor) -> dict[str, Any]:
+        values = got.cpu().double()
+        wrong = ~(values.abs() < 8)  # true for NaN; of a normal deviate true with a probability of 10^-15
+        most = 16 * math.sqrt(math.log(2 / _UNLIKELY) / (2 * len(values)))
+        mean = float(values.mean())
+        if bool(wrong.any()) or not abs(mean) <= most:
+            return {"errors": int(wrong.sum()), "elements": len(values), "mean": mean, "bound on the mean": most}
+        return {}
+
+    return Prepared(call, judge)
+
+
+@operation("permutation")
+def _permutation(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare a permutation: it has each number once."""
+    count = min(case.size**2, _MOST)
+
+    def judge(got: torch.Tensor) -> dict[str, Any]:
+        values = got.cpu()
+        wrong = values.sort().values != torch.arange(count, device="cpu")
+        return {"errors": int(wrong.sum()), "elements": count} if bool(wrong.any()) else {}
+
+    return Prepared(lambda: torch.randperm(count, generator=_generator(case, device), device=device), judge)

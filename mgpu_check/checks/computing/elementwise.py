@@ -1,0 +1,156 @@
+"""Element by element: what IEEE 754 and integer arithmetic define to the bit, and functions within documented bounds.
+
+The host makes the same data from the same counters, and computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mgpu_check.checks.computing.evidence import evidence_of
+from mgpu_check.checks.computing.prepared import DTYPES, Judge, Prepared, operation, seeded
+from mgpu_check.checks.computing.products import require
+from mgpu_check.checks.counters import counted, fractions
+from mgpu_check.numerics.bounds import significand_bits
+from mgpu_check.specs.compute import ComputeCase
+
+__all__ = ["FUNCTIONS", "within"]
+
+_HOST = torch.device("cpu")
+_MOST = 1 << 22
+"""Elements of operations that the host does as well."""
+
+Function = Callable[..., torch.Tensor]
+
+
+def _shape(case: ComputeCase) -> tuple[int, ...]:
+    return (min(case.size**2, _MOST),)
+
+
+def _patterns(case: ComputeCase, number: int, device: torch.device) -> torch.Tensor:
+    """Return elements whose bits are as if drawn: of floats subnormal, infinite and NaN ones, too."""
+    dtype = DTYPES[case.dtype]
+    words = counted(_shape(case), seeded(case, number), device)
+    if not dtype.is_floating_point:
+        return words.to(dtype)
+    width = torch.finfo(dtype).bits
+    return (words >> 64 - width).to(getattr(torch, f"int{width}")).view(dtype)
+
+
+def _same(expected: torch.Tensor) -> Judge:
+    """Judge by what the host has computed: the same bits, or both NaN, whose bits no standard fixes."""
+
+    def judge(got: torch.Tensor) -> dict[str, Any]:
+        here = got.cpu()
+        wrong = here != expected
+        if here.dtype.is_floating_point:
+            wrong &= ~(here.isnan() & expected.isnan())
+            wrong |= (here == 0) & (expected == 0) & (here.signbit() != expected.signbit())
+        return evidence_of(here, expected, wrong) if bool(wrong.any()) else {}
+
+    return judge
+
+
+def _exact(name: str, function: Function, operands: int = 2) -> None:
+    @operation(name)
+    def prepare(case: ComputeCase, device: torch.device) -> Prepared:
+        require(case.dtype, device)
+        there, here = ([_patterns(case, number, where) for number in range(operands)] for where in (device, _HOST))
+        return Prepared(lambda: function(*there), _same(function(*here)))
+
+
+def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return quotient and remainder by divisors from 1 to 64, in one tensor."""
+    divisor = (b & 63) + 1
+    return torch.cat([torch.div(a, divisor, rounding_mode="floor"), torch.remainder(a, divisor)])
+
+
+def _bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.cat([a & b, a | b, a ^ b, ~a, a << 3, a >> 2])
+
+
+_exact("sum of two", lambda a, b: torch.add(a, b))
+_exact("product of two", lambda a, b: torch.mul(a, b))
+_exact("quotient", lambda a, b: torch.div(a, b))
+_exact("square root", lambda a: torch.sqrt(a), 1)
+_exact("remainder", _remainder)
+_exact("bits", _bits)
+
+
+@operation("conversion")
+def _conversion(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare the roundings to narrower dtypes and to whole numbers, and back; where numbers are in range."""
+
+    def converted(x: torch.Tensor) -> torch.Tensor:
+        kinds = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+        return torch.cat([x.to(kind).double() for kind in kinds])
+
+    there, here = (
+        fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=-6e4, high=6e4)
+        for where in (device, _HOST)
+    )
+    return Prepared(lambda: converted(there), _same(converted(here)))
+
+
+FUNCTIONS: dict[str, tuple[Function, float, float, tuple[float, float]]] = {
+    "exp": (lambda x: torch.exp(x), 2, 1, (-9.0, 10.0)),
+    "expm1": (lambda x: torch.expm1(x), 1, 1, (-9.0, 10.0)),
+    "log": (lambda x: torch.log(x), 1, 1, (2.0, 6e4)),
+    "log1p": (lambda x: torch.log1p(x), 1, 1, (0.1, 6e4)),
+    "sin": (lambda x: torch.sin(x), 2, 2, (0.1, 3.0)),
+    "cos": (lambda x: torch.cos(x), 2, 2, (-1.5, 1.5)),
+    "atan": (lambda x: torch.atan(x), 2, 2, (0.01, 60.0)),
+    "tanh": (lambda x: torch.tanh(x), 2, 2, (0.01, 9.0)),
+    "erf": (lambda x: torch.erf(x), 2, 2, (0.01, 4.0)),
+    "rsqrt": (lambda x: torch.rsqrt(x), 2, 2, (0.01, 6e4)),
+}
+"""Name -> function, largest errors in units in the last place in float32 and in float64, range of the arguments.
+
+The errors are those of the tables in NVIDIA's *CUDA C++ Programming Guide*, appendix "Mathematical Functions", the largest of the
+versions since 11. The ranges keep results normal in float16.
+"""
+
+
+def within(function: str, dtype: str, x: torch.Tensor) -> Judge:
+    """Judge by a reference in float64 from the host: off by no more than the documented error.
+
+    That counts from the correctly rounded value, so half a unit comes on top; in float64 one more for the reference, which
+    C libraries and SLEEF hold. float16 and bfloat16 are worked out in float32 and rounded: one of the two neighbours of the
+    exact value, less than a whole unit away.
+    """
+    reference = FUNCTIONS[function][0](x.double())
+    narrow = DTYPES[dtype]
+    _, single, double, _ = FUNCTIONS[function]
+    units = double + 1.5 if dtype == "float64" else single + 0.5 + 2.0**-20
+    if significand_bits(narrow) < significand_bits(torch.float32):
+        units = 1.0
+
+    def judge(got: torch.Tensor) -> dict[str, Any]:
+        here = got.cpu()
+        larger = torch.maximum(here.double().abs(), reference.abs())
+        unit = torch.ldexp(torch.ones_like(larger), torch.frexp(larger).exponent - significand_bits(narrow))
+        wrong = ~((here.double() - reference).abs() <= units * unit)  # true for NaN
+        return evidence_of(here, reference.to(narrow), wrong) if bool(wrong.any()) else {}
+
+    return judge
+
+
+def _function(name: str) -> None:
+    @operation(name)
+    def prepare(case: ComputeCase, device: torch.device) -> Prepared:
+        require(case.dtype, device)
+        function, _, _, (low, high) = FUNCTIONS[name]
+        there, here = (
+            fractions(_shape(case), seed=seeded(case, 0), device=where, dtype=DTYPES[case.dtype], low=low, high=high)
+            for where in (device, _HOST)
+        )
+        # The bounds are NVIDIA's; other makers' GPUs vote only.
+        judge = within(name, case.dtype, here) if torch.version.hip is None else None
+        return Prepared(lambda: function(there), judge)
+
+
+for _name in FUNCTIONS:
+    _function(_name)

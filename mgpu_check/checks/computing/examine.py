@@ -1,0 +1,173 @@
+"""Have a GPU compute, again and again, and judge each result."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import mgpu_check.checks.computing.drawing
+import mgpu_check.checks.computing.elementwise
+import mgpu_check.checks.computing.layers
+import mgpu_check.checks.computing.ordering
+import mgpu_check.checks.computing.products
+import mgpu_check.checks.computing.reductions  # noqa: F401 - each registers its operations
+from mgpu_check.checks.computing.evidence import bits, digest, digests_of_pieces, evidence_of, length_of_piece
+from mgpu_check.checks.computing.prepared import OPERATIONS, Prepared, Unsupported
+from mgpu_check.checks.timing import Stopwatch, measured
+from mgpu_check.devices.observations import Entry, Observation, Subject, Work
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.compute import Ballot, ComputeCase
+from mgpu_check.torch_hooks import precision
+
+__all__ = ["elements_of_piece", "examine_arithmetic", "examine_case", "pieces_of_result"]
+
+_BATCH = 16
+_LAP = 4  # calls between two looks at the clock of the device
+_BATCH_BYTES = 1 << 30
+_ELEMENTS = 1 << 16
+
+
+def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[Entry | Ballot]:
+    """Do each case on the device of `rank`, judge its results, and cast a ballot with the digest of the first one.
+
+    The first result is judged by an oracle, where there is one. All others must have its bits. One that differs on purpose
+    is compared with it in each batch: a comparison that does not see it is a failure, too.
+    """
+    found: list[Entry | Ballot] = []
+    with torch.cuda.device(rank.device), torch.no_grad():
+        for case in cases:
+            found += examine_case(case, rank.device, Subject("gpu", (rank.index,)))
+    torch.cuda.empty_cache()
+    return found
+
+
+_last: list[torch.Tensor] = []
+"""The last result of `pieces_of_result`, for `elements_of_piece`."""
+
+
+def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) -> tuple[bool, list[int]]:
+    """Compute until the digest of a result is the one that is wanted, or until it is another one; so often as `case` says.
+
+    Returns:
+        whether that came to be, and a digest for each of at most 64 pieces of the last result.
+    """
+    with torch.cuda.device(rank.device), torch.no_grad(), _arithmetic(case.dtype):
+        prepared = OPERATIONS[case.operation](case, rank.device)
+        for _ in range(case.repeats):
+            _last[:] = [prepared.call()]
+            if (digest(_last[0]) == wanted) == equal:
+                return True, digests_of_pieces(_last[0])
+        return False, digests_of_pieces(_last[0])
+
+
+def elements_of_piece(number: int) -> tuple[int, list[int]]:
+    """Return from where on a piece of the last result of `pieces_of_result` is, and its first elements, as bits."""
+    flat = bits(_last[0])
+    start = number * length_of_piece(flat)
+    mask = (1 << 8 * flat.element_size()) - 1
+    return start, [word & mask for word in flat[start : start + min(_ELEMENTS, length_of_piece(flat))].tolist()]
+
+
+@dataclass
+class _Seen:
+    """What a case has shown."""
+
+    seen: str = ""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    done: int = 0
+    wrong: int = 0
+    seconds: float = 0.0
+    laps: list[float] = field(default_factory=list)
+
+
+def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[Entry | Ballot]:
+    """Do one case on a device; see `examine_arithmetic`."""
+    with _arithmetic(case.dtype):
+        try:
+            prepared = OPERATIONS[case.operation](case, device)
+        except Unsupported as error:
+            return [Observation("compute", subject, "skipped", str(error), str(case))]
+        first = prepared.call()
+        seen = _Seen(done=1)
+        if prepared.judge is not None and (evidence := prepared.judge(first)):
+            seen.wrong, seen.evidence = 1, evidence
+            seen.seen = f"{_counted(evidence)} wrong in the first result"
+        _repeat(case, prepared, first, seen)
+    work = Work(operations=seen.done, seconds=seen.seconds)
+    outcome = "failed" if seen.wrong else "passed"
+    entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)  # type: ignore[arg-type]
+    rate: list[Entry] = []
+    if prepared.operations:
+        name = f"{case.operation}, {case.dtype}"
+        rate += measured("compute", subject, name, "FLOP/s", prepared.operations, seen.laps, case.size)
+    return [entry, *rate, Ballot(case, digest(first))]
+
+
+def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _Seen) -> None:
+    """Repeat the operation as often as the case says, or until its time is over, and compare each result with the first."""
+    drawn = random.Random(case.seed)
+    right = bits(first)
+    batch = max(1, min(_BATCH, _BATCH_BYTES // max(1, first.nbytes)))
+    until = time.monotonic() + case.seconds
+    while seen.done < case.repeats and (seen.done == 1 or time.monotonic() < until):
+        count = min(batch, case.repeats - seen.done)
+        watch = Stopwatch(first.device)
+        results = []
+        for number in range(count):
+            if number % _LAP == 0:
+                watch.start()
+            results.append(prepared.call())
+            if number % _LAP == _LAP - 1 or number == count - 1:
+                watch.stop()
+        control = right.clone()
+        control[drawn.randrange(len(control))] ^= 1
+        wrong = torch.stack([(one != right).sum() for one in (*map(bits, results), control)]).tolist()
+        laps = watch.laps()
+        seen.seconds += sum(laps)
+        seen.laps += [lap / _LAP for lap in laps[: count // _LAP]]
+        if wrong.pop() != 1:
+            seen.wrong += 1
+            seen.seen = seen.seen or "the device did not find an element that was changed on purpose"
+        for number, result in enumerate(results):
+            if wrong[number]:
+                _differs(seen, number, result, first)
+        seen.done += count
+    if seen.wrong:
+        seen.evidence["wrong results"] = seen.wrong
+        seen.evidence["results"] = seen.done
+
+
+def _differs(seen: _Seen, number: int, result: torch.Tensor, first: torch.Tensor) -> None:
+    seen.wrong += 1
+    if "errors" not in seen.evidence:
+        differs = (bits(result) != bits(first)).reshape(first.shape)
+        seen.evidence = evidence_of(result, first, differs) | {"repeat": seen.done + number}
+        seen.seen = seen.seen or f"{_counted(seen.evidence)} not as before in repeat {seen.done + number}"
+
+
+def _counted(evidence: dict[str, Any]) -> str:
+    errors = evidence["errors"]
+    where = f", the first at {evidence['indices'][0]}" if evidence.get("indices") else ""
+    return f"{errors} element{'s' * (errors != 1)} of {evidence.get('elements', '?')}{where},"
+
+
+@contextmanager
+def _arithmetic(dtype: str) -> Iterator[None]:
+    """Round float32 as float32, but TF32 where it is asked for; let cuDNN choose the same kernels each time."""
+    kept = precision.kept(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    try:
+        precision.exact()
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+        if dtype == "tf32":
+            torch.set_float32_matmul_precision("high")
+            torch._C._set_cudnn_allow_tf32(True)
+        yield
+    finally:
+        precision.put_back(kept[0])
+        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept[1:]

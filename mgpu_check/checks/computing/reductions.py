@@ -1,0 +1,112 @@
+"""Reductions of whole numbers, whose results are exact in every order, and known by algebra."""
+
+from __future__ import annotations
+
+import torch
+
+from mgpu_check.checks.computing.prepared import DTYPES, Prepared, exactly, operation, seeded
+from mgpu_check.checks.computing.products import require
+from mgpu_check.checks.counters import fractions, integers
+from mgpu_check.specs.compute import ComputeCase
+
+__all__ = ["rows_with_known_sums"]
+
+_LARGEST = 7
+_TERMS = 8
+
+
+def rows_with_known_sums(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make a matrix of whole numbers from -7 to 7, float64, and the sums of its rows.
+
+    A row is [x, y, -x] in another order, so its sum is that of the 8 numbers y.
+    """
+    half = (case.size - _TERMS) // 2
+    x, y = (
+        integers((case.size, width), -_LARGEST, _LARGEST, seed=seeded(case, i), device=device, dtype=torch.float64)
+        for i, width in enumerate((half, case.size - 2 * half))
+    )
+    sums = y[:, 0].clone()
+    for column in y.unbind(dim=1)[1:]:
+        sums += column
+    return torch.cat([x, y, -x], dim=1), sums
+
+
+@operation("sum")
+def _sum(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare sums of rows and, of the transposed matrix, of columns; those of uint8 modulo 256."""
+    require(case.dtype, device)
+    matrix, sums = rows_with_known_sums(case, device)
+    dtype = DTYPES[case.dtype]
+    rows = matrix.to(torch.int64).to(dtype) if dtype == torch.uint8 else matrix.to(dtype)
+    columns = rows.t().contiguous()
+    expected = (sums.to(torch.int64).to(dtype) if dtype == torch.uint8 else sums.to(dtype)).repeat(2)
+    return Prepared(
+        lambda: torch.cat([rows.sum(dim=1, dtype=dtype), columns.sum(dim=0, dtype=dtype)]), exactly(expected)
+    )
+
+
+@operation("mean")
+def _mean(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare means of a power of two of numbers."""
+    require(case.dtype, device)
+    matrix, _ = rows_with_known_sums(case, device)
+    columns = 1 << (case.size.bit_length() - 1)
+    wanted = matrix[:, :columns]
+    sums = wanted.to(torch.int64).sum(dim=1)
+    # In narrow dtypes the mean is rounded: its sum is below 2^24, so that happens once, from an exact float32.
+    expected = (sums.to(torch.float64) / columns).to(torch.float64 if case.dtype == "float64" else torch.float32)
+    rows = wanted.to(DTYPES[case.dtype]).contiguous()
+    return Prepared(lambda: rows.mean(dim=1), exactly(expected.to(rows.dtype)))
+
+
+@operation("least and greatest")
+def _extremes(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare least and greatest elements of rows, and where they are, where both were put at drawn places."""
+    require(case.dtype, device)
+    dtype = DTYPES[case.dtype]
+    low = 10 if dtype == torch.uint8 else -100
+    matrix = integers((case.size, case.size), low, 100, seed=seeded(case, 0), device=device, dtype=torch.int64)
+    places = integers((2, case.size), 0, case.size // 2 - 1, seed=seeded(case, 1), device=device)
+    places[1] += case.size // 2
+    least, greatest = low - 7, 111
+    rows = torch.arange(case.size, device=device)
+    matrix[rows, places[0]], matrix[rows, places[1]] = least, greatest
+    values = matrix.to(dtype)
+    expected = torch.stack([torch.full_like(rows, least), torch.full_like(rows, greatest), *places])
+
+    def call() -> torch.Tensor:
+        low, high = values.min(dim=1), values.max(dim=1)
+        return torch.stack([low.values.to(torch.int64), high.values.to(torch.int64), low.indices, high.indices])
+
+    return Prepared(call, exactly(expected))
+
+
+@operation("cumulative sum")
+def _cumulative(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare the cumulative sum of differences: it gives the numbers back of which they are."""
+    require(case.dtype, device)
+    dtype = DTYPES[case.dtype]
+    low, high = (0, 200) if dtype == torch.uint8 else (-60, 60)
+    numbers = integers((case.size, case.size), low, high, seed=seeded(case, 0), device=device)
+    steps = torch.diff(numbers, dim=1, prepend=torch.zeros_like(numbers[:, :1])).to(dtype)
+    return Prepared(lambda: steps.cumsum(dim=1, dtype=dtype), exactly(numbers.to(dtype)))
+
+
+@operation("count")
+def _count(case: ComputeCase, device: torch.device) -> Prepared:
+    """Prepare counts of elements that are not 0, which come in a number that was drawn for each row."""
+    dtype = DTYPES[case.dtype]
+    counts = integers((case.size,), 0, case.size, seed=seeded(case, 0), device=device)
+    places = torch.arange(case.size, device=device)
+    # Not in front: at every seventh place and so on round the row, where 7 divides the size at its neighbours.
+    order = places * (7 if case.size % 7 else 5) % case.size
+    matrix = ((order[None, :] < counts[:, None]).to(torch.int64) * (order % 100 + 1)).to(dtype)
+    return Prepared(lambda: torch.count_nonzero(matrix, dim=1), exactly(counts))
+
+
+@operation("logsumexp of random numbers")
+def _logsumexp(case: ComputeCase, device: torch.device) -> Prepared:
+    require(case.dtype, device)
+    shape = case.size, case.size
+    x = fractions(shape, seed=seeded(case, 0), device=device, dtype=DTYPES[case.dtype], high=9.0)
+    return Prepared(lambda: torch.logsumexp(x, dim=1))
