@@ -10,6 +10,9 @@ import pytest
 
 from mgpu_check.acceptance.floors import CHECKS
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.report.live import Live
+from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run import Run
 from mgpu_check.devices.observations import Observation
 from mgpu_check.pytest_plugin.ranks import Ranks
@@ -51,19 +54,29 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     if config.option.collectonly or worker or not _ours(session.items) or not gpu_session.settings.asked:
         return (yield)
     try:
-        run = Run(gpu_session, _command(config), config.getoption("--hypothesis-seed", None))
+        run = Run(
+            gpu_session, Plan.of(gpu_session.settings), _command(config), config.getoption("--hypothesis-seed", None)
+        )
     except ValueError as error:
-        raise pytest.UsageError(f"mgpu-check: --accept-plant: {error}") from None
+        raise pytest.UsageError(f"mgpu-check: {error}") from None
     config.stash[RUN] = run
-    run.selected = {_check_of(item) for item in _ours(session.items)}
+    checks = {item.nodeid: _check_of(item) for item in _ours(session.items)}
+    run.selected = set(checks.values())
+    soak = run.plan.soak
+    live = Live(config.pluginmanager.get_plugin("terminalreporter"), checks, {"soak": soak} if soak else None)
+    config.pluginmanager.register(live, "mgpu_check_live")
+    run.ledger.on_note = live.heard
     try:
+        live.phase("looks at the GPUs")
         run.start()
         result = yield
+        live.phase("looks again at what failed")
         run.look_again()
     except BaseException:
         run.interrupted = True
         raise
     finally:
+        live.end()
         run.end()
     return result
 
@@ -138,12 +151,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         return
     account = run.account()
     terminalreporter.section("acceptance")
-    verdict = account.verdict
-    for accusation in verdict.accusations:
-        terminalreporter.line(f"{accusation.part}")
-        for line in accusation.because:
-            terminalreporter.line(f"  {line}")
-        terminalreporter.line(f"  do: {accusation.advice}")
-    for line in verdict.unknown:
-        terminalreporter.line(f"unknown: {line}")
-    terminalreporter.line(verdict.kind)
+    for line in lines(account):
+        terminalreporter.line(line)
+    for line in run.write(account):
+        terminalreporter.line(line)

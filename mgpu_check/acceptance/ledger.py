@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,10 +55,15 @@ class Page:
 
 
 class Ledger:
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        on_note: called with what was just noted.
+    """
 
     def __init__(self) -> None:
         self.pages: list[Page] = []
+        self.on_note: Callable[[Sequence[Entry]], None] = lambda entries: None
         self._zero = time.monotonic()
 
     @property
@@ -81,8 +86,10 @@ class Ledger:
         if not self.pages:
             self.open("", "")
         page = self.pages[-1]
-        page.entries.extend(entries)
-        page.calls += [call] * (len(page.entries) - len(page.calls))
+        new = list(entries)
+        page.entries += new
+        page.calls += [call] * len(new)
+        self.on_note(new)
 
     def failed_calls(self) -> Iterator[tuple[Observation, Call]]:
         """Yield the observations that failed in calls that can be repeated."""

@@ -15,8 +15,9 @@ from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.values import Snapshot
 
 if TYPE_CHECKING:
-    from mgpu_check.acceptance.account import Gpu
+    from mgpu_check.acceptance.account import Gpu, Host
     from mgpu_check.acceptance.ledger import Ledger
+    from mgpu_check.acceptance.plan import Plan
     from mgpu_check.engine.pool import RankPool
 
 __all__ = ["Boundary", "Node"]
@@ -43,14 +44,11 @@ class Node:
 
     Attributes:
         gpus: what is known of each GPU; a GPU's number is its place here.
-        level: "quick", "standard" or "long".
-        memory_share: of the free memory of each GPU, to be written and read back.
-        soak: seconds of load that were asked for; None where nothing was said.
-        simulated: the GPUs are made in software.
+        plan: what the run is to do.
+        hosts_of_run: its hosts, by number.
         lost: GPUs that do not answer any more; no check is called on them.
         telemetry: what the driver says of the GPUs of this machine; None where nobody listens.
         boundaries: a snapshot before the first test, and one after each.
-        baseline: file with facts and speed of GPUs that are right; None where there is none.
     """
 
     def __init__(
@@ -58,25 +56,39 @@ class Node:
         pool: RankPool,
         ledger: Ledger,
         gpus: Sequence[Gpu],
-        *,
-        level: str,
-        memory_share: float,
-        soak: float | None,
-        simulated: bool,
+        plan: Plan,
+        hosts: Sequence[Host] = (),
         telemetry: Sampler | None = None,
     ) -> None:
         self.gpus = tuple(gpus)
-        self.level = level
-        self.memory_share = memory_share
-        self.soak = soak
-        self.simulated = simulated
+        self.plan = plan
+        self.hosts_of_run = tuple(hosts)
         self.lost: set[int] = set()
         self.telemetry = telemetry
         self.boundaries: list[Boundary] = []
-        self.baseline: str | None = None
         self._probing = False
         self._pool = pool
         self._ledger = ledger
+
+    @property
+    def level(self) -> str:
+        """ "quick", "standard" or "long"."""
+        return self.plan.level
+
+    @property
+    def memory_share(self) -> float:
+        """Share of the free memory of each GPU that is to be written and read back."""
+        return self.plan.memory_share
+
+    @property
+    def soak(self) -> float | None:
+        """Seconds of load after the checks; None for no soak."""
+        return self.plan.soak
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the GPUs are made in software."""
+        return self.plan.simulate is not None
 
     @property
     def numbers(self) -> list[int]:

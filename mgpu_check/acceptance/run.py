@@ -8,6 +8,7 @@ import datetime
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
@@ -16,11 +17,14 @@ from mgpu_check.acceptance.advice import advice_for
 from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.localisation import Look, look_again
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.recording import entries_of, record
+from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part
 from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
-from mgpu_check.faults.hardware.registry import Planted, hardware_text, planted_from
+from mgpu_check.faults.hardware.registry import hardware_text
 
 if TYPE_CHECKING:
     from mgpu_check.pytest_plugin.session import GpuSession
@@ -30,24 +34,22 @@ __all__ = ["Run"]
 _INTERVAL, _INTERVAL_SIMULATED = 1.0, 0.1
 """Seconds between two samples of a GPU."""
 
-DEFAULT_SOAK = 600.0
-"""Seconds of load at the level "long", where nothing was said."""
-
 
 class Run:
     """See the module.
 
     Args:
+        plan: what it is to do.
         command: what the user typed.
         seed: of Hypothesis.
     """
 
-    def __init__(self, session: GpuSession, command: str, seed: int | None) -> None:
+    def __init__(self, session: GpuSession, plan: Plan, command: str, seed: int | None) -> None:
         self.session = session
+        self.plan = plan
         self.command = command
         self.seed = seed
         self.ledger = Ledger()
-        self.planted: list[Planted] = [planted_from(text) for text in session.settings.accept_plant]
         self.selected: set[str] = set()
         self.interrupted = False
         self.node: Node | None = None
@@ -58,34 +60,30 @@ class Run:
 
     def start(self) -> None:
         """Look at the GPUs, and have defects planted that were asked for."""
-        settings = self.session.settings
-        if settings.simulate == "cpu" or self.planted:
-            self.session.fault = hardware_text(self.planted)
-        soak = settings.accept_for
-        if soak is None and settings.gpu_level == "long":
-            soak = DEFAULT_SOAK
+        plan = self.plan
+        if plan.simulate == "cpu" or plan.planted:
+            self.session.fault = hardware_text(plan.planted)
         with self.leased("acceptance: first look at the GPUs"):
             gpus = self._gpus()
         self.node = Node(
             self.session.pool,
             self.ledger,
             gpus,
-            level=settings.gpu_level,
-            memory_share=settings.accept_memory,
-            soak=soak,
-            simulated=bool(settings.simulate),
+            plan,
+            self.hosts,
             telemetry=self._sampler(gpus),
         )
-        self.node.baseline = settings.accept_baseline
         self.node.mark()
         self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
+        self.hosts = tuple(self._with_driver(host) for host in self.hosts)
+        self.node.hosts_of_run = self.hosts
 
     def _sampler(self, gpus: Sequence[Gpu]) -> Sampler:
         """Begin to listen to the driver of this machine, or to a simulated one."""
         mine = [gpu for gpu in gpus if gpu.host == 0]
         simulated = None
-        if self.session.settings.simulate:
-            overrides = [other for one in self.planted for other in one.fault.telemetry(one.parameters)]
+        if self.plan.simulate:
+            overrides = [other for one in self.plan.planted for other in one.fault.telemetry(one.parameters)]
             simulated = SimulatedTelemetry({"memory": mine[0].memory, "name": mine[0].name}, overrides)
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         watched = [(gpu.number, gpu.uuid) for gpu in mine]
@@ -99,10 +97,38 @@ class Run:
             gpu, serial=str(facts.pop("serial", None) or ""), pci=str(facts.pop("pci", None) or ""), facts=facts
         )
 
+    def _with_driver(self, host: Host) -> Host:
+        assert self.node is not None
+        driver = next((gpu.facts.get("driver") for gpu in self.node.gpus if gpu.host == host.number), None)
+        return dataclasses.replace(host, software={**host.software, "driver": str(driver)}) if driver else host
+
     def end(self) -> None:
         """Stop listening to the driver."""
         if self.node is not None and self.node.telemetry is not None:
             self.node.telemetry.close()
+
+    def write(self, account: Account) -> list[str]:
+        """Write the reports, and the baseline if the node was accepted; lines that say so, or why not."""
+        said = []
+        for path in self.plan.reports:
+            try:
+                files.write(path, account)
+                said.append(f"written: {path}")
+            except OSError as error:
+                said.append(f"NOT written: {path}: {error}")
+        return said + ([self._recorded(account, self.plan.record)] if self.plan.record else [])
+
+    def _recorded(self, account: Account, path: Path) -> str:
+        if account.verdict.accusations or account.verdict.unexplained or self.interrupted:
+            return f"NOT recorded: {path}: a baseline is recorded on GPUs that are right"
+        try:
+            record(path, entries_of(account.measurements, account.gpus, self._software(), account.started))
+        except (OSError, ValueError) as error:
+            return f"NOT recorded: {path}: {error}"
+        return f"recorded: {path}"
+
+    def _software(self) -> dict[str, str]:
+        return dict(self.hosts[0].software) if self.hosts else {}
 
     @contextlib.contextmanager
     def leased(self, name: str) -> Iterator[None]:
@@ -136,10 +162,10 @@ class Run:
 
     def account(self) -> Account:
         """Return the account of the run, as far as it has come."""
-        settings = self.session.settings
+        plan = self.plan
         observations = tuple(self.ledger.observations())
         gpus = self.node.gpus if self.node else ()
-        needed = floors.floors(gpus, settings.gpu_level, settings.accept_memory, self.node.soak if self.node else None)
+        needed = floors.floors(gpus, plan.level, plan.memory_share, plan.soak)
         wanted = {check: subjects for check, subjects in needed.items() if check in self.selected}
         done = floors.account_of_work(observations, wanted)
         verdict = self._verdict(
@@ -149,7 +175,7 @@ class Run:
             started=self._started,
             seconds=time.monotonic() - self._zero,
             command=self.command,
-            level=settings.gpu_level,
+            level=plan.level,
             verdict=verdict,
             verdicts={host.number: self._of_host(verdict, host, gpus) for host in self.hosts},
             hosts=self.hosts,
@@ -158,8 +184,8 @@ class Run:
             observations=observations,
             measurements=tuple(self.ledger.measurements()),
             samples=self._samples(),
-            simulated=settings.simulate,
-            planted=tuple(planted.text for planted in self.planted),
+            simulated=plan.simulate,
+            planted=tuple(planted.text for planted in plan.planted),
             seed=self.seed,
         )
 

@@ -10,7 +10,7 @@ import pytest
 
 import mgpu_check.acceptance
 from mgpu_check.acceptance.floors import CHECKS
-from mgpu_check.cli import accept_merge
+from mgpu_check.cli import accept_merge, lint
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import asks_for_gpus, run
 from mgpu_check.engine.remote import current
@@ -26,6 +26,7 @@ usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for
                          [--baseline=FILE] [--record-baseline=FILE] [--report=FILE.html|.json|.md|.xml] [-k NAME]
                          [pytest arguments]
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
+       mgpu-check accept lint [FILE ...]
 
 Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and ends with one verdict.
 Without --gpus it takes all visible GPUs. Under torchrun or srun it takes those of all hosts, with one verdict for each.
@@ -50,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = list(argv)
     if arguments[:1] == ["merge"]:
         return accept_merge.main(arguments[1:])
+    if arguments[:1] == ["lint"]:
+        return lint.main(arguments[1:])
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0

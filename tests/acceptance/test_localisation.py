@@ -14,6 +14,7 @@ from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.localisation import look_again
 from mgpu_check.acceptance.node import Node
+from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.devices.observations import Observation, Part, Subject, Work
 from mgpu_check.settings import activate, resolve
@@ -63,7 +64,7 @@ def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tup
     """The parts that are accused after a first and a second look, the second look, and the pool."""
     pool, ledger = Pool(wrong, every), Ledger()
     gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
-    node = Node(pool, ledger, gpus, level=level, memory_share=0.9, soak=None, simulated=True)  # type: ignore[arg-type]
+    node = Node(pool, ledger, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
     for _ in range(every):
         node.on_ranks("collectives", collective)
     looks = look_again(node, ledger)

@@ -1,0 +1,84 @@
+"""What an acceptance run is to do, read from the settings and checked before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mgpu_check.acceptance.baseline import Baseline, read_baseline
+from mgpu_check.acceptance.report.files import check_paths
+from mgpu_check.faults.hardware.registry import Planted, planted_from
+from mgpu_check.settings import OPTIONS, Settings
+
+__all__ = ["DEFAULT_SOAK", "Plan"]
+
+DEFAULT_SOAK = 600.0
+"""Seconds of load at the level "long", where nothing was said."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """See the module.
+
+    Attributes:
+        level: "quick", "standard" or "long".
+        memory_share: of the free memory of each GPU, to be written and read back.
+        soak: seconds of load after the checks; None for no soak.
+        simulate: backing device of simulated GPUs; None on real ones.
+        planted: defects of the simulated node.
+        baseline: what the GPUs are held against.
+        reports: files to write.
+        record: file that facts and speed of the GPUs are added to, if they are accepted.
+    """
+
+    level: str
+    memory_share: float
+    soak: float | None
+    simulate: str | None
+    planted: tuple[Planted, ...] = ()
+    baseline: Baseline | None = None
+    reports: tuple[Path, ...] = ()
+    record: Path | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Plan:
+        """Return what these settings ask for.
+
+        Raises:
+            ValueError: a file cannot be read or written, or a defect is unknown; names the option, its value and what to do.
+        """
+        soak = settings.accept_for or (DEFAULT_SOAK if settings.gpu_level == "long" else None)
+        option = "accept_plant"
+        try:
+            planted = tuple(planted_from(text) for text in settings.accept_plant)
+            option = "accept_baseline"
+            baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None
+            option = "accept_report"
+            check_paths(settings.accept_report)
+            option = "accept_record_baseline"
+            record = _new_baseline(settings.accept_record_baseline)
+        except ValueError as error:
+            raise ValueError(f"{settings.origins.get(option, OPTIONS[option].flag)}: {error}") from None
+        return cls(
+            settings.gpu_level,
+            settings.accept_memory,
+            soak,
+            settings.simulate,
+            planted,
+            baseline,
+            tuple(Path(name) for name in settings.accept_report),
+            record,
+        )
+
+
+def _new_baseline(name: str | None) -> Path | None:
+    if name is None:
+        return None
+    path = Path(name)
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
+        )
+    if path.exists():
+        read_baseline(path)  # refuses to add to what is none
+    return path
