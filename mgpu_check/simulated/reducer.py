@@ -1,6 +1,6 @@
 """DistributedDataParallel's half in C++: it sees tensors of the backing device, so what NCCL refuses is refused before.
 
-What it sends itself goes by gloo at once.
+What it sends itself goes by gloo at once; where there is hardware below, by the group, as that is where hardware is.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_check.simulated import hardware
 from mgpu_check.simulated.groups import NO_CPU, connect, nccl_of
 from mgpu_check.simulated.late import LateFuture, LateWork
 from mgpu_check.simulated.tensor import SimulatedTensor, tag
@@ -57,18 +58,54 @@ def _broadcast_coalesced(original: Callable[..., None]) -> Callable[..., None]:
             by_device.setdefault(tensor.device, []).append(tensor)
         for together in by_device.values():
             _meet(process_group, together)
-            original(process_group, together, buffer_size, src)
+            if hardware.present is None or nccl_of(process_group) is None:
+                original(process_group, together, buffer_size, src)
+                continue
+            options = _c10d.BroadcastOptions()
+            options.rootRank = src
+            for tensor in together:
+                process_group.broadcast([tensor.detach()], options).wait()
 
     return broadcast
 
 
+class _Buckets:
+    """The hook by which a reducer reduces its buckets in Python; the user may put another one in its place."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._given: tuple[object, Callable[..., Any]] | None = None
+
+    def replace(self, state: object, hook: Callable[..., Any]) -> None:
+        if self._given is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._given = state, hook
+
+    def __call__(self, _: object, bucket: Any) -> Any:
+        if self._given is not None:
+            state, hook = self._given
+            return hook(state, bucket)
+        buffer = bucket.buffer()
+        buffer.mul_(1 / self._group.size())
+        work = self._group.allreduce([buffer], _c10d.AllreduceOptions())
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+_buckets: dict[int, _Buckets] = {}  # by the id of the reducer, of which there is no weak reference
+
+
 def _made(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
-    def init(self: object, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, params: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> None:
         group = kwargs.get("process_group", args[2] if len(args) > 2 else None)
         if group is not None:
             _meet(group, params)
         original(self, params, *args, **kwargs)
+        _buckets.pop(id(self), None)
+        if group is not None and hardware.present is not None and nccl_of(group) is not None:
+            buckets = _Buckets(group)
+            _c10d._register_comm_hook(self, None, buckets)
+            _buckets[id(self)] = buckets
 
     return init
 
@@ -93,7 +130,10 @@ def _comm_hook(original: Callable[..., None]) -> Callable[..., None]:
                 future.finish()
             return future
 
-        original(reducer, state, hook)
+        if id(reducer) in _buckets:
+            _buckets[id(reducer)].replace(state, hook)
+        else:
+            original(reducer, state, hook)
 
     return register
 
@@ -140,6 +180,7 @@ def install_reducer(patches: Patches) -> None:
     ):
         patches.replace(getattr(_c10d, name), wrap(getattr(_c10d, name)))
     patches.replace(torch.futures.collect_all, _finishing(torch.futures.collect_all))
+    patches.at_exit(_buckets.clear)
     reducer = _c10d.Reducer
     patches.wrap(reducer, "__init__", _made)
     patches.wrap(reducer, "_set_forward_pass_work_handle", _forward_work)

@@ -118,3 +118,33 @@ def test_a_gpu_that_is_lost_refuses_and_one_that_hangs_never_returns(ranks, plan
         ranks.run(use, size=2, timeout=1)
     plant("lost:after=3600")
     assert ranks.run(use, size=2) == [2.0, 2.0]
+
+
+def gradients_of_ddp(rank, hook=False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 2).to(rank.device)
+    with torch.no_grad():
+        model.weight += rank.index  # the parameters of rank 0 are sent to the others
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank.device])
+    if hook:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        wrapped.register_comm_hook(None, allreduce_hook)
+    wrapped(torch.arange(12.0, device=rank.device).reshape(2, 6) + rank.index).sum().backward()
+    return [*model.parameters(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.gpus(3)
+def test_data_parallel_training_goes_over_links_too(ranks, plant, request):
+    request.config.stash[SESSION].fault = None
+    without = ranks.run(gradients_of_ddp, size=3)
+    plant()
+    for hook in (False, True):
+        for mine, wanted in zip(ranks.run(gradients_of_ddp, hook, size=3), without, strict=True):
+            for one, other in zip(mine, wanted, strict=True):
+                torch.testing.assert_close(one, other)
+    plant("copy-zeros:device=0,peer=1")
+    wrong = ranks.run(gradients_of_ddp, size=3)
+    assert torch.equal(wrong[0][0], without[0][0])
+    assert not wrong[1][0].any(), "the first parameters come from rank 0"
+    assert not torch.equal(wrong[1][2], wrong[0][2])
