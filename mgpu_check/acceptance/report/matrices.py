@@ -14,8 +14,6 @@ from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 __all__ = ["heat_maps", "others"]
 
-_MOST = 32
-"""GPUs of one matrix; where there are more, each host has its own, and one shows the worst between hosts."""
 
 Key = tuple[str, str, int]
 """Quantity, unit and size of measurements that are compared."""
@@ -61,13 +59,13 @@ def _most_telling(pairs: Mapping[Key, Any]) -> dict[Key, Any]:
 
 
 def _blocks(account: Account) -> list[tuple[str, list[int]]]:
-    """Return the GPUs of each matrix, with what its heading adds."""
+    """Return the GPUs of each matrix, with what its heading adds: of many GPUs a matrix for each host that is shown."""
     numbers = [gpu.number for gpu in account.gpus]
-    if len(numbers) <= _MOST:
+    if len(numbers) <= view.MATRIX:
         return [("", numbers)]
     return [
         (f" on {view.host_name(account, host.number)}", [gpu.number for gpu in account.gpus if gpu.host == host.number])
-        for host in account.hosts
+        for host in view.in_detail(account)
     ]
 
 
@@ -103,7 +101,7 @@ def _between_hosts(
     account: Account, key: Key, found: Mapping[tuple[int, int], Measurement], name: str
 ) -> list[dict[str, str]]:
     """Return the slowest of each two hosts, where there are too many GPUs for one matrix."""
-    if len(account.gpus) <= _MOST:
+    if len(account.gpus) <= view.MATRIX or len(account.hosts) > view.MATRIX:
         return []
     host = {gpu.number: gpu.host for gpu in account.gpus}
     worst: dict[tuple[int, int], float] = {}

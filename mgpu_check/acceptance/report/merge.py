@@ -44,14 +44,13 @@ def merge(named: Mapping[str, Account], command: str) -> Account:
     _refuse_what_does_not_fit(named)
     numbers = list(_numbered(accounts))
     joined = [_renumbered(account, its) for account, its in zip(accounts, numbers, strict=True)]
-    partial = [account.verdict.partial for account in accounts]
-    everywhere = [run.name for run in accounts[0].checks if all(run.name in _names(account) for account in accounts)]
+    partial = {account.verdict.partial for account in accounts}
     verdict = Verdict(
         kind=worst(account.verdict.kind for account in accounts),
         accusations=tuple(one for account in joined for one in account.verdict.accusations),
-        unknown=tuple(one for account in joined for one in account.verdict.unknown),
+        unknown=tuple(one for account in joined for one in _unknown(account, len(partial) > 1)),
         unexplained=tuple(one for account in joined for one in account.verdict.unexplained),
-        partial=tuple(everywhere) if any(partial) else (),
+        partial=partial.pop() if len(partial) == 1 else (),
     )
     return Account(
         started=min(account.started for account in accounts),
@@ -77,8 +76,10 @@ def worst(kinds: Iterable[Kind]) -> Kind:
     return min(kinds, key=_WORST.index)
 
 
-def _names(account: Account) -> set[str]:
-    return {run.name for run in account.checks}
+def _unknown(account: Account, with_partial: bool) -> list[str]:
+    """Return what could not be checked on a node; also what was not asked for, where other nodes differ in that."""
+    partial = account.verdict.partial if with_partial else ()
+    return [*account.verdict.unknown, *([f"{_name(account)}: only {', '.join(partial)} ran"] if partial else [])]
 
 
 def _name(account: Account) -> str:

@@ -23,8 +23,6 @@ __all__ = ["render"]
 _TEMPLATE = Path(__file__).with_name("page.html")
 _EVIDENCE = 20
 """Observations that are shown for an accusation."""
-_CHARTS = 16
-"""Hosts whose telemetry is drawn."""
 _CLASSES = {"ACCEPTED": "good", "REJECTED": "bad", "INCONCLUSIVE": "open"}
 
 
@@ -77,7 +75,7 @@ def render(account: Account) -> str:
         others=others(account),
         charts=_charts(account, _wrong(account)),
         outliers=view.among_hosts(account),
-        undrawn=max(0, len(account.hosts) - _CHARTS),
+        folded=len(account.hosts) - len(view.in_detail(account)),
     )
 
 
@@ -115,7 +113,8 @@ def _cards(account: Account, accused: dict[int, list[str]]) -> list[Card]:
     wrong = _wrong(account)
     names = view.check_names(account)
     cards = []
-    for gpu in account.gpus:
+    shown = {host.number for host in view.in_detail(account)}
+    for gpu in (gpu for gpu in account.gpus if gpu.host in shown or len(account.gpus) <= view.MATRIX):
         results = _results(names, own[gpu.number], shared[gpu.number])
         health = health_of(by_gpu[gpu.number])
         host = view.host_name(account, gpu.host)
@@ -140,7 +139,7 @@ def _results(
 
 def _charts(account: Account, accused: Collection[int]) -> list[dict[str, str]]:
     charts = []
-    for host in account.hosts[:_CHARTS]:
+    for host in view.in_detail(account):
         gpus = {gpu.number for gpu in account.gpus if gpu.host == host.number}
         samples = [sample for sample in account.samples if sample.gpu in gpus]
         if not any(isinstance(sample.values.get(key), (int, float)) for sample in samples for key in PANELS):

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Verdict
+from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Verdict
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.robust import LEAST_PEERS
 from mgpu_check.devices.observations import Observation, Outcome, Part, Subject, Work
 
 __all__ = [
+    "MATRIX",
     "SIMULATED",
     "Tally",
     "among_hosts",
@@ -29,6 +30,7 @@ __all__ = [
     "headline",
     "host_name",
     "identity",
+    "in_detail",
     "name_of",
     "prefix",
     "repeat",
@@ -38,6 +40,9 @@ __all__ = [
     "work_text",
 ]
 
+MATRIX = 32
+"""GPUs that one matrix shows."""
+_HOSTS = 16
 SIMULATED = "SIMULATED: this shows what the checks do, and says nothing of hardware"
 
 _WORST: tuple[Outcome, ...] = ("failed", "unknown", "passed", "skipped")
@@ -163,6 +168,15 @@ def name_of(account: Account, part: Part) -> str:
     if len(account.hosts) > 1 and gpu is not None and part.kind != "link":
         return f"{part} (cuda:{gpu.index} of {host_name(account, gpu.host)})"
     return str(part)
+
+
+def in_detail(account: Account) -> list[Host]:
+    """Return the hosts of whose GPUs a page shows all: where there are many, those that were not ACCEPTED, up to a number."""
+    if len(account.gpus) <= MATRIX:
+        return list(account.hosts)
+    verdicts = account.verdicts
+    open_ = [host for host in account.hosts if host.number not in verdicts or verdicts[host.number].kind != "ACCEPTED"]
+    return open_[:_HOSTS]
 
 
 def describe_gpu(account: Account, gpu: Gpu) -> str:
