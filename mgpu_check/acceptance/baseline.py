@@ -3,7 +3,7 @@
 Format of the file, JSON: ``format``, ``version``, and ``entries``, one for each model and version of software:
 
 - ``name``, ``memory`` (bytes) of the model; ``software``: version of driver, cuda, nccl and torch;
-- ``recorded``: when, ISO 8601; ``gpus``: how many there were on one host;
+- ``recorded``: when, ISO 8601; ``gpus``: how many there were on one host, 0 where not all of them were in the run;
 - ``facts``: name -> what all GPUs, or pairs of GPUs, of this model had;
 - ``measurements``: ``subject`` (kind), ``quantity``, ``unit``, ``size``, ``value`` (median over all subjects), ``spread`` (their
   MAD), ``subjects`` (how many), ``repeats`` (the least), and ``places``: value by indices of GPUs, such as ``"0>1"``.
@@ -130,25 +130,28 @@ class Baseline:
         return (dict((same or entries[0]).facts), "") if entries else ({}, why)
 
     def count(self, gpus: Sequence[Gpu]) -> int | None:
-        """Return how many GPUs one host had where this model was recorded last; None if it never was."""
+        """Return how many GPUs one host had where this model was recorded last; None if nobody knows."""
         entries = self.of(gpus[0]) if gpus else []
-        return entries[0].gpus if entries else None
+        return entries[0].gpus or None if entries else None
 
     def about(self, gpu: Gpu, software: Mapping[str, str]) -> str:
         """Return why there is nothing that the speed of this GPU can be compared with; empty where there is."""
         return self.entry(gpu, software)[1]
 
-    def compare(self, measurement: Measurement, gpus: Mapping[int, Gpu], software: Mapping[str, str]) -> Comparison:
+    def compare(
+        self, measurement: Measurement, gpus: Mapping[int, Gpu], software: Mapping[int, Mapping[str, str]]
+    ) -> Comparison:
         """Compare a measurement with what was recorded, at the same indices of GPUs if it was, else with the median.
 
         Args:
             gpus: by number, all of the run.
+            software: by host.
         """
         subject = measurement.subject
         members = [gpus[member] for member in subject.members] if subject.kind != "host" else list(gpus.values())
         if len(set(models(members).values())) != 1:
             return Comparison("baseline", "unknown", why="it is of GPUs of several models")
-        entry, why = self.entry(members[0], software)
+        entry, why = self.entry(members[0], software.get(members[0].host, {}))
         if entry is None:
             return Comparison("baseline", "unknown", why=why)
         key = (subject.kind, measurement.quantity, measurement.unit, measurement.size)
@@ -220,7 +223,7 @@ def _entry(entry: Reader) -> Entry:
         memory=entry.integer("memory", 0),
         software=entry.texts("software"),
         recorded=entry.string("recorded"),
-        gpus=entry.integer("gpus", 1),
+        gpus=entry.integer("gpus", 0),
         facts=_read_facts(entry),
         measurements=tuple(_read_recorded(measurement) for measurement in entry.objects("measurements")),
     )

@@ -24,6 +24,7 @@ __all__ = [
     "models",
     "same_memory",
     "useless",
+    "wrong",
 ]
 
 LEAST_REPEATS = 3
@@ -121,10 +122,15 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
     return Comparison("peers", "failed" if missing > limit else "passed", middle, missing, limit, why, numbers)
 
 
-def useless(measurement: Measurement) -> str:
-    """Return why nothing can be compared with a measurement; empty where it can."""
+def wrong(measurement: Measurement) -> str:
+    """Return why a measurement is none: its value is no speed or time; empty where it is one."""
     if not math.isfinite(measurement.value) or measurement.value <= 0:
         return f"{measurement.value} {measurement.unit} is no speed or time: the measurement itself went wrong"
-    if measurement.repeats < LEAST_REPEATS:
-        return f"{measurement.repeats} repeats are too few, at least {LEAST_REPEATS} are needed"
     return ""
+
+
+def useless(measurement: Measurement) -> str:
+    """Return why nothing can be compared with a measurement; empty where it can."""
+    if measurement.repeats < LEAST_REPEATS:
+        return wrong(measurement) or f"{measurement.repeats} repeats are too few, at least {LEAST_REPEATS} are needed"
+    return wrong(measurement)

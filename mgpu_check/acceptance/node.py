@@ -46,6 +46,7 @@ class Node:
         gpus: what is known of each GPU; a GPU's number is its place here.
         plan: what the run is to do.
         hosts_of_run: its hosts, by number.
+        visible: number of GPUs of each host, whether they are in the run or not.
         lost: GPUs that do not answer any more; no check is called on them.
         telemetry: what the driver says of the GPUs of this machine; None where nobody listens.
         boundaries: a snapshot before the first test, and one after each.
@@ -63,6 +64,7 @@ class Node:
         self.gpus = tuple(gpus)
         self.plan = plan
         self.hosts_of_run = tuple(hosts)
+        self.visible: dict[int, int] = {}
         self.lost: set[int] = set()
         self.telemetry = telemetry
         self.boundaries: list[Boundary] = []

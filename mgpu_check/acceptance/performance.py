@@ -24,13 +24,14 @@ from mgpu_check.acceptance.comparison import (
     least_shortfall,
     models,
     useless,
+    wrong,
 )
 from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
 from mgpu_check.devices.telemetry.fields import pair_field
 
-__all__ = ["CHECK", "judge", "link_classes"]
+__all__ = ["CHECK", "judge", "link_classes", "unmeasured"]
 
 CHECK = "performance"
 
@@ -50,7 +51,7 @@ def judge(
     gpus: Sequence[Gpu],
     baseline: Baseline | None = None,
     floors: Floors | None = None,
-    software: Mapping[str, str] | None = None,
+    software: Mapping[int, Mapping[str, str]] | None = None,
     links: Mapping[tuple[int, int], str] | None = None,
 ) -> list[Observation]:
     """Compare each measurement with what it should be.
@@ -61,7 +62,7 @@ def judge(
         gpus: all of the run.
         baseline: as `mgpu_check.acceptance.baseline.read` gives it.
         floors: default the table of this package.
-        software: version of "driver", "cuda", "nccl", "torch" of this run; a baseline counts for no other.
+        software: by host, version of "driver", "cuda", "nccl" and "torch"; a baseline counts for no other.
         links: class of the link from the first GPU to the second: only links of one class are compared. Where a pair lacks one,
             classes are read from the speeds. Default what the facts of the GPUs say.
 
@@ -95,6 +96,15 @@ def judge(
     }
     found = [_observation(measurement, comparisons, known) for measurement, comparisons in judged]
     return found + list(_without_reference(judged, by_number, baseline, floors, software or {}))
+
+
+def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list[Observation]:
+    """Return that nothing is known of the speed of each GPU that was not measured by itself."""
+    measured = {m.subject.members[0] for m in measurements if m.subject.kind == "gpu"}
+    why = "no check has measured how fast it is; memory and compute do"
+    return [
+        Observation(CHECK, Subject("gpu", (gpu.number,)), "unknown", why) for gpu in gpus if gpu.number not in measured
+    ]
 
 
 def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:
@@ -213,7 +223,7 @@ def _observation(
     outcome = _outcome(comparisons)
     telling = [comparison for comparison in comparisons if comparison.outcome == outcome]
     elsewhere = measurement.subject in known or measurement.subject.kind == "group"
-    if outcome == "unknown" and elsewhere and not useless(measurement):
+    if outcome == "unknown" and elsewhere and not wrong(measurement):
         outcome = "skipped"
     evidence = {
         "quantity": measurement.quantity,
@@ -256,7 +266,7 @@ def _without_reference(
     gpus: Mapping[int, Gpu],
     baseline: Baseline | None,
     floors: Floors,
-    software: Mapping[str, str],
+    software: Mapping[int, Mapping[str, str]],
 ) -> Iterator[Observation]:
     measured: dict[int, set[Against]] = {}
     for measurement, comparisons in judged:
@@ -265,7 +275,7 @@ def _without_reference(
             made.update(c.against for c in comparisons if c.outcome in ("passed", "failed"))
     for number, made in sorted(measured.items()):
         gpu = gpus[number]
-        lacking = baseline.about(gpu, software) if baseline is not None else ""
+        lacking = baseline.about(gpu, software.get(gpu.host, {})) if baseline is not None else ""
         if baseline is not None and not lacking and "baseline" not in made:
             lacking = f"{baseline.file} has nothing that was measured"
         if made & {"baseline", "floor"} and not lacking:

@@ -36,6 +36,7 @@ def entries_of(
     gpus: Sequence[Gpu],
     software: Mapping[str, str],
     recorded: str,
+    visible: Mapping[int, int] | None = None,
 ) -> list[Entry]:
     """Make what is recorded of a run: one entry for each model.
 
@@ -43,6 +44,7 @@ def entries_of(
 
     Args:
         recorded: when, ISO 8601.
+        visible: number of GPUs of each host, whether they are in the run or not; default those of the run.
     """
     by_number = {gpu.number: gpu for gpu in gpus}
     found = []
@@ -54,10 +56,11 @@ def entries_of(
         usable = [
             m for m in measurements if m.subject.kind != "host" and set(m.subject.members) <= numbers and not useless(m)
         ]
-        counts = [sum(gpu.host == host for gpu in mine) for host in hosts]
+        whole = visible is None or all(visible.get(host) == sum(gpu.host == host for gpu in gpus) for host in hosts)
+        count = max(sum(gpu.host == host for gpu in mine) for host in hosts) if whole else 0
         known = {fact: value for fact, value in software.items() if fact in SOFTWARE and value}
         facts = _facts(mine)
-        found.append(Entry(name, memory, known, recorded, max(counts), facts, _recorded(usable, by_number)))
+        found.append(Entry(name, memory, known, recorded, count, facts, _recorded(usable, by_number)))
     return found
 
 

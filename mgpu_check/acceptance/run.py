@@ -55,6 +55,7 @@ class Run:
         self.node: Node | None = None
         self.looks: list[Look] = []
         self.hosts: tuple[Host, ...] = ()
+        self._visible: dict[int, int] = {}
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._zero = time.monotonic()
 
@@ -77,6 +78,7 @@ class Run:
         self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
         self.hosts = tuple(self._with_driver(host) for host in self.hosts)
         self.node.hosts_of_run = self.hosts
+        self.node.visible = self._visible
 
     def _sampler(self, gpus: Sequence[Gpu]) -> Sampler:
         """Begin to listen to the driver of this machine, or to a simulated one."""
@@ -122,7 +124,8 @@ class Run:
         if account.verdict.accusations or account.verdict.unexplained or self.interrupted:
             return f"NOT recorded: {path}: a baseline is recorded on GPUs that are right"
         try:
-            record(path, entries_of(account.measurements, account.gpus, self._software(), account.started))
+            entries = entries_of(account.measurements, account.gpus, self._software(), account.started, self._visible)
+            record(path, entries)
         except (OSError, ValueError) as error:
             return f"NOT recorded: {path}: {error}"
         return f"recorded: {path}"
@@ -148,6 +151,7 @@ class Run:
             indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
             ((inventory, name, software),) = self.session.pool.run_in_node_process(_look, take_inventory, host=host)
             hosts.append(Host(host, name, software))
+            self._visible[host] = len(inventory.devices)
             for index in indices:
                 device = inventory.devices[index]
                 found.append(Gpu(len(found), host, index, device.name, device.uuid, device.memory))

@@ -7,18 +7,34 @@ from typing import TYPE_CHECKING
 from mgpu_check.acceptance.unwatched import unwatched
 from mgpu_check.checks.inventory import examine_inventory, examine_pcie
 from mgpu_check.checks.load import keep_busy
+from mgpu_check.devices.observations import Observation, Subject
 
 if TYPE_CHECKING:
+    from mgpu_check.acceptance.baseline import Value
     from mgpu_check.acceptance.node import Node
 
 _SAMPLES = 3  # under load, of each GPU; the first may be of a link that is still asleep
 
 
+def _expected(node: Node, host: int) -> tuple[dict[str, Value], int | None, str]:
+    """Return what the baseline says of a host: facts, number of GPUs, and why it says nothing.
+
+    GPUs are counted only where all of the host are in the run.
+    """
+    baseline, gpus = node.plan.baseline, [gpu for gpu in node.gpus if gpu.host == host]
+    if baseline is None:
+        return {}, None, ""
+    facts, why = baseline.expected(gpus, node.hosts_of_run[host].software)
+    return facts, baseline.count(gpus) if len(gpus) == node.visible.get(host) else None, why
+
+
 def test_gpus_are_equal(node: Node) -> None:
-    """Model, memory, driver, VBIOS, ECC mode, MIG mode, clocks, power limit, links and peer-to-peer capability are equal."""
+    """Model, memory, driver, VBIOS, ECC mode, MIG mode, clocks, power limit, links and peer-to-peer capability are equal, and as recorded."""
     node.record(unwatched(node, "inventory"))
     if node.boundaries:
-        node.record(examine_inventory(node.boundaries[0].snapshot))
+        facts, count, why = _expected(node, host=0)
+        node.record([Observation("inventory", Subject("host", (0,)), "unknown", why)] if why else [])
+        node.record(examine_inventory(node.boundaries[0].snapshot, expected=facts, count=count))
 
 
 def test_links_are_trained_under_load(node: Node) -> None:

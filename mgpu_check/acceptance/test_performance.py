@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance.performance import CHECK, judge
+from mgpu_check.acceptance.performance import CHECK, judge, unmeasured
 from mgpu_check.devices.observations import Observation, Subject
 
 if TYPE_CHECKING:
@@ -17,5 +17,7 @@ def test_gpus_and_links_are_fast_enough(node: Node) -> None:
         why = "simulated GPUs that share a real one are as fast as their neighbours let them be"
         node.record(Observation(CHECK, Subject("gpu", (number,)), "skipped", why) for number in node.numbers)
         return
-    software = node.hosts_of_run[0].software if node.hosts_of_run else {}
-    node.record(judge(node.measurements(), node.gpus, node.plan.baseline, software=software))
+    software = {host.number: host.software for host in node.hosts_of_run}
+    measurements = node.measurements()
+    node.record(judge(measurements, node.gpus, node.plan.baseline, software=software))
+    node.record(unmeasured(measurements, node.gpus))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,15 @@ def test_expected_facts_are_those_of_the_same_software_or_the_latest(tmp_path):
     there = recorded(path, [], gpus(8, driver="570.0"), {**SOFTWARE, "driver": "570.0"}, "2026-11-01")
     assert there.expected(gpus(), {**SOFTWARE, "driver": "570.0"})[0]["driver"] == "570.0"
     assert there.expected(gpus(), {**SOFTWARE, "driver": "590.0"})[0]["driver"] == "580.1"
-    assert there.count(gpus()) == 4 and there.count(gpus(name="Other")) is None
     facts, why = there.expected(gpus(name="Other"))
     assert not facts and "has no Other" in why and "Model" in why
     assert "2 models" in there.expected([gpus(1)[0], Gpu(1, 0, 1, "Other", "1")])[1]
+
+
+def test_gpus_are_counted_where_all_of_the_host_were_in_the_run(tmp_path):
+    there = recorded(tmp_path / "b.json", [], gpus(), SOFTWARE, WHEN)
+    assert there.count(gpus()) == 4 and there.count(gpus(name="Other")) is None
+    assert recorded(tmp_path / "b.json", [], gpus(), SOFTWARE, WHEN, {0: 8}).count(gpus()) is None
 
 
 def test_a_link_to_a_file_stays_and_permissions_too(tmp_path):
@@ -139,7 +145,7 @@ def test_what_is_no_baseline_is_not_overwritten(tmp_path):
 @given(st.floats(0.9, 1.5), st.integers(1, 4))
 def test_a_healthy_run_is_like_its_baseline(factor, count):
     there = baseline_from(_document(measurements(count), gpus(count)), "b.json")
-    found = judge(measurements(count, factor), gpus(count), there, NONE, SOFTWARE)
+    found = judge(measurements(count, factor), gpus(count), there, NONE, {0: SOFTWARE, 1: SOFTWARE})
     assert {o.outcome for o in found} == {"passed"}
 
 
@@ -147,13 +153,11 @@ def test_a_healthy_run_is_like_its_baseline(factor, count):
 @given(st.floats(0.1, 0.8), st.integers(1, 4))
 def test_gpus_that_are_all_slower_than_the_baseline_are_found(factor, count):
     there = baseline_from(_document(measurements(count), gpus(count)), "b.json")
-    found = judge(measurements(count, factor), gpus(count), there, NONE, SOFTWARE)
+    found = judge(measurements(count, factor), gpus(count), there, NONE, {0: SOFTWARE, 1: SOFTWARE})
     assert {o.outcome for o in found} == {"failed"} and "recorded at 2026-11-22" in found[0].seen
 
 
 def _document(made: list[Measurement], of: list[Gpu]) -> Any:
-    from dataclasses import asdict
-
     entries = [asdict(entry) for entry in entries_of(made, of, SOFTWARE, WHEN)]
     return json.loads(json.dumps({"format": "mgpu-check baseline", "version": 1, "entries": entries}))
 
@@ -165,7 +169,7 @@ def test_links_are_compared_place_by_place():
         m if m.subject.members != (0, 1) else Measurement("x", m.subject, m.quantity, m.unit, 2e10, 5, m.size)
         for m in measurements()
     ]
-    found = judge(made, gpus(), there, NONE, SOFTWARE)
+    found = judge(made, gpus(), there, NONE, {0: SOFTWARE, 1: SOFTWARE})
     assert [str(o.subject) for o in found if o.outcome == "failed"] == ["copy GPU 0 -> GPU 1"]
 
 
@@ -175,14 +179,14 @@ def test_hosts_of_a_run_are_compared_with_one_that_was_recorded():
         Measurement("x", Subject(m.subject.kind, tuple(n + 4 for n in m.subject.members)), m.quantity, m.unit, m.value / 2, 5, m.size)
         for m in measurements()
     ]  # fmt: skip
-    found = judge([*measurements(), *second], gpus(hosts=2), there, NONE, SOFTWARE)
+    found = judge([*measurements(), *second], gpus(hosts=2), there, NONE, {0: SOFTWARE, 1: SOFTWARE})
     assert {m for o in found if o.outcome == "failed" for m in o.subject.members} == {4, 5, 6, 7}
 
 
 @pytest.mark.parametrize("name", ["driver", "cuda", "nccl", "torch"])
 def test_with_other_software_speed_is_unknown_and_that_is_said(name):
     there = baseline_from(_document(measurements(), gpus()), "b.json")
-    found = judge(measurements(factor=0.5), gpus(), there, NONE, {**SOFTWARE, name: "0"})
+    found = judge(measurements(factor=0.5), gpus(), there, NONE, {0: {**SOFTWARE, name: "0"}})
     told = [o for o in found if o.case == "absolute speed"]
     assert [o.outcome for o in told] == ["unknown"] * 4
     assert f"recorded with other software: {name} {SOFTWARE[name]} there, 0 here" in told[0].seen
@@ -191,17 +195,19 @@ def test_with_other_software_speed_is_unknown_and_that_is_said(name):
 
 def test_python_is_no_such_software():
     there = baseline_from(_document(measurements(), gpus()), "b.json")
-    assert {o.outcome for o in judge(measurements(), gpus(), there, NONE, {**SOFTWARE, "python": "3.13"})} == {"passed"}
+    assert {o.outcome for o in judge(measurements(), gpus(), there, NONE, {0: {**SOFTWARE, "python": "3.13"}})} == {
+        "passed"
+    }
 
 
 def test_a_model_that_was_not_recorded_is_unknown_even_where_it_has_floors():
     h100 = [Gpu(n, 0, n, "NVIDIA H100 80GB HBM3", str(n), 80 << 30) for n in range(4)]
     there = baseline_from(_document(measurements(), gpus()), "b.json")
     made = [Measurement("x", Subject("gpu", (n,)), "memory bandwidth", "B/s", 3e12, 5, 1 << 30) for n in range(4)]
-    told = [o for o in judge(made, h100, there, None, SOFTWARE) if o.outcome == "unknown"]
+    told = [o for o in judge(made, h100, there, None, {0: SOFTWARE}) if o.outcome == "unknown"]
     assert len(told) == 4 and "b.json has no NVIDIA H100" in told[0].seen
     other_sizes = [Measurement("x", Subject("gpu", (n,)), "memory bandwidth", "B/s", 2e12, 5, 7) for n in range(4)]
-    told = [o for o in judge(other_sizes, gpus(), there, NONE, SOFTWARE) if o.outcome == "unknown"]
+    told = [o for o in judge(other_sizes, gpus(), there, NONE, {0: SOFTWARE, 1: SOFTWARE}) if o.outcome == "unknown"]
     assert len(told) == 4 and "nothing that was measured" in told[0].seen
 
 
@@ -232,7 +238,7 @@ def with_measure(**more: Any) -> dict[str, Any]:
         ({"format": "mgpu-check baseline", "version": 2}, r"version is 2; give 1"),
         ({"format": "mgpu-check baseline", "version": 1}, r"entries is missing; give a list of objects"),
         (with_entry(name=""), r'entries\[0\]\.name is ""; give a text'),
-        (with_entry(gpus=0), r"entries\[0\]\.gpus is 0; give an integer of at least 1"),
+        (with_entry(gpus=-1), r"entries\[0\]\.gpus is -1; give an integer of at least 0"),
         (with_entry(gpus=True), r"entries\[0\]\.gpus is true; give an integer"),
         (with_entry(memory="80 GB"), r'entries\[0\]\.memory is "80 GB"; give an integer'),
         (with_entry(software={"torch": 2}), r"entries\[0\]\.software is .*; give an object whose values are texts"),
