@@ -11,13 +11,13 @@ from mgpu_check.acceptance.levels import seconds_for_a_call
 from mgpu_check.acceptance.troubles import observations_of
 from mgpu_check.checks.answering import answers
 from mgpu_check.devices.observations import Entry, Measurement, Observation
-from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.values import Snapshot
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.account import Gpu, Host
     from mgpu_check.acceptance.ledger import Ledger
     from mgpu_check.acceptance.plan import Plan
+    from mgpu_check.acceptance.watch import Watch
     from mgpu_check.engine.pool import RankPool
 
 __all__ = ["Boundary", "Node"]
@@ -48,7 +48,7 @@ class Node:
         hosts_of_run: its hosts, by number.
         visible: number of GPUs of each host, whether they are in the run or not.
         lost: GPUs that do not answer any more; no check is called on them.
-        telemetry: what the driver says of the GPUs of this machine; None where nobody listens.
+        telemetry: what the drivers say of the GPUs; None where nobody listens.
         boundaries: a snapshot before the first test, and one after each.
     """
 
@@ -59,7 +59,7 @@ class Node:
         gpus: Sequence[Gpu],
         plan: Plan,
         hosts: Sequence[Host] = (),
-        telemetry: Sampler | None = None,
+        telemetry: Watch | None = None,
     ) -> None:
         self.gpus = tuple(gpus)
         self.plan = plan

@@ -21,8 +21,8 @@ from mgpu_check.acceptance.plan import Plan
 from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.verdict import explain
+from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.observations import Observation, Part
-from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.faults.hardware.registry import hardware_text
 
@@ -72,24 +72,23 @@ class Run:
             gpus,
             plan,
             self.hosts,
-            telemetry=self._sampler(gpus),
+            telemetry=self._watch(gpus),
         )
-        self.node.mark()
+        with self.leased("acceptance: first look at telemetry"):
+            self.node.mark()
         self.node.gpus = tuple(self._identified(gpu) for gpu in gpus)
         self.hosts = tuple(self._with_driver(host) for host in self.hosts)
         self.node.hosts_of_run = self.hosts
         self.node.visible = self._visible
 
-    def _sampler(self, gpus: Sequence[Gpu]) -> Sampler:
-        """Begin to listen to the driver of this machine, or to a simulated one."""
-        mine = [gpu for gpu in gpus if gpu.host == 0]
+    def _watch(self, gpus: Sequence[Gpu]) -> Watch:
+        """Begin to listen to the drivers, or to simulated ones."""
         simulated = None
         if self.plan.simulate:
             overrides = [other for one in self.plan.planted for other in one.fault.telemetry(one.parameters)]
-            simulated = SimulatedTelemetry({"memory": mine[0].memory, "name": mine[0].name}, overrides)
+            simulated = SimulatedTelemetry({"memory": gpus[0].memory, "name": gpus[0].name}, overrides)
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
-        watched = [(gpu.number, gpu.uuid) for gpu in mine]
-        return Sampler.start(watched, simulated, interval, epoch=self.ledger.zero)
+        return Watch(gpus, self.session.pool, simulated, interval, self.ledger.zero)
 
     def _identified(self, gpu: Gpu) -> Gpu:
         """Return a GPU with what the driver knows of it."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance.unwatched import unwatched
 from mgpu_check.checks.health import examine_health
-from mgpu_check.checks.load import keep_busy
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
@@ -17,11 +15,15 @@ _SAMPLES = {"quick": 3, "standard": 20, "long": 60}
 
 def test_gpus_are_well(node: Node) -> None:
     """No counter of errors has grown, nothing is pending, no clock was held down, and the driver answers for all GPUs."""
-    node.record(unwatched(node, "health"))
     telemetry = node.telemetry
-    if telemetry is None:
+    if telemetry is None or not node.boundaries:
         return
-    node.on_ranks("health", keep_busy, _SAMPLES[node.level] * telemetry.interval)
-    snapshots = [(boundary.test or "the first look", boundary.snapshot) for boundary in node.boundaries]
-    snapshots.append(("test_gpus_are_well", telemetry.snapshot()))
-    node.record(examine_health(snapshots, telemetry.samples(), telemetry.troubles()))
+    telemetry.under_load(node, "health", _SAMPLES[node.level] * telemetry.interval)
+    last = telemetry.snapshot()
+    samples, troubles = telemetry.samples(), telemetry.troubles()
+    for host, gpus in telemetry.hosts.items():
+        taken = [(boundary.test, boundary.snapshot.only(gpus)) for boundary in node.boundaries]
+        taken = [taken[0], *(one for one in taken[1:] if one[1].counters), ("test_gpus_are_well", last.only(gpus))]
+        mine = [sample for sample in samples if sample.gpu in gpus]
+        about = [trouble for trouble in troubles if trouble.gpu in gpus or (trouble.gpu is None and host == 0)]
+        node.record(examine_health(taken, mine, about, host=host))

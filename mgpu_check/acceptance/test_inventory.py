@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mgpu_check.acceptance.unwatched import unwatched
 from mgpu_check.checks.inventory import examine_inventory, examine_pcie
-from mgpu_check.checks.load import keep_busy
 from mgpu_check.devices.observations import Observation, Subject
 
 if TYPE_CHECKING:
@@ -30,11 +28,13 @@ def _expected(node: Node, host: int) -> tuple[dict[str, Value], int | None, str]
 
 def test_gpus_are_equal(node: Node) -> None:
     """Model, memory, driver, VBIOS, ECC mode, MIG mode, clocks, power limit, links and peer-to-peer capability are equal, and as recorded."""
-    node.record(unwatched(node, "inventory"))
-    if node.boundaries:
-        facts, count, why = _expected(node, host=0)
-        node.record([Observation("inventory", Subject("host", (0,)), "unknown", why)] if why else [])
-        node.record(examine_inventory(node.boundaries[0].snapshot, expected=facts, count=count))
+    if node.telemetry is None or not node.boundaries:
+        return
+    for host, gpus in node.telemetry.hosts.items():
+        facts, count, why = _expected(node, host)
+        node.record([Observation("inventory", Subject("host", (host,)), "unknown", why)] if why else [])
+        taken = node.boundaries[0].snapshot.only(gpus)
+        node.record(examine_inventory(taken, host=host, expected=facts, count=count))
 
 
 def test_links_are_trained_under_load(node: Node) -> None:
@@ -42,6 +42,6 @@ def test_links_are_trained_under_load(node: Node) -> None:
     if node.telemetry is None or not node.boundaries:
         return
     begun = node.telemetry.now()
-    node.on_ranks("inventory", keep_busy, _SAMPLES * node.telemetry.interval)
+    node.telemetry.under_load(node, "inventory", _SAMPLES * node.telemetry.interval)
     samples = [sample for sample in node.telemetry.samples() if sample.at >= begun]
     node.record(examine_pcie(node.boundaries[0].snapshot, samples))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -67,6 +70,26 @@ def test_a_process_that_dies_is_a_trouble_with_what_it_had_asked() -> None:
     assert (trouble.kind, trouble.gpu, trouble.field) == ("sampler", 2, "power")
     assert trouble.text == "the process that asks the driver has ended with signal SIGSEGV"
     assert taken.absent == "the process that asks the driver has ended"
+
+
+def test_it_ends_with_the_process_that_has_it() -> None:
+    code = (
+        "import os, sys\n"
+        "from mgpu_check.devices.telemetry.sampler import Sampler\n"
+        "from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry\n"
+        "hanging = SimulatedTelemetry(overrides=(Override(0, 'power', error='timeout'),))\n"
+        "sampler = Sampler.start([(0, 'a')], hanging, 0.05)\n"
+        "while not sampler.asked_now(): pass\n"
+        "print(sampler.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        ended = os.pidfd_open(int(done.stdout))
+    except ProcessLookupError:
+        return
+    with open(ended) as file:
+        assert select.select([file], [], [], 30.0)[0]
 
 
 def test_a_long_run_keeps_what_tells_most() -> None:

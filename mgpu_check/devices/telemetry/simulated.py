@@ -90,11 +90,13 @@ class SimulatedTelemetry:
         profile: what differs from `PROFILE` on all GPUs, by name of a field: the memory, say.
         overrides: what is planted.
         absent: if not empty, why there is no telemetry at all.
+        elapsed: seconds for which telemetry has been going when it begins.
     """
 
     profile: Mapping[str, Value] = field(default_factory=dict)
     overrides: Sequence[Override] = ()
     absent: str = ""
+    elapsed: float = 0.0
 
     def __post_init__(self) -> None:
         unknown = set(self.profile) - set(FIELDS)
@@ -114,7 +116,8 @@ class SimulatedSource:
         self._gpus = dict(gpus)
         self._profile = {**PROFILE, **made_of.profile}
         self._overrides = made_of.overrides
-        self._began = time.monotonic()
+        self._began = time.monotonic() - made_of.elapsed
+        self._steps = int(made_of.elapsed / LAG)
         self._asked: dict[int, int] = {}  # place of an override -> how often it has answered
         self._told: set[int] = set()
         self._lock = threading.Lock()
@@ -130,7 +133,8 @@ class SimulatedSource:
         """Return the Xids whose time has come."""
         found = []
         for place, override in enumerate(self._overrides):
-            if override.field == "xid" and place not in self._told and self._begun(override):
+            mine = override.field == "xid" and override.gpu in self._gpus
+            if mine and place not in self._told and self._begun(override):
                 self._told.add(place)
                 found.append(Event(override.gpu, int(override.value)))
         if not found:
@@ -154,7 +158,7 @@ class SimulatedSource:
             value: Value = override.value
             return value
         with self._lock:
-            step = self._asked.get(place, 0)
+            step = self._asked.get(place, self._steps)
             self._asked[place] = step + 1
         return int((override.value or 0) + step * override.grows)
 

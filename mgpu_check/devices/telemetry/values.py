@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from mgpu_check.devices.telemetry.fields import Value
 
@@ -41,6 +41,22 @@ class Snapshot:
     unknown: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     missing: Mapping[int, str] = field(default_factory=dict)
     absent: str = ""
+
+    def only(self, gpus: Collection[int]) -> Snapshot:
+        """Return the same of these GPUs alone."""
+
+        def of(values: Mapping[int, Any]) -> dict[int, Any]:
+            return {gpu: value for gpu, value in values.items() if gpu in gpus}
+
+        return Snapshot(
+            self.at,
+            of(self.facts),
+            of(self.counters),
+            of(self.gauges),
+            of(self.unknown),
+            of(self.missing),
+            self.absent,
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,149 @@
+"""Telemetry of all hosts of a run: at all times on the first, which has the pytest process; on the others now and then.
+
+Another host is asked in calls of its processes: after tests, though not more often than every few seconds, and while the load
+of the checks of inventory and health runs there. So its counters and its state are known, and its clocks and links under
+load; an Xid is seen only if it comes in such a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.checks.load import keep_busy
+from mgpu_check.devices.telemetry.sampler import Sampler
+from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
+from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
+from mgpu_check.devices.telemetry.visit import Visit, visit
+from mgpu_check.errors import RankFailure, RankHang
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.engine.pool import RankPool
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Watch"]
+
+_EVERY = 5.0  # seconds between two visits of a host after tests
+_PATIENCE = 60.0
+
+
+class Watch:
+    """See the module.
+
+    Args:
+        gpus: all of the run.
+        simulated: what the telemetry of simulated GPUs is made of; None on real ones.
+        interval: seconds between two samples of a GPU.
+        epoch: start of the run, by `time.monotonic`.
+
+    Attributes:
+        hosts: number of a host -> numbers of its GPUs.
+    """
+
+    def __init__(
+        self,
+        gpus: Sequence[Gpu],
+        pool: RankPool,
+        simulated: SimulatedTelemetry | None,
+        interval: float,
+        epoch: float,
+    ) -> None:
+        self.interval = interval
+        self._pool = pool
+        self._simulated = simulated
+        self._of: dict[int, list[tuple[int, str]]] = {}
+        for gpu in gpus:
+            self._of.setdefault(gpu.host, []).append((gpu.number, gpu.uuid))
+        self.hosts = {host: [number for number, _ in here] for host, here in self._of.items()}
+        first = self._of.pop(0, [])
+        self._sampler = Sampler.start(first, simulated, interval, epoch=epoch)
+        self._visited: dict[int, float] = {}
+        self._samples: list[TelemetrySample] = []
+        self._troubles: dict[tuple[object, ...], Trouble] = {}
+
+    def now(self) -> float:
+        """Return the seconds since the start of the run."""
+        return self._sampler.now()
+
+    def snapshot(self, *, full: bool = True) -> Snapshot:
+        """Ask now; GPUs of other hosts that were asked a moment ago only if it is to be `full`."""
+        taken = self._sampler.snapshot(_PATIENCE, full=full)
+        for host, gpus in self._of.items():
+            if full or self.now() - self._visited[host] >= _EVERY:
+                taken = _joined(taken, self._looked(host, gpus, full))
+        return taken
+
+    def under_load(self, node: Node, check: str, seconds: float) -> None:
+        """Keep all GPUs busy for so long, and sample them, on all hosts."""
+        numbers = node.numbers
+        guests = {}
+        for gpus in self._of.values():
+            place = next((numbers.index(number) for number, _ in gpus if number in numbers), None)
+            if place is not None:
+                guests[place] = (gpus, self._made_of(), self.interval)
+        for result in node.on_ranks(check, busy_and_listening, seconds, guests):
+            if isinstance(result, Visit):
+                self._note(result)
+
+    def samples(self) -> list[TelemetrySample]:
+        """Return the samples so far, by time."""
+        return sorted([*self._sampler.samples(), *self._samples], key=lambda sample: (sample.at, sample.gpu))
+
+    def troubles(self) -> list[Trouble]:
+        """Return what has gone wrong so far."""
+        return [*self._sampler.troubles(), *self._troubles.values()]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._sampler.close()
+
+    def _looked(self, host: int, gpus: Sequence[tuple[int, str]], full: bool) -> Snapshot:
+        self._visited[host] = self.now()
+        try:
+            (result,) = self._pool.run_in_node_process(
+                _look, gpus, self._made_of(), self.interval, full, host=host, timeout=2 * _PATIENCE
+            )
+        except (RankFailure, RankHang) as error:
+            why = f"telemetry could not be had: {str(error).splitlines()[0]}"
+            return Snapshot(at=self.now(), missing={number: why for number, _ in gpus})
+        return self._note(result)
+
+    def _made_of(self) -> SimulatedTelemetry | None:
+        return None if self._simulated is None else replace(self._simulated, elapsed=self.now())
+
+    def _note(self, seen: Visit) -> Snapshot:
+        """Keep what a visit has seen, by the clock of the run; its snapshot."""
+        ahead = self.now() - seen.snapshot.at
+        self._samples += [replace(sample, at=sample.at + ahead) for sample in seen.samples]
+        for trouble in seen.troubles:
+            same = (trouble.kind, trouble.gpu, trouble.field, trouble.code)
+            self._troubles.setdefault(same, replace(trouble, at=trouble.at + ahead))
+        return replace(seen.snapshot, at=self.now())
+
+
+def _look(gpus: Sequence[tuple[int, str]], simulated: SimulatedTelemetry | None, interval: float, full: bool) -> Visit:
+    return visit(gpus, simulated, interval, full=full)
+
+
+def busy_and_listening(rank: Rank, seconds: float, guests: Mapping[int, tuple[Any, ...]]) -> Visit | None:
+    """Keep the GPU of a rank busy, and on the ranks of `guests` listen to the driver meanwhile."""
+    if rank.index in guests:
+        return visit(*guests[rank.index], meanwhile=lambda: keep_busy(rank, seconds))
+    keep_busy(rank, seconds)
+    return None
+
+
+def _joined(one: Snapshot, other: Snapshot) -> Snapshot:
+    if other.absent:  # on one host only
+        other = replace(other, absent="")
+    return replace(
+        one,
+        facts={**one.facts, **other.facts},
+        counters={**one.counters, **other.counters},
+        gauges={**one.gauges, **other.gauges},
+        unknown={**one.unknown, **other.unknown},
+        missing={**one.missing, **other.missing},
+    )

@@ -1,0 +1,96 @@
+"""Telemetry of several hosts: all the time on the first, in calls on the others."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mgpu_check.acceptance import watch
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.acceptance.watch import Watch
+from mgpu_check.checks.health import examine_health
+from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry
+from mgpu_check.devices.telemetry.visit import Visit
+from mgpu_check.errors import RankFailure
+
+
+class Pool:
+    """Calls here what another host would run."""
+
+    calls = 0
+    broken = False
+
+    def run_in_node_process(self, fn: Any, *args: Any, host: int, timeout: float) -> list[Any]:
+        assert host == 1
+        self.calls += 1
+        if self.broken:
+            raise RankFailure("rank 0 failed")
+        return [fn(*args)]
+
+
+GPUS = [Gpu(number, number // 2, number % 2, "x", f"uuid-{number}") for number in range(4)]
+
+
+@pytest.fixture
+def pool() -> Pool:
+    return Pool()
+
+
+def watching(pool: Any, *overrides: Override) -> Watch:
+    return Watch(GPUS, pool, SimulatedTelemetry(overrides=overrides), 0.02, time.monotonic())
+
+
+def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters go on growing from one call to the next; an Xid is told once."""
+    monkeypatch.setattr(watch, "_EVERY", 0.0)
+    told = Override(2, "xid", 48), Override(3, "pcie_replays", 0, grows=50), Override(1, "nvlink_replay", 0, grows=1)
+    of = watching(pool, *told)
+    try:
+        taken = [of.snapshot(), of.snapshot(full=False)]
+        monkeypatch.setattr(watch, "keep_busy", lambda rank, seconds: None)
+        of.under_load(SimpleNamespace(numbers=[0, 1, 2, 3], on_ranks=on_ranks), "health", 0.1)  # type: ignore[arg-type]
+        while len({sample.gpu for sample in of.samples()}) < len(GPUS) or not of.troubles():
+            of.snapshot(full=False)
+        taken.append(of.snapshot())
+    finally:
+        of.close()
+    assert [[bool(one.facts[gpu.number]) for gpu in GPUS] for one in taken] == [[True] * 4, [False] * 4, [True] * 4]
+    assert [sorted(one.counters) for one in taken] == [[0, 1, 2, 3]] * 3
+    assert of.hosts == {0: [0, 1], 1: [2, 3]}
+    assert [(trouble.gpu, trouble.code) for trouble in of.troubles()] == [(2, 48)]
+    replays = [one.counters[3]["pcie_replays"] for one in taken]
+    assert replays == sorted(set(replays))
+    assert all(0 <= sample.at <= of.now() for sample in of.samples())
+    entries = examine_health([("", one.only([2, 3])) for one in taken], of.samples(), of.troubles(), host=1)
+    assert {str(entry.subject) for entry in entries if entry.outcome == "failed"} == {"GPU 2", "GPU 3"}
+
+
+def on_ranks(check: str, fn: Any, seconds: float, guests: Any) -> list[Any]:
+    found = [fn(SimpleNamespace(index=index), seconds, guests) for index in range(4)]
+    assert [isinstance(result, Visit) for result in found] == [False, False, True, False]
+    return found
+
+
+def test_another_host_is_not_asked_after_each_test(pool: Pool) -> None:
+    of = watching(pool)
+    try:
+        first = of.snapshot()
+        second = of.snapshot(full=False)
+    finally:
+        of.close()
+    assert pool.calls == 1
+    assert set(first.counters) == {0, 1, 2, 3} and set(second.counters) == {0, 1}
+
+
+def test_a_host_that_cannot_be_asked_is_unknown(pool: Pool) -> None:
+    pool.broken = True
+    of = watching(pool)
+    try:
+        taken = of.snapshot()
+    finally:
+        of.close()
+    assert set(taken.facts) == {0, 1}
+    assert taken.missing == dict.fromkeys((2, 3), "telemetry could not be had: rank 0 failed")
