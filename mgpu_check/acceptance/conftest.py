@@ -54,9 +54,7 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     if config.option.collectonly or worker or not _ours(session.items) or not gpu_session.settings.asked:
         return (yield)
     try:
-        run = Run(
-            gpu_session, Plan.of(gpu_session.settings), _command(config), config.getoption("--hypothesis-seed", None)
-        )
+        run = Run(gpu_session, Plan.of(gpu_session.settings), _command(config), _seed(config))
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None
     config.stash[RUN] = run
@@ -85,6 +83,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run checks in the order of `CHECKS`: what says most in the shortest time first, health last, which looks at them all."""
     order = {f"test_{check}": place for place, check in enumerate(CHECKS)}
     items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == _HERE else 0)
+
+
+def _seed(config: pytest.Config) -> int | None:
+    """Return the seed of all draws, where it is a number: Hypothesis takes any text for one."""
+    text = str(config.getoption("--hypothesis-seed", None))
+    return int(text) if text.isdecimal() else None
 
 
 def _command(config: pytest.Config) -> str:

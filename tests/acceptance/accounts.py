@@ -180,6 +180,18 @@ def bad() -> Account:
             {"iteration": 212},
         )
     )
+    slow = {"quantity": "matrix product float16", "unit": "FLOP/s", "size": 8192, "value": 290e12, "repeats": 9}
+    wrong.append(
+        Observation(
+            "performance",
+            Subject("gpu", (3,)),
+            "failed",
+            "matrix product float16 is 290 TFLOP/s (9 repeats): 58% slower than 689 TFLOP/s, median of 7 others",
+            "matrix product float16, size 8192",
+            Work(operations=9),
+            slow,
+        )
+    )
     wrong += [
         Observation("health", Subject("gpu", (6,)), "unknown", "the device does not know ECC counters"),
         Observation("compute", Subject("gpu", (1,)), "skipped", "no float8 on this device", "float8_e4m3fn"),
@@ -191,7 +203,7 @@ def bad() -> Account:
                 "compute: GPU 3: 96 of 1048576 elements are wrong, every 32nd in columns 512 to 527; 3 of 4 looks failed",
                 "training: GPU 3: parameters differ from those of 7 other GPUs after step 2; 1 of 2 looks failed",
             ),
-            tuple(range(shift, shift + 4)),
+            (*range(shift, shift + 4), shift + 7),
             "follows the device: on ranks 0, 4 and 7 too",
             "drain the node, reset this GPU and run again; if it fails again, send it back",
             f"{COMMAND} -k 'compute or training' --hypothesis-seed=7",
@@ -226,7 +238,7 @@ def bad() -> Account:
             sample = replace(sample, values={**sample.values, **changed})
         hot.append(sample)
     outcomes: dict[str, Outcome] = {"compute": "failed", "links": "failed", "training": "failed"}
-    outcomes |= {"collectives": "failed", "memory": "unknown"}
+    outcomes |= {"collectives": "failed", "memory": "unknown", "performance": "failed"}
     runs = tuple(
         replace(
             run,

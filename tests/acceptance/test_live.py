@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +26,10 @@ class Terminal:
         self.isatty = isatty
         self._tw = SimpleNamespace(fullwidth=width)
         self.written: list[tuple[str, str]] = []
+        self.config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None))
+
+    def flush(self) -> None:
+        pass
 
     def rewrite(self, text: str, erase: bool = False) -> None:
         self.written.append(("live", text))
@@ -62,23 +69,19 @@ def test_progress_time_left_and_the_verdict_so_far():
     run = Run(isatty=True, known={"soak": 100.0})
     names = list(TESTS)
     run.live.pytest_runtest_logstart(names[0])
-    assert (
-        run.last == "[0/4] 0 s; nothing failed in 0 looks: memory: test_patterns"
-    )  # nobody knows yet how long it takes
+    assert run.last == "[0/4] 0 s; no failure in 0 looks: memory: test_patterns"  # nobody knows yet how long it takes
     run.test(names[0], 20.0, seen("passed"), seen("passed"), seen("unknown"))
-    assert run.last == "[1/4] 20 s, about 2 min 20 s left; nothing failed in 3 looks, 1 unknown: memory: test_patterns"
+    assert run.last == "[1/4] 20 s, 2 min 20 s left; no failure in 3 looks, 1 unknown: memory: test_patterns"
     run.test(names[1], 4.0)
     run.live.pytest_runtest_logstart(names[2])
-    assert run.last.startswith(
-        "[2/4] 24 s, about 1 min 40 s left"
-    )  # as long as the one of its check: 4 s, and the soak
+    assert run.last.startswith("[2/4] 24 s, 1 min 40 s left")  # as long as the one of its check: 4 s, and the soak
     run.now += 30
     run.live.heard([seen("failed", 3), seen("failed", 3)])
     assert run.terminal.written[-2:] == [
         ("red", "memory: GPU 3: wrong"),
         ("live", run.last),
     ]
-    assert run.last.endswith("; REJECTED so far: 2 failures, first on GPU 3, 1 unknown: links: test_copies[1]")
+    assert run.last.endswith("; REJECTED so far, 2 failures, 1 unknown: links: test_copies[1]")
     run.live.pytest_runtest_logfinish(names[2])
     run.live.pytest_runtest_logstart(names[3])
     run.now += 60
@@ -142,3 +145,18 @@ def test_pytest_prints_no_letters_for_its_tests_and_those_of_others_as_ever():
     assert status(name, "setup", "passed") == status(name, "teardown", "passed") == ("", "", "")
     assert status(name, "setup", "skipped") == ("skipped", "", "skipped")
     assert status(name, "setup", "failed") is None and status("other.py::test", "call", "passed") is None
+
+
+def test_lines_reach_the_terminal_while_a_test_runs_and_stay_out_of_its_output(tmp_path: Path) -> None:
+    tmp_path.joinpath("test_it.py").write_text(
+        "from mgpu_check.pytest_plugin.report.progress import LiveLine\n\n"
+        "def test_it(request):\n"
+        "    line = LiveLine(request.config.pluginmanager.get_plugin('terminalreporter'))\n"
+        "    print('of the test')\n"
+        "    line.stay('of the run')\n"
+        "    assert False\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:mgpu_check", "-p", "no:cacheprovider", "test_it.py"]
+    said = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True).stdout
+    before, _, captured = said.partition("Captured stdout call")
+    assert "of the run\n" in before and "of the run\n" not in captured and "of the test\n" in captured

@@ -65,7 +65,7 @@ def test_parts_subjects_and_evidence_keep_their_gpu():
     joined = merge({"a": first, "b": second}, "mgpu-check accept merge a b")
     gpu, link = joined.verdict.accusations
     assert gpu.part == Part("gpu", (7,)) and link.part == Part("link", (4, 9))
-    assert [joined.observations[number].subject for number in gpu.observations] == [Subject("gpu", (7,))] * 4
+    assert [joined.observations[number].subject for number in gpu.observations] == [Subject("gpu", (7,))] * 5
     assert [joined.observations[number].subject for number in link.observations] == [Subject("copy", (4, 9))] * 2
     assert {joined.observations[number].check for number in joined.verdict.unexplained} == {"collectives"}
     assert joined.verdicts[0].kind == "ACCEPTED" and joined.verdicts[1].accusations == joined.verdict.accusations

@@ -126,11 +126,12 @@ def over_time(
     by_gpu: dict[int, list[Sample]] = {}
     for sample in samples:
         by_gpu.setdefault(sample.gpu, []).append(sample)
+    wrong = sorted(set(accused) & set(by_gpu))
     panels = [key for key in PANELS if any(_number(sample.values.get(key)) is not None for sample in samples)]
     end = max([sample.at for sample in samples] + [run.started + run.seconds for run in checks])
     unit, scale = ("s", 1.0) if end < 180 else ("min", 60.0) if end < 10_800 else ("h", 3600.0)
     left, right = 106.0, 14.0
-    columns = 6 if set(accused) & set(by_gpu) else 8
+    columns = 6 if wrong else 8
     legend = 19.0 * math.ceil(len(by_gpu) / columns) + 12
     strip = _STRIP * len(checks) + 4
     height = legend + strip + 24 + len(panels) * (_PANEL + _GAP) + 20
@@ -151,7 +152,7 @@ def over_time(
             axes.tick_params(labelbottom=key == panels[-1])
             drawn.append(axes)
             for number, mine in sorted(by_gpu.items()):
-                axes.plot(*_curve(mine, key, scale), gid=f"{key} gpu", **_look(number, number in accused))
+                axes.plot(*_curve(mine, key, scale), gid=f"{key} gpu", **_look(number, wrong))
             if key == "sm_clock":
                 _throttled(axes, by_gpu, scale)
         drawn[-1].set_xlabel(f"{unit} since the start of the run")
@@ -187,9 +188,10 @@ def _curve(samples: Sequence[Sample], key: str, scale: float) -> tuple[list[floa
     return [sample.at / scale for sample in chosen], [math.nan if value is None else value for value in values]
 
 
-def _look(number: int, accused: bool) -> Mapping[str, Any]:
-    if accused:
-        return {"color": pages.colour("wrong"), "linewidth": 3, "zorder": 3}
+def _look(number: int, accused: Sequence[int]) -> Mapping[str, Any]:
+    if number in accused:
+        dash = _DASHES[accused.index(number) % len(_DASHES)]
+        return {"color": pages.colour("wrong"), "linewidth": 3, "zorder": 3, "linestyle": dash}
     dash = _DASHES[number // pages.SERIES % len(_DASHES)]
     return {"color": pages.colour(f"series{number % pages.SERIES}"), "linewidth": 1.3, "linestyle": dash}
 

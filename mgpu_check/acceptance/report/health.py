@@ -5,14 +5,39 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from mgpu_check.acceptance.account import Sample
+from mgpu_check.acceptance.account import Gpu, Sample
 from mgpu_check.acceptance.report.figures import reasons
-from mgpu_check.devices.telemetry.fields import FIELDS
+from mgpu_check.acceptance.report.view import bytes_text
+from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
 
-__all__ = ["health_of"]
+__all__ = ["facts_of", "health_of"]
 
 _RANGES = ("temperature", "memory_temperature", "power", "sm_clock", "memory_clock")
 _UNITS: Mapping[str, str] = {"degrees Celsius": "°C"}
+
+
+def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
+    """Return what is known of a GPU besides its identity: name and value in words."""
+    rows = []
+    for name, value in gpu.facts.items():
+        try:
+            field = field_of(name)
+        except KeyError:
+            text, unit = name, ""
+        else:
+            if field.kind == "identity":
+                continue
+            peer = peer_of(name)
+            text, unit = field.text + ("" if peer is None else f", GPU {peer}"), field.unit
+        if value is None or value == "":
+            rows.append((text, "unknown" if value is None else "none"))
+        elif isinstance(value, bool):
+            rows.append((text, "yes" if value else "no"))
+        else:
+            rows.append(
+                (text, bytes_text(value) if unit == "bytes" and isinstance(value, int) else f"{value} {unit}".rstrip())
+            )
+    return rows
 
 
 def health_of(samples: Sequence[Sample]) -> list[tuple[str, str, bool]]:

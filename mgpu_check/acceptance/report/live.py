@@ -39,7 +39,6 @@ class Live:
         known: Mapping[str, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._terminal = terminal
         self._line = LiveLine(terminal, clock)
         self._tests = dict(tests)
         self._known = dict(known or {})
@@ -48,7 +47,6 @@ class Live:
         self._took: dict[str, list[float]] = {check: [] for check in self._tests.values()}
         self._left = Counter(self._tests.values())
         self._seen: Counter[str] = Counter()
-        self._first = ""
         self._of_check: Counter[str] = Counter()
         self._doing = ""
         self._check = ""
@@ -59,15 +57,14 @@ class Live:
             if isinstance(entry, Observation):
                 self._seen[entry.outcome] += 1
                 self._of_check[entry.outcome] += 1
-                if entry.outcome == "failed" and not self._first:
-                    self._first = str(entry.subject)
+                if entry.outcome == "failed" and self._seen["failed"] == 1:
                     self._stay(f"{entry.check}: {entry.subject}: {entry.seen}", red=True)
         self.tick()
 
     def tick(self) -> None:
         """Show what there is to show: time has passed."""
         self._line.show(self.text)
-        if not self._on_a_terminal and self._clock() - self._said >= _APART:
+        if not self._line.lives and self._clock() - self._said >= _APART:
             self._stay(self.text())
 
     def phase(self, doing: str) -> None:
@@ -83,7 +80,7 @@ class Live:
     def text(self) -> str:
         """Return the line: tests done of all, time, time left, the verdict so far, what runs."""
         left = self.left()
-        remaining = "" if left is None else f", about {seconds_text(_coarse(left))} left"
+        remaining = "" if left is None else f", {seconds_text(_coarse(left))} left"
         done = len(self._tests) - self._left.total()
         passed = seconds_text(round(self._clock() - self._started))
         return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")
@@ -108,25 +105,17 @@ class Live:
         return max(0.0, remaining - running)
 
     def _so_far(self) -> str:
-        parts = []
+        parts = [f"no failure in {what(self._seen.total(), 'look')}"]
         if self._seen["failed"]:
-            parts.append(f"REJECTED so far: {what(self._seen['failed'], 'failure')}, first on {self._first}")
-        else:
-            parts.append(f"nothing failed in {what(self._seen.total(), 'look')}")
+            parts = [f"REJECTED so far, {what(self._seen['failed'], 'failure')}"]
         if self._seen["unknown"]:
             parts.append(f"{self._seen['unknown']} unknown")
         return ", ".join(parts)
 
-    @property
-    def _on_a_terminal(self) -> bool:
-        return self._terminal is not None and bool(self._terminal.isatty)
-
     def _stay(self, text: str, red: bool = False) -> None:
         """Print a line that stays."""
-        if self._terminal is not None:
-            self._line.clear()
-            self._said = self._clock()
-            self._terminal.line(text, **({"red": True} if red else {}))
+        self._said = self._clock()
+        self._line.stay(text, **({"red": True} if red else {}))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         check = self._tests.get(nodeid)

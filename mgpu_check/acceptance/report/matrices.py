@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.comparison import amount
@@ -142,6 +142,7 @@ def _failures_of_pairs(account: Account, links: set[tuple[int, int]]) -> list[di
     return pictures
 
 
+_SLOW = "A frame: too slow."
 _NOTE = "Number of cases that failed. A dash: not looked at. A frame: accused."
 
 
@@ -186,13 +187,18 @@ def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
 
 def _of_gpus(account: Account) -> list[dict[str, str]]:
     """Return what was measured of each GPU by itself, and between it and its host."""
-    found: dict[tuple[str, Key], dict[int, float]] = defaultdict(dict)
+    found: dict[tuple[Literal["gpu", "upload", "download"], Key], dict[int, float]] = defaultdict(dict)
     for one in account.measurements:
-        if one.subject.kind in ("gpu", "upload", "download"):
-            found[one.subject.kind, (one.quantity, one.unit, one.size)][one.subject.members[0]] = one.value
+        kind = one.subject.kind
+        if kind == "gpu" or kind == "upload" or kind == "download":
+            found[kind, (one.quantity, one.unit, one.size)][one.subject.members[0]] = one.value
     if not found:
         return []
-    itself = {a.part.members[0] for a in account.verdict.accusations if a.part.kind in ("gpu", "host-link")}
+    slow = {
+        (entry.subject, entry.evidence.get("quantity"), entry.evidence.get("size"))
+        for entry in account.observations
+        if entry.outcome == "failed" and "quantity" in entry.evidence
+    }
     pictures = []
     for block, (where, numbers) in enumerate(_blocks(account)):
         rows: list[str] = []
@@ -206,13 +212,19 @@ def _of_gpus(account: Account) -> list[dict[str, str]]:
             scale, prefix = view.prefix(list(mine.values()))
             way = "" if kind == "gpu" or kind in quantity else f"{kind}, "
             extent = view.bytes_text(size) if unit != "FLOP/s" else f"size {size}"
-            marked |= {(len(rows), column) for column, number in enumerate(numbers) if number in itself}
+            marked |= {
+                (len(rows), column)
+                for column, number in enumerate(numbers)
+                if (Subject(kind, (number,)), quantity, size) in slow
+            }
             rows.append(f"{quantity}, {way}{extent}, {prefix}{unit}")
             values.append([mine.get(number) for number in numbers])
             texts.append([_digits(mine.get(number), scale) for number in numbers])
         grid = Grid(rows, [str(number) for number in numbers], values, texts, marked, "much", by_row=True, across="GPU")
         heading = f"Speed of each GPU{where}"
-        pictures.append({"heading": heading, "note": "", "svg": heat_map(grid, f"gpus{block}", heading)})
+        pictures.append(
+            {"heading": heading, "note": _SLOW if marked else "", "svg": heat_map(grid, f"gpus{block}", heading)}
+        )
     return pictures
 
 

@@ -12,7 +12,7 @@ from mgpu_check import pages
 from mgpu_check.acceptance.account import Account, Gpu
 from mgpu_check.acceptance.report import view
 from mgpu_check.acceptance.report.figures import PANELS, over_time
-from mgpu_check.acceptance.report.health import health_of
+from mgpu_check.acceptance.report.health import facts_of, health_of
 from mgpu_check.acceptance.report.matrices import heat_maps, others
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.devices.observations import Observation, Outcome
@@ -66,6 +66,7 @@ def render(account: Account) -> str:
             }
             for accusation in account.verdict.accusations
         ],
+        facts={gpu.number: facts_of(gpu) for gpu in account.gpus},
         unexplained=[_shown(entry) for entry in view.failed_of(account, account.verdict)[:_EVIDENCE]],
         loose=len(account.verdict.unexplained),
         checks=view.checks_by_name(account),
@@ -130,10 +131,10 @@ def _results(
         for seen, together in ((own.get(name), False), (shared.get(name), True)):
             if seen:
                 tally = view.Tally.of(seen)
-                parts = [
-                    f"{getattr(tally, key)} {key}" for key in ("failed", "unknown", "skipped") if getattr(tally, key)
-                ]
-                rows.append((name, tally.outcome, ", ".join([*parts, f"of {tally.total}"]), together))
+                others = [other for other in ("unknown", "skipped") if other != tally.outcome and getattr(tally, other)]
+                parts = [f"{getattr(tally, tally.outcome)} of {tally.total}"]
+                parts += [f"{getattr(tally, other)} {other}" for other in others]
+                rows.append((name, tally.outcome, ", ".join(parts), together))
     return rows
 
 
@@ -145,7 +146,7 @@ def _charts(account: Account, accused: Collection[int]) -> list[dict[str, str]]:
         if not any(isinstance(sample.values.get(key), (int, float)) for sample in samples for key in PANELS):
             continue
         name = view.host_name(account, host.number)
-        checks = [run for run in account.checks if run.host in (None, host.number)]
+        checks = view.in_order(run for run in account.checks if run.host in (None, host.number))
         title = f"Temperature, power and clocks of the GPUs of {name} over time"
         drawn = over_time(samples, checks, accused, f"time{host.number}", title)
         charts.append({"host": name, "svg": drawn, "text": _in_words(samples)})

@@ -31,6 +31,7 @@ __all__ = [
     "host_name",
     "identity",
     "in_detail",
+    "in_order",
     "name_of",
     "prefix",
     "repeat",
@@ -83,7 +84,7 @@ class Tally:
 
 def tallies(account: Account) -> Mapping[str, Tally]:
     """Return check -> its observations, of all checks, in the order in which they ran."""
-    found: dict[str, list[Outcome]] = {run.name: [] for run in account.checks}
+    found: dict[str, list[Outcome]] = {run.name: [] for run in in_order(account.checks)}
     for entry in account.observations:
         found.setdefault(entry.check, []).append(entry.outcome)
     return {name: Tally.of(outcomes) for name, outcomes in found.items()}
@@ -94,10 +95,15 @@ def check_names(account: Account) -> list[str]:
     return list(tallies(account))
 
 
+def in_order(checks: Iterable[CheckRun]) -> list[CheckRun]:
+    """Return checks in the order in which they began."""
+    return sorted(checks, key=lambda run: run.started)
+
+
 def checks_by_name(account: Account) -> list[CheckRun]:
     """Return one entry for each check: what the accounts of several hosts say of one is put together."""
     found: dict[str, list[CheckRun]] = {}
-    for run in account.checks:
+    for run in in_order(account.checks):
         found.setdefault(run.name, []).append(run)
     return [runs[0] if len(runs) == 1 else _together(account, runs) for runs in found.values()]
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -19,7 +20,9 @@ _CATEGORIES = {"passed": "passed", "FAILED": "failed", "skipped": "skipped", "kn
 
 
 class LiveLine:
-    """A line at the foot of a terminal that is written anew as a run goes on; where there is no terminal, nothing.
+    """A line at the foot of a terminal that is written anew as a run goes on; in a log, only what stays.
+
+    It can be written while a test runs, whose own output pytest takes in.
 
     Args:
         terminal: pytest's, or None where it has none.
@@ -27,21 +30,43 @@ class LiveLine:
     """
 
     def __init__(self, terminal: pytest.TerminalReporter | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._terminal = terminal if terminal is not None and terminal.isatty else None
+        self._terminal = terminal
         self._clock = clock
         self._shown = -_INTERVAL
+
+    @property
+    def lives(self) -> bool:
+        """Whether there is a terminal."""
+        return self._terminal is not None and bool(self._terminal.isatty)
 
     def show(self, text: Callable[[], str], now: bool = False) -> None:
         """Write the line, unless that was done a moment ago; with `now`, whenever that was."""
         clock = self._clock()
-        if self._terminal is not None and (now or clock - self._shown >= _INTERVAL):
+        if self._terminal is not None and self.lives and (now or clock - self._shown >= _INTERVAL):
             self._shown = clock
-            self._terminal.rewrite(text()[: self._terminal._tw.fullwidth - 1], erase=True)
+            with self._past_capture() as terminal:
+                terminal.rewrite(text()[: terminal._tw.fullwidth - 1], erase=True)
 
     def clear(self) -> None:
         """Take the line away, for what is to stay in its place."""
+        if self._terminal is not None and self.lives:
+            with self._past_capture() as terminal:
+                terminal.rewrite("", erase=True)
+
+    def stay(self, text: str, **markup: bool) -> None:
+        """Write a line that stays, above the one that lives."""
         if self._terminal is not None:
-            self._terminal.rewrite("", erase=True)
+            self.clear()
+            with self._past_capture() as terminal:
+                terminal.line(text, **markup)
+
+    @contextlib.contextmanager
+    def _past_capture(self) -> Iterator[pytest.TerminalReporter]:
+        assert self._terminal is not None
+        capture = self._terminal.config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            yield self._terminal
+            self._terminal.flush()
 
 
 class Progress:
@@ -94,8 +119,7 @@ class Progress:
                 f"{row.result:<12} {row.property}: {row.check} ({row.examples} examples, {row.seconds:.1f} s)"
             )
         elif row.result.startswith(("FAILED", "ERROR")):
-            self._line.clear()
-            self._terminal.line(f"{row.result} {row.property}: {row.check}", red=True)
+            self._line.stay(f"{row.result} {row.property}: {row.check}", red=True)
         self._show(now=True)
 
     def pytest_sessionfinish(self) -> None:
