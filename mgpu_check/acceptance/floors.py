@@ -22,7 +22,7 @@ _OPERATIONS = {
     "compute": (40, 400, 4000),
     "links": (4, 20, 200),
     "collectives": (20, 200, 2000),
-    "training": (2, 10, 50),
+    "training": (12, 150, 4000),
     "health": (2, 2, 2),
 }
 """Least number of operations for each subject at each level."""

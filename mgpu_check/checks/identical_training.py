@@ -1,0 +1,249 @@
+"""The same training on every GPU: from the same bits, by deterministic algorithms, to the same bits after each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn import functional as F
+
+from mgpu_check.checks.counters import integers, mix_
+from mgpu_check.checks.timing import Stopwatch
+from mgpu_check.devices.observations import Observation, Subject, Work
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.transformer import Transformer
+from mgpu_check.specs.transformer import Trained, TransformerCase
+from mgpu_check.torch_hooks import precision
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, bytes_of, plain
+
+__all__ = [
+    "Training",
+    "arithmetic",
+    "bytes_after",
+    "digests",
+    "examine_training",
+    "placed",
+    "prepared",
+]
+
+_GRAIN = 10
+"""Parameters are whole numbers of so many bits, times a power of two: float32 holds them exactly."""
+_RATE = {"sgd": 0.05, "adamw": 1e-3}
+_NARROW = (1 << 32) - 1
+
+
+def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Trained]:
+    """Train on the device of `rank`, and say what came out after each step.
+
+    Data and parameters are made on the host. Whether they have arrived is seen on the device, and from the host; so is
+    whether what the device has in the end is what the host reads.
+
+    Returns:
+        What was wrong with the way to the device and back; and how the training went, unless it started from wrong data.
+    """
+    training = prepared(case)
+    sent = [*training.parameters.values(), training.tokens]
+    expected = digests(sent).tolist()
+    with torch.cuda.device(rank.device), arithmetic(case):
+        here = placed(training, rank.device)
+        names = [*here.parameters, "tokens"]
+        arrived = [*here.parameters.values(), here.tokens]
+        wrong = _compared(rank.index, case, names, expected, digests(arrived).tolist(), sent, arrived)
+        if wrong is not None:
+            return [wrong]
+        watch = Stopwatch(rank.device)
+        watch.start()
+        said = []
+        for loss in here.steps():
+            results = [loss, *here.parameters.values()]
+            said.append(digests(results))
+        watch.stop()
+        numbers = torch.stack(said).tolist()
+        ended = digests([plain(value) for value in results]).tolist()
+    names = ["loss", *here.parameters]
+    back = _read_back(rank.index, case, names, numbers[-1], ended)
+    return [*back, Trained(case, tuple(names), tuple(map(tuple, numbers)), sum(watch.laps()))]
+
+
+def bytes_after(rank: Rank, case: TransformerCase, step: int, name: str) -> bytes:
+    """Train up to a step, counted from 1; return the bits of "loss", or of the parameter `name`, after it."""
+    with torch.cuda.device(rank.device), arithmetic(case):
+        here = placed(prepared(case), rank.device)
+        steps = here.steps()
+        for _ in range(step):
+            loss = next(steps)
+        return bytes_of(loss if name == "loss" else here.parameters[name])
+
+
+class Training:
+    """A model and its batches on one device.
+
+    Attributes:
+        parameters: each once, by name.
+        tokens: of all steps: int64 (steps, batch, length + 1).
+    """
+
+    def __init__(self, case: TransformerCase, model: Transformer, tokens: torch.Tensor) -> None:
+        self.case = case
+        self.model = model
+        self.tokens = tokens
+        self.parameters = {name: value.detach() for name, value in model.named_parameters()}
+
+    def steps(self) -> Iterator[torch.Tensor]:
+        """Take a step, yield its loss, and so on."""
+        case = self.case
+        torch.manual_seed(case.seed)
+        optimizer = self._optimizer()
+        device = self.tokens.device.type
+        for tokens in self.tokens:
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.bfloat16, enabled=case.precision == "autocast"):
+                logits = self.model(tokens[:, :-1])
+                loss = F.cross_entropy(logits.flatten(0, 1).to(_wide(logits.dtype)), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            yield loss.detach()
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        rate = _RATE[self.case.optimizer]
+        if self.case.optimizer == "adamw":
+            return torch.optim.AdamW(self.model.parameters(), lr=rate)
+        return torch.optim.SGD(self.model.parameters(), lr=rate, momentum=0.9)
+
+
+def prepared(case: TransformerCase) -> Training:
+    """Make model and tokens on the host, by integer arithmetic: the same bits on every machine."""
+    host = torch.device("cpu")
+    with torch.random.fork_rng(devices=[]):
+        model = Transformer(
+            vocabulary=case.vocabulary,
+            length=case.length,
+            width=case.width,
+            heads=case.heads,
+            layers=case.layers,
+            tied=case.tied,
+            dropout=case.dropout,
+        )
+    with torch.no_grad():
+        for number, (name, value) in enumerate(model.named_parameters()):
+            grains = integers(
+                value.shape, -(1 << _GRAIN), 1 << _GRAIN, seed=1000 * case.seed + number, device=host, dtype=value.dtype
+            )
+            power = round(math.log2(case.width) / 2) if value.dim() > 1 else 4
+            value.copy_(grains * 2.0 ** (-_GRAIN - power) + float("norm" in name and name.endswith("weight")))
+    tokens = integers(
+        (case.steps, case.batch, case.length + 1), 0, case.vocabulary - 1, seed=1000 * case.seed + 999, device=host
+    )
+    if case.precision == "bfloat16":
+        model = model.to(torch.bfloat16)
+    return Training(case, model, tokens)
+
+
+def placed(training: Training, device: torch.device) -> Training:
+    """Move the model and the tokens of `training` to a device."""
+    return Training(training.case, training.model.to(device), training.tokens.to(device))
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a number for each of `tensors`, as int64 on their device: any bit that changes, changes it.
+
+    Each element, with its position, is mixed by a bijection of 64 bits, and all are added up: one that changes cannot go
+    unseen, several do so by a chance of 2^-64.
+    """
+    words = torch.cat([_words(tensor) for tensor in tensors])
+    positions = torch.arange(len(words), device=words.device).bitwise_left_shift_(32)
+    mixed = mix_(positions.bitwise_or_(words), 0, words)
+    return torch.stack([part.sum() for part in mixed.split([_count(tensor) for tensor in tensors])])
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of the elements as int64 that are not negative and less than 2^32; those of 64 bits in two halves."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    size = min(flat.element_size(), 4)
+    return flat.view(INTEGER_OF_SIZE[size]).long().bitwise_and_(_NARROW >> (32 - 8 * size))
+
+
+def _count(tensor: torch.Tensor) -> int:
+    return tensor.numel() * max(1, tensor.element_size() // 4)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _compared(
+    rank: int,
+    case: TransformerCase,
+    names: Sequence[str],
+    expected: Sequence[int],
+    got: Sequence[int],
+    sent: Sequence[torch.Tensor],
+    arrived: Sequence[torch.Tensor],
+) -> Observation | None:
+    """Say which way is wrong if something is at the start: to the device, back, or what the device makes of it."""
+    on_device = {name for name, a, b in zip(names, expected, got, strict=True) if a != b}
+    read = digests([plain(value) for value in arrived]).tolist()
+    on_host = {name for name, a, b in zip(names, expected, read, strict=True) if a != b}
+    if not on_device | on_host:
+        return None
+    first = next(name for name in names if name in on_device | on_host)
+    place = names.index(first)
+    if read == list(got):  # device and host have seen the same wrong data
+        kind, seen = "upload", f"{first} has not arrived as it was sent"
+        seen += _where(bytes_of(sent[place]), bytes_of(arrived[place]))
+    elif on_host:
+        kind, seen = "download", f"{first}, read back before training, is not what the device has"
+    else:
+        kind, seen = "gpu", f"the device makes a wrong checksum of {first}, which has arrived"
+    work = Work(bytes=sum(value.nbytes for value in sent))
+    evidence = {"first": first, "wrong on the device": sorted(on_device), "wrong on the host": sorted(on_host)}
+    return Observation("training", Subject(kind, (rank,)), "failed", seen, str(case), work, evidence)  # type: ignore[arg-type]
+
+
+def _read_back(
+    rank: int, case: TransformerCase, names: Sequence[str], device: Sequence[int], host: Sequence[int]
+) -> list[Observation]:
+    wrong = [name for name, a, b in zip(names, device, host, strict=True) if a != b]
+    if not wrong:
+        return []
+    seen = f"{wrong[0]}, read back after training, is not what the device has"
+    return [
+        Observation(
+            "training",
+            Subject("download", (rank,)),
+            "failed",
+            seen,
+            str(case),
+            evidence={"first": wrong[0], "wrong": wrong},
+        )
+    ]
+
+
+def _where(expected: bytes, got: bytes) -> str:
+    differ = [place for place, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b]
+    return f": {len(differ)} of {len(expected)} bytes, the first at offset {differ[0]}" if differ else ""
+
+
+@contextmanager
+def arithmetic(case: TransformerCase) -> Iterator[None]:
+    """Compute by deterministic algorithms, and round float32 as the case says, for the time of the context.
+
+    cuBLAS is deterministic only where CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" when it was first called.
+    """
+    kept = precision.kept()
+    strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn
+    chosen = cudnn.deterministic, cudnn.benchmark
+    try:
+        precision.exact()
+        if case.precision == "tf32":
+            torch.set_float32_matmul_precision("high")
+        torch.use_deterministic_algorithms(True)
+        cudnn.deterministic, cudnn.benchmark = True, False
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = chosen
+        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
+        precision.put_back(kept)
