@@ -32,7 +32,7 @@ class Terminal:
         pass
 
     def rewrite(self, text: str, erase: bool = False) -> None:
-        self.written.append(("live", text))
+        self.written.append(("live" if erase else "back", text))
 
     def line(self, text: str, **markup: Any) -> None:
         self.written.append(("red" if markup.get("red") else "stays", text))
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def stayed(self) -> list[str]:
-        return [text for kind, text in self.terminal.written if kind != "live"]
+        return [text for kind, text in self.terminal.written if kind not in ("live", "back")]
 
 
 def seen(outcome: Any, gpu: int = 0) -> Observation:
@@ -93,7 +93,7 @@ def test_progress_time_left_and_the_verdict_so_far():
     assert run.last.startswith("[4/4] ") and run.last.endswith(": second looks")
     assert run.stayed[-1] == "soak         nothing seen, 2 min"
     run.live.end()
-    assert run.terminal.written[-1] == ("live", "")
+    assert run.terminal.written[-2:] == [("live", ""), ("back", "")]
 
 
 def test_a_terminal_is_not_written_to_more_than_ten_times_a_second_nor_beyond_its_width():
@@ -117,9 +117,26 @@ def test_a_log_has_a_line_for_each_check_and_one_a_minute():
         run.now += 1.0
         run.live.tick()
     assert [text.partition(",")[0] for text in run.stayed[1:]] == ["[1/4] 65 s", "[1/4] 2 min 5 s"]
-    assert not [text for kind, text in run.terminal.written if kind == "live"]
+    assert not [text for kind, text in run.terminal.written if kind in ("live", "back")]
     run.live.heard([seen("failed", 1), seen("failed", 1)])
     assert run.terminal.written[-1] == ("red", "memory: GPU 1: wrong")  # the first one is told at once
+
+
+def test_what_stays_begins_in_the_first_column():
+    """What is written to erase the line leaves the cursor at its end."""
+    run = Run(isatty=True)
+    run.live.phase("looks at the GPUs")
+    run.live.heard([seen("failed")])
+    place = run.terminal.written.index(("red", "memory: GPU 0: wrong"))
+    assert run.terminal.written[place - 2 : place] == [("live", ""), ("back", "")]
+
+
+def test_the_time_left_is_not_guessed_from_one_test_of_many():
+    live = Live(None, {f"test_links.py::test_{n}": "links" for n in range(20)})
+    for n in range(4):
+        assert (live.left() is None) == (n < 3)
+        live.pytest_runtest_logstart(f"test_links.py::test_{n}")
+        live.pytest_runtest_logfinish(f"test_links.py::test_{n}")
 
 
 def test_without_a_terminal_nothing_is_written():

@@ -17,6 +17,8 @@ from mgpu_check.pytest_plugin.report.progress import LiveLine
 
 __all__ = ["Live"]
 
+_LEAST = 3
+"""Tests from which on the time left is guessed; of few tests a quarter."""
 _APART = 60.0
 """Seconds between lines of a log, but for the ends of checks."""
 _CATEGORIES = {"passed": "passed", "failed": "failed", "skipped": "skipped"}
@@ -86,10 +88,12 @@ class Live:
         return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")
 
     def left(self) -> float | None:
-        """Return about how many seconds are left; None where nothing is known yet.
+        """Return about how many seconds are left; None where too little is known yet.
 
         A test takes as long as the others of its check have taken, or those of all checks, where it is the first.
         """
+        if len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
+            return None
         remaining = 0.0
         taken = [seconds for check, several in self._took.items() if check not in self._known for seconds in several]
         for check, count in self._left.items():

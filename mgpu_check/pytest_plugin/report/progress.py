@@ -52,6 +52,7 @@ class LiveLine:
         if self._terminal is not None and self.lives:
             with self._past_capture() as terminal:
                 terminal.rewrite("", erase=True)
+                terminal.rewrite("")  # back to the first column
 
     def stay(self, text: str, **markup: bool) -> None:
         """Write a line that stays, above the one that lives."""
