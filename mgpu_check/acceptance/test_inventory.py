@@ -41,7 +41,5 @@ def test_links_are_trained_under_load(node: Node) -> None:
     """PCIe has the generation and width under load that a GPU and its slot can do."""
     if node.telemetry is None or not node.boundaries:
         return
-    begun = node.telemetry.now()
-    node.telemetry.under_load(node, "inventory", _SAMPLES * node.telemetry.interval)
-    samples = [sample for sample in node.telemetry.samples() if sample.at >= begun]
+    samples = node.telemetry.under_load(node, "inventory", _SAMPLES * node.telemetry.interval)
     node.record(examine_pcie(node.boundaries[0].snapshot, samples))

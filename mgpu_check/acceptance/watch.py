@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.acceptance.account import Gpu
+from mgpu_check.checks.inventory import is_under_load
 from mgpu_check.checks.load import keep_busy
 from mgpu_check.devices.telemetry.sampler import Sampler
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
@@ -28,6 +29,7 @@ __all__ = ["Watch"]
 
 _EVERY = 5.0  # seconds between two visits of a host after tests
 _PATIENCE = 60.0
+_TRIES = 3
 
 
 class Watch:
@@ -76,8 +78,20 @@ class Watch:
                 taken = _joined(taken, self._looked(host, gpus, full))
         return taken
 
-    def under_load(self, node: Node, check: str, seconds: float) -> None:
-        """Keep all GPUs busy for so long, and sample them, on all hosts."""
+    def under_load(self, node: Node, check: str, seconds: float) -> list[TelemetrySample]:
+        """Keep all GPUs busy for so long, on all hosts; the samples of that time.
+
+        Where a GPU was not sampled at work, they are kept busy again: a sample may come late on a machine that is busy itself.
+        """
+        begun = self.now()
+        for _ in range(_TRIES):
+            self._keep_busy(node, check, seconds)
+            samples = [sample for sample in self.samples() if sample.at >= begun]
+            if set(node.numbers) <= {sample.gpu for sample in samples if is_under_load(sample)}:
+                break
+        return samples
+
+    def _keep_busy(self, node: Node, check: str, seconds: float) -> None:
         numbers = node.numbers
         guests = {}
         for gpus in self._of.values():

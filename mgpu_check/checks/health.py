@@ -204,9 +204,11 @@ def _well(gpu: int, before: Snapshot, after: Snapshot, samples: Sequence[Telemet
     unknown = dict(after.unknown.get(gpu, {}))
     if not states + counted:
         return _of(gpu, "unknown", "nothing is known of its health: " + "; ".join(sorted(set(unknown.values()))))
-    if not any(is_under_load(sample) for sample in samples):
+    busy = sum(map(is_under_load, samples))
+    if not busy:
         return _of(gpu, "unknown", "no sample was taken under load", "", states + counted)
-    work = Work(operations=states + counted + len(samples), seconds=after.at - before.at)
+    seconds = (after.at - before.at) * busy / len(samples)
+    work = Work(operations=states + counted + len(samples), seconds=seconds)
     evidence = {"not known": unknown} if unknown else {}
     return Observation(_CHECK, Subject("gpu", (gpu,)), "passed", work=work, evidence=evidence)
 
