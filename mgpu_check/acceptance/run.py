@@ -62,6 +62,7 @@ class Run:
     def start(self) -> None:
         """Look at the GPUs, and have defects planted that were asked for."""
         plan = self.plan
+        files.clear(plan.reports)
         if plan.simulate == "cpu" or plan.planted:
             self.session.fault = hardware_text(plan.planted)
         with self.leased("acceptance: first look at the GPUs"):

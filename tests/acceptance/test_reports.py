@@ -17,7 +17,7 @@ import pytest
 from mgpu_check.acceptance import account as account_module
 from mgpu_check.acceptance.account import Account, CheckRun, Sample, Verdict
 from mgpu_check.acceptance.report import junit, markdown, page
-from mgpu_check.acceptance.report.files import check_paths, write
+from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
@@ -156,6 +156,10 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         ("report.txt", r"does not end in \.html, \.json, \.md or \.xml; choose one of them"),
         ("report", r"does not end in \.html, \.json, \.md or \.xml"),
         ("no/such/report.json", "there is no directory .*/no/such for report.json"),
+        (
+            "/proc/self/report.json",
+            r"/proc/self/report\.json cannot be written: .*; choose a directory that you may write to",
+        ),
         ("directory.json", r"is a directory; give the name of a file in it, such as .*directory\.json/report\.html"),
     ],
 )
@@ -164,6 +168,13 @@ def test_a_name_that_is_no_report_is_refused_before_a_run(name, words, tmp_path)
     check_paths([tmp_path / "right.json", str(tmp_path / "right.xml")])
     with pytest.raises(ValueError, match=words):
         check_paths([tmp_path / "right.json", tmp_path / name])
+    assert [path.name for path in tmp_path.iterdir()] == ["directory.json"]
+
+
+def test_reports_of_earlier_runs_are_removed_before_a_run(tmp_path):
+    write(tmp_path / "a.md", account("one GPU"))
+    clear([tmp_path / "a.md", str(tmp_path / "never.json")])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_page_without_the_extra_is_refused_before_a_run(monkeypatch, tmp_path):

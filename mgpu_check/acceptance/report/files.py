@@ -8,7 +8,7 @@ from pathlib import Path
 from mgpu_check import pages
 from mgpu_check.acceptance.account import Account
 
-__all__ = ["SUFFIXES", "check_paths", "write"]
+__all__ = ["SUFFIXES", "check_paths", "clear", "write"]
 
 
 def _html(account: Account) -> str:
@@ -50,8 +50,8 @@ def check_paths(paths: Iterable[Path | str]) -> None:
     """Check, before a run, that reports can be written to these files.
 
     Raises:
-        ValueError: one cannot: its suffix is none of `SUFFIXES`, there is no such directory, or the extra that pages need
-            is missing; names the file, and says what to do.
+        ValueError: one cannot: its suffix is none of `SUFFIXES`, there is no such directory, nothing can be written there, or
+            the extra that pages need is missing; names the file, and says what to do.
     """
     for path in map(Path, paths):
         _writer(path)
@@ -63,6 +63,19 @@ def check_paths(paths: Iterable[Path | str]) -> None:
             raise ValueError(f"{path} is a directory; give the name of a file in it, such as {path / 'report.html'}")
         if path.suffix == ".html":
             pages.require(f"the report {path.name}")
+        try:
+            _begun(path).touch()
+            _begun(path).unlink()
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be written: {error.strerror}; choose a directory that you may write to"
+            ) from None
+
+
+def clear(paths: Iterable[Path | str]) -> None:
+    """Remove reports of earlier runs: what is there when a run was killed would be taken for its own."""
+    for path in map(Path, paths):
+        path.unlink(missing_ok=True)
 
 
 def write(path: Path | str, account: Account) -> None:
@@ -78,12 +91,16 @@ def write(path: Path | str, account: Account) -> None:
     if path.suffix == ".html":
         pages.require(f"the report {path.name}")
     content = _writer(path)(account)
-    begun = path.with_name(f".{path.name}.begun")
+    begun = _begun(path)
     try:
         begun.write_text(content, encoding="utf-8", errors="backslashreplace")
         begun.replace(path)
     finally:
         begun.unlink(missing_ok=True)
+
+
+def _begun(path: Path) -> Path:
+    return path.with_name(f".{path.name}.begun")
 
 
 def _writer(path: Path) -> Callable[[Account], str]:
