@@ -44,7 +44,7 @@ class Outlier:
         c = self.comparison
         return (
             f"{self.name}: {self.quantity} of size {self.size} is {amount(self.value, self.unit)}, {c.missing:.0%} slower than "
-            f"{amount(c.reference or 0.0, self.unit)}, the median of {self.nodes} other nodes ({c.limit:.0%} may be missing)"
+            f"{amount(c.reference or 0.0, self.unit)}, the median of {self.nodes} other nodes (limit {c.limit:.0%})"
         )
 
 

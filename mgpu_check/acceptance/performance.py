@@ -226,6 +226,7 @@ def _observation(
     if outcome == "unknown" and elsewhere and not wrong(measurement):
         outcome = "skipped"
     evidence = {
+        "measured_by": measurement.check,
         "quantity": measurement.quantity,
         "unit": measurement.unit,
         "size": measurement.size,
@@ -235,14 +236,14 @@ def _observation(
         "comparisons": [comparison.as_json() for comparison in comparisons],
     }
     seen = "" if outcome == "passed" else _seen(measurement, telling)
-    case = f"{measurement.quantity}, {_size(measurement)}"
+    case = _size(measurement)
     work = Work(operations=measurement.repeats)
     return Observation(CHECK, measurement.subject, outcome, seen, case, work, evidence)
 
 
 def _size(measurement: Measurement) -> str:
     if measurement.unit == "FLOP/s":
-        return f"size {measurement.size}"
+        return f"matrices of {measurement.size} x {measurement.size}"
     for name, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if measurement.size >= scale and measurement.size % scale == 0:
             return f"{measurement.size // scale} {name}"
@@ -257,7 +258,7 @@ def _seen(measurement: Measurement, telling: Sequence[Comparison]) -> str:
     for c in telling:
         assert c.reference is not None and c.missing is not None and c.limit is not None
         least = f"{c.missing:.0%} slower than {amount(c.reference, measurement.unit)}, {c.why}"
-        lines.append(f"{least} ({c.limit:.0%} may be missing)" if c.limit else least)
+        lines.append(f"{least} (limit {c.limit:.0%})" if c.limit else least)
     return f"{what} ({measurement.repeats} repeats): " + "; ".join(lines)
 
 

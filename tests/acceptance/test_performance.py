@@ -17,6 +17,7 @@ from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
 from mgpu_check.acceptance.performance import judge, link_classes
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
+from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.skus import Floors, packaged_floors
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 from mgpu_check.simulated.rates import Rates
@@ -106,6 +107,7 @@ def test_a_slow_one_is_always_found_and_nothing_else(case, data):
     (seen,) = (o for o in found if o.outcome == "failed")
     evidence = seen.evidence["comparisons"][0]
     assert evidence["outcome"] == "failed" and evidence["missing"] > evidence["limit"] and evidence["peers"] >= 2
+    assert seen.evidence["measured_by"] == "x" and seen.case in ("64 MiB", f"matrices of {SIZE} x {SIZE}")
     assert amount(seen.evidence["value"], seen.evidence["unit"]) in seen.seen and "slower" in seen.seen
 
 
@@ -382,3 +384,13 @@ def test_nodes_are_compared_with_their_like_only():
     assert not among_nodes(other).outliers
     halves = [account("a", 1.0), account("b", 1.0), account("c", 0.5), account("d", 0.5)]
     assert not among_nodes(halves).outliers  # two against two
+
+
+def test_what_is_too_slow_is_looked_at_again_with_the_check_that_measures_it():
+    found = judge(node("copy", 4, lambda m: 0.3 if m == (0, 1) else 1.0), gpus(4), floors=NONE)
+    run = object.__new__(Run)
+    run.command, run.seed = "mgpu-check accept --gpus=4", 7
+    assert (
+        run._repeat([o for o in found if o.outcome == "failed"])
+        == "mgpu-check accept --gpus=4 -k 'x or performance' --hypothesis-seed=7"
+    )
