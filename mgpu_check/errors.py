@@ -104,7 +104,12 @@ class RankDied(RankFailure):
 
 
 class StartupFailure(RankFailure):
-    """The ranks of a world did not come up: an import failed, or the process group could not be formed."""
+    """The ranks of a world did not come up: an import failed, or the process group could not be formed.
+
+    ``cause`` names the class of what a rank raised, such as "DeviceRefused"; empty where none did.
+    """
+
+    cause: str = ""
 
 
 class RankHang(BaseException):

@@ -122,21 +122,14 @@ def _done(
     )
     if "failed" in outcomes:
         return Done("failed", floor, least)
+    told = reasons[0] + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else "") if reasons else ""
     if short:
         named = ", ".join(map(str, short[:3])) + (f" and {len(short) - 3} more" if len(short) > 3 else "")
-        return Done(
-            "unknown",
-            floor,
-            least,
-            f"{check} did less than its least work on {named}: {_gap(seen[short[0]], subjects[short[0]])}",
-        )
+        gap = _gap(seen[short[0]], subjects[short[0]])
+        why = f"{check} did less than its least work on {named}: {gap}" + (f"; {told}" if told else "")
+        return Done("unknown", floor, least, why)
     if "unknown" in outcomes:
-        return Done(
-            "unknown",
-            floor,
-            least,
-            f"{check}: {reasons[0]}" + (f", and {len(reasons) - 1} more" if len(reasons) > 1 else ""),
-        )
+        return Done("unknown", floor, least, f"{check}: {told}")
     return Done("passed" if "passed" in outcomes else "skipped", floor, least)
 
 

@@ -12,6 +12,7 @@ from mgpu_check.acceptance.troubles import observations_of
 from mgpu_check.checks.answering import answers
 from mgpu_check.devices.observations import Entry, Measurement, Observation
 from mgpu_check.devices.telemetry.values import Snapshot
+from mgpu_check.errors import StartupFailure
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.account import Gpu, Host
@@ -197,7 +198,8 @@ class Node:
                 raise
             self._ledger.note(found.entries)
             self.lost |= found.lost
-            if not self._probing and any(entry.outcome == "failed" for entry in found.entries):
+            wrong = isinstance(error, StartupFailure) or any(entry.outcome == "failed" for entry in found.entries)
+            if wrong and not self._probing:
                 self._probe(check)
             return []
         translated = [translation(index)(result) for index, result in enumerate(results)]

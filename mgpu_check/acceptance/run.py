@@ -22,6 +22,7 @@ from mgpu_check.acceptance.recording import entries_of, record
 from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.acceptance.watch import Watch
+from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.faults.hardware.registry import hardware_text
@@ -91,6 +92,15 @@ class Run:
         interval = _INTERVAL_SIMULATED if simulated else _INTERVAL
         return Watch(gpus, self.session.pool, simulated, interval, self.ledger.zero)
 
+    def _look(self, host: int) -> tuple[Inventory, str, dict[str, str]]:
+        """Return the GPUs of a host, its name and its software. A GPU that refuses a context is there all the same."""
+        pool = self.session.pool
+        if not self.plan.simulate:
+            found: tuple[Inventory, str, dict[str, str]] = pool.in_fresh_process(_look, host)
+        else:
+            (found,) = pool.run_in_node_process(_look, host=host)
+        return found
+
     def _identified(self, gpu: Gpu) -> Gpu:
         """Return a GPU with what the driver knows of it."""
         assert self.node is not None
@@ -143,13 +153,11 @@ class Run:
             self.session.end_test(failed=False)
 
     def _gpus(self) -> list[Gpu]:
-        from mgpu_check.devices.inventory import take_inventory
-
         found: list[Gpu] = []
         hosts: list[Host] = []
         for host in sorted({slot.host for slot in self.session.pool.slots}):
             indices = [slot.index for slot in self.session.pool.slots if slot.host == host]
-            ((inventory, name, software),) = self.session.pool.run_in_node_process(_look, take_inventory, host=host)
+            inventory, name, software = self._look(host)
             hosts.append(Host(host, name, software))
             self._visible[host] = len(inventory.devices)
             for index in indices:
@@ -286,7 +294,7 @@ def _because(observations: Sequence[Observation], numbers: Sequence[int]) -> Ite
         yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {of} looks failed"
 
 
-def _look(take_inventory: object) -> tuple[object, str, dict[str, str]]:
+def _look() -> tuple[Inventory, str, dict[str, str]]:
     import platform
 
     import torch
@@ -299,5 +307,4 @@ def _look(take_inventory: object) -> tuple[object, str, dict[str, str]]:
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         with contextlib.suppress(Exception):  # a build without the library says so here
             software["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    assert callable(take_inventory)
     return take_inventory(), socket.gethostname(), software

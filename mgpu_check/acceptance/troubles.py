@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 
 from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.engine.failures import NODE, Account
-from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 
 __all__ = ["Trouble", "observations_of"]
 
 _OF_DEVICES = ("AcceleratorError", "DistBackendError", "DeferredCudaCallError")
 """Errors of torch that say that a device, or the communication between devices, has failed."""
+
+_REFUSALS = ("DeviceRefused", *_OF_DEVICES)
+"""Why a rank did not come up, where its device is at fault."""
 
 
 @dataclass
@@ -34,10 +37,13 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
         what: the function that was called.
         gpus: of the ranks, in their order; of the node process those that it sees.
     """
+    trouble = Trouble()
+    if isinstance(error, StartupFailure):
+        _refused(trouble, check, error, gpus)
+        return trouble
     account = getattr(error, "account", None)
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
         return None
-    trouble = Trouble()
     what = what.strip("_").replace("_", " ")
     for rank, died in account.died.items():
         _add(trouble, check, rank, gpus, f"its process died in {what}: {died.cause}", lost=True)
@@ -60,6 +66,14 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     if not trouble.entries:
         _add(trouble, check, NODE, gpus, f"{what} could not run: {str(error).splitlines()[0]}", outcome="unknown")
     return trouble
+
+
+def _refused(trouble: Trouble, check: str, error: StartupFailure, gpus: Sequence[int]) -> None:
+    """Note ranks that did not come up. A device that refuses every process is at fault; one that others use is not."""
+    seen = str(error).splitlines()[0]
+    for rank in error.ranks or [NODE]:
+        wrong = error.cause in _REFUSALS and rank != NODE
+        _add(trouble, check, rank, gpus, seen, outcome="failed" if wrong else "unknown", lost=wrong)
 
 
 def _culprits(account: Account) -> list[int]:

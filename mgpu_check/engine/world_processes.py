@@ -68,10 +68,12 @@ class WorldProcesses:
                 )
             assert isinstance(answer, protocol.Ready)
             if answer.failure is not None:
-                raise StartupFailure(
+                failure = StartupFailure(
                     f"{self.who.full([index])} could not start: {answer.failure.headline}\n{answer.failure.text}",
                     ranks=[index],
                 )
+                failure.cause = answer.failure.type.rpartition(".")[2]
+                raise failure
         if late:
             raise StartupFailure(f"{self.who.full(late)} did not start within {_START_TIMEOUT:g} s", ranks=late)
 

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["DeviceRefused", "Devices", "MaskIgnored", "check_visible", "devices_behind", "has_nccl", "take"]
+__all__ = [
+    "DeviceBusy",
+    "DeviceRefused",
+    "Devices",
+    "MaskIgnored",
+    "check_visible",
+    "devices_behind",
+    "has_nccl",
+    "take",
+]
 
 _GRACE = 0.005
 """Seconds that devices get to finish what a call has queued, before the pytest process is asked to see to it."""
@@ -26,6 +35,14 @@ _LONGER_GRACE = 0.25
 
 class DeviceRefused(RuntimeError):
     """A device cannot be used."""
+
+
+class DeviceBusy(DeviceRefused):
+    """Another process uses the device alone, or most of its memory: of the device itself this says nothing."""
+
+
+_BUSY = (2, 46)
+"""Errors of the CUDA runtime: cudaErrorMemoryAllocation, cudaErrorDevicesUnavailable."""
 
 
 class MaskIgnored(RuntimeError):
@@ -52,14 +69,16 @@ def take(device: int) -> None:
     """Make `device` the current one, and its context.
 
     Raises:
-        DeviceRefused: it cannot be used, as one that is broken, or used by another process in an exclusive mode.
+        DeviceRefused: it cannot be used, as one that is broken.
+        DeviceBusy: another process uses it in an exclusive mode, or has most of its memory.
     """
     properties = torch.cuda.get_device_properties(device)
     try:
         torch.cuda.set_device(device)
     except Exception as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DeviceRefused(f"cuda:{device} ({properties.name} {getattr(properties, 'uuid', '')}): {said}") from error
+        kind = DeviceBusy if getattr(error, "error_code", None) in _BUSY else DeviceRefused
+        raise kind(f"cuda:{device} ({properties.name} {getattr(properties, 'uuid', '')}): {said}") from error
 
 
 class Devices(abc.ABC):
