@@ -475,3 +475,29 @@ def test_the_least_work_of_joined_accounts_is_that_of_the_host_with_least():
     )
     joined = replace(account("two hosts"), checks=runs, observations=(), verdict=Verdict("INCONCLUSIVE"))
     assert any(re.fullmatch(r"memory +unknown +6 s +0 +0 +0 +0 +10 B; node-a: why 0", line) for line in lines(joined))
+
+
+def test_of_what_was_measured_several_times_the_slowest_is_shown_and_of_several_sizes_the_most_telling():
+    gpu, pair = Subject("gpu", (0,)), Subject("copy", (0, 1))
+    speeds = (
+        Measurement("compute", gpu, "product", "FLOP/s", 5e12, 3, 64),
+        Measurement("compute", gpu, "product", "FLOP/s", 4e12, 3, 64),
+        Measurement("compute", gpu, "product", "FLOP/s", 7e11, 3, 32),
+        Measurement("compute", gpu, "launch", "s", 5e-6, 3, 4),
+        Measurement("compute", gpu, "launch", "s", 6e-6, 3, 4),
+        Measurement("links", pair, "copy", "s", 9e-6, 3, 4),
+        Measurement("links", pair, "copy", "s", 8e-6, 3, 4),
+        Measurement("links", pair, "copy", "s", 3e-3, 3, 1 << 20),
+    )
+    html = page.render(replace(accounts.good(2, 5.0), measurements=speeds, samples=()))
+    found = titled(html)
+    assert found["Speed of each GPU"][-6:] == [
+        *("product, size 64, TFLOP/s", "4.00", "-"),
+        *("launch, 4 B, us", "6.00", "-"),
+    ]
+    assert "9.00" in found["Copy, 4 B, in us"] and "8.00" not in found["Copy, 4 B, in us"]
+    rows = re.findall(r"<tr><td>(product|copy)</td><td>(.*?)</td><td class=\"number\">(.*?)</td><td>(.*?)</td>", html)
+    assert rows == [
+        ("copy", "1 pair", "1 MiB", "3 ms"),
+        ("product", "1 GPU", "size 32", "700 GFLOP/s"),
+    ]

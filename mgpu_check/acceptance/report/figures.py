@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mgpu_check import pages
 from mgpu_check.acceptance.account import CheckRun, Sample
 
-__all__ = ["PANELS", "Grid", "heat_map", "over_time", "reasons"]
+__all__ = ["PANELS", "Grid", "Scale", "heat_map", "over_time", "reasons"]
 
 _CHARACTER = 7.0  # width of one, of the font's size 12, on average
 _ROW = 30  # height of a row of cells
@@ -25,6 +25,9 @@ PANELS = {"temperature": "°C", "power": "W", "sm_clock": "MHz"}
 """What is drawn over time, with its unit."""
 
 
+Scale = Literal["much", "little", "failures"]
+
+
 @dataclass(frozen=True)
 class Grid:
     """Numbers by row and column.
@@ -34,7 +37,7 @@ class Grid:
         values: a row each; None where nothing is known.
         texts: what stands in the cells.
         marked: row and column of the cells that belong to an accused part.
-        scale: "much" is good, "little" is good, or each number above 0 is a "failure".
+        scale: "much" is good, "little" is good, or each number above 0 is a "failure"; or that of each row.
         by_row: each row has a scale of its own.
         across, down: what columns and rows are.
     """
@@ -44,10 +47,13 @@ class Grid:
     values: Sequence[Sequence[float | None]]
     texts: Sequence[Sequence[str]]
     marked: Collection[tuple[int, int]] = ()
-    scale: Literal["much", "little", "failures"] = "much"
+    scale: Scale | Sequence[Scale] = "much"
     by_row: bool = False
     across: str = ""
     down: str = ""
+
+    def scale_of(self, row: int) -> str:
+        return self.scale if isinstance(self.scale, str) else self.scale[row]
 
 
 def heat_map(grid: Grid, name: str, title: str) -> str:
@@ -77,10 +83,10 @@ def heat_map(grid: Grid, name: str, title: str) -> str:
             axes.text(left - 8, middle, label, ha="right", va="center", color=pages.colour("weak"))
             scale = grid.values[row] if grid.by_row else [value for one in grid.values for value in one]
             known = [abs(value) for value in scale if value is not None and math.isfinite(value)]
-            most = (min if grid.scale == "little" else max)(known, default=0.0) or 1.0
+            most = (min if grid.scale_of(row) == "little" else max)(known, default=0.0) or 1.0
             for column, value in enumerate(grid.values[row]):
                 x, y = left + cell * column, top + _ROW * row
-                fill, ink = _cell_colours(value, most, grid.scale)
+                fill, ink = _cell_colours(value, most, grid.scale_of(row))
                 axes.add_patch(Rectangle((x + 1, y + 1), cell - 2, _ROW - 2, facecolor=fill, edgecolor="none"))
                 axes.text(x + cell / 2, middle, grid.texts[row][column], ha="center", va="center", color=ink)
         for row, column in sorted(grid.marked):

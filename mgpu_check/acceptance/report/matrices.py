@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mgpu_check.acceptance.account import Account
 from mgpu_check.acceptance.comparison import amount
 from mgpu_check.acceptance.report import view
-from mgpu_check.acceptance.report.figures import Grid, heat_map
+from mgpu_check.acceptance.report.figures import Grid, Scale, heat_map
 from mgpu_check.devices.observations import Measurement, Observation, Subject
 
 __all__ = ["heat_maps", "others"]
@@ -18,25 +18,31 @@ __all__ = ["heat_maps", "others"]
 Key = tuple[str, str, int]
 """Quantity, unit and size of measurements that are compared."""
 
+_Kind = Literal["gpu", "upload", "download"]
+
 
 def heat_maps(account: Account) -> list[dict[str, str]]:
     """Return headings, notes and pictures of all matrices of an account."""
-    pairs: dict[Key, dict[tuple[int, int], Measurement]] = defaultdict(dict)
-    for measurement in account.measurements:
-        if measurement.subject.kind == "copy":
-            pairs[measurement.quantity, measurement.unit, measurement.size][_pair(measurement.subject)] = measurement
     links = {
         _pair_of(accusation.part.members)
         for accusation in account.verdict.accusations
         if accusation.part.kind == "link"
     }
     pictures = []
-    for number, (key, found) in enumerate(sorted(_most_telling(pairs).items())):
+    for number, (key, found) in enumerate(sorted(_most_telling(_by_pair(account)).items())):
         pictures += _speeds(account, key, found, links, f"pairs{number}")
     pictures += _failures_of_pairs(account, links)
     pictures += _of_gpus(account)
     pictures += _failures_of_gpus(account)
     return pictures
+
+
+def _by_pair(account: Account) -> dict[Key, dict[tuple[int, int], Measurement]]:
+    pairs: dict[Key, dict[tuple[int, int], Measurement]] = {}
+    for one in account.measurements:
+        if one.subject.kind == "copy":
+            _worst(pairs.setdefault((one.quantity, one.unit, one.size), {}), _pair(one.subject), one)
+    return pairs
 
 
 def _pair(subject: Subject) -> tuple[int, int]:
@@ -185,68 +191,83 @@ def _failures_of_gpus(account: Account) -> list[dict[str, str]]:
     return pictures
 
 
-def _of_gpus(account: Account) -> list[dict[str, str]]:
+def _worst(found: dict[Any, Measurement], key: Any, one: Measurement) -> None:
+    """Keep the slowest where the same was measured several times."""
+    before = found.get(key)
+    slower = before is None or (one.value > before.value if one.unit == "s" else one.value < before.value)
+    if slower:
+        found[key] = one
+
+
+def _by_gpu(account: Account) -> dict[_Kind, dict[Key, dict[int, Measurement]]]:
     """Return what was measured of each GPU by itself, and between it and its host."""
-    found: dict[tuple[Literal["gpu", "upload", "download"], Key], dict[int, float]] = defaultdict(dict)
+    found: dict[_Kind, dict[Key, dict[int, Measurement]]] = {}
     for one in account.measurements:
         kind = one.subject.kind
         if kind == "gpu" or kind == "upload" or kind == "download":
-            found[kind, (one.quantity, one.unit, one.size)][one.subject.members[0]] = one.value
-    if not found:
-        return []
+            mine = found.setdefault(kind, {}).setdefault((one.quantity, one.unit, one.size), {})
+            _worst(mine, one.subject.members[0], one)
+    return found
+
+
+def _of_gpus(account: Account) -> list[dict[str, str]]:
+    chosen = [
+        (kind, key, mine) for kind, found in _by_gpu(account).items() for key, mine in _most_telling(found).items()
+    ]
     slow = {
         (entry.subject, entry.evidence.get("quantity"), entry.evidence.get("size"))
         for entry in account.observations
         if entry.outcome == "failed" and "quantity" in entry.evidence
     }
     pictures = []
-    for block, (where, numbers) in enumerate(_blocks(account)):
+    for block, (where, numbers) in enumerate(_blocks(account) if chosen else ()):
         rows: list[str] = []
         values: list[list[float | None]] = []
         texts: list[list[str]] = []
+        scales: list[Scale] = []
         marked = set()
-        for kind, (quantity, unit, size) in found:
-            mine = found[kind, (quantity, unit, size)]
+        for kind, (quantity, unit, size), mine in chosen:
             if not set(mine) & set(numbers):
                 continue
-            scale, prefix = view.prefix(list(mine.values()))
+            scale, prefix = view.prefix([one.value for one in mine.values()])
             way = "" if kind == "gpu" or kind in quantity else f"{kind}, "
-            extent = view.bytes_text(size) if unit != "FLOP/s" else f"size {size}"
             marked |= {
                 (len(rows), column)
                 for column, number in enumerate(numbers)
                 if (Subject(kind, (number,)), quantity, size) in slow
             }
-            rows.append(f"{quantity}, {way}{extent}, {prefix}{unit}")
-            values.append([mine.get(number) for number in numbers])
-            texts.append([_digits(mine.get(number), scale) for number in numbers])
-        grid = Grid(rows, [str(number) for number in numbers], values, texts, marked, "much", by_row=True, across="GPU")
+            rows.append(f"{quantity}, {way}{_extent(unit, size)}, {prefix}{unit}")
+            here = [mine[number].value if number in mine else None for number in numbers]
+            values.append(here)
+            texts.append([_digits(value, scale) for value in here])
+            scales.append("little" if unit == "s" else "much")
+        grid = Grid(rows, [str(number) for number in numbers], values, texts, marked, scales, by_row=True, across="GPU")
         heading = f"Speed of each GPU{where}"
-        pictures.append(
-            {"heading": heading, "note": _SLOW if marked else "", "svg": heat_map(grid, f"gpus{block}", heading)}
-        )
+        note = _SLOW if marked else ""
+        pictures.append({"heading": heading, "note": note, "svg": heat_map(grid, f"gpus{block}", heading)})
     return pictures
 
 
+def _extent(unit: str, size: int) -> str:
+    return f"size {size}" if unit == "FLOP/s" else view.bytes_text(size)
+
+
 def others(account: Account) -> list[dict[str, str]]:
-    """Return what was measured that no matrix shows: of groups, hosts, and copies of other sizes."""
-    pairs: dict[Key, list[float]] = defaultdict(list)
-    for one in account.measurements:
-        if one.subject.kind == "copy":
-            pairs[one.quantity, one.unit, one.size].append(one.value)
+    """Return what was measured that no matrix shows: of groups, hosts, and other sizes, from the slowest to the fastest."""
     rows = []
-    for key in sorted(set(pairs) - set(_most_telling(pairs))):
-        values = sorted(pairs[key])
-        middle = values[len(values) // 2]
-        amounts = [amount(value, key[1]) for value in (values[0], middle, values[-1])]
-        said = f"{amounts[1]} ({amounts[0]} to {amounts[2]})"
-        rows.append({"what": key[0], "subject": f"{len(values)} pairs", "size": view.bytes_text(key[2]), "value": said})
+    found: list[tuple[str, Mapping[Key, Mapping[Any, Measurement]]]] = [("pair", _by_pair(account))]
+    found += [("GPU" if kind == "gpu" else kind, mine) for kind, mine in _by_gpu(account).items()]
+    for name, told in found:
+        for key in sorted(set(told) - set(_most_telling(told))):
+            values = sorted(one.value for one in told[key].values())
+            low, middle, high = (amount(value, key[1]) for value in (values[0], values[len(values) // 2], values[-1]))
+            said = f"{middle} ({low} to {high})" if low != high else middle
+            extent = _extent(key[1], key[2])
+            rows.append({"what": key[0], "subject": view.what(len(values), name), "size": extent, "value": said})
     for one in account.measurements:
         if one.subject.kind in ("group", "host"):
-            value = amount(one.value, one.unit)
-            rows.append(
-                {"what": one.quantity, "subject": str(one.subject), "size": view.bytes_text(one.size), "value": value}
-            )
+            value, extent = amount(one.value, one.unit), _extent(one.unit, one.size)
+            rows.append({"what": one.quantity, "subject": str(one.subject), "size": extent, "value": value})
     return rows
 
 
