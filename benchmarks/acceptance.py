@@ -1,10 +1,11 @@
 """Whether an acceptance names the part that is broken: on simulated GPUs whose hardware has a defect, planted on purpose.
 
-    python benchmarks/acceptance.py matrix [--level=quick|standard] [-k NAME] [--share=3] [--json=FILE]
+    python benchmarks/acceptance.py matrix [FAULT ...] [--level=quick|standard] [-k NAME] [--own] [--json=FILE]
     python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--seed=0] [--json=FILE]
 
 ``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused, and
-after how long; ``--share`` takes one fault in so many. ``draws`` draws faults, their devices, sizes and dtypes, and plants none
+after how long; ``--own`` runs only the
+checks that must see it, and no healthy node. ``draws`` draws faults, their devices, sizes and dtypes, and plants none
 as often as is asked for. All runs are in one process, on 4 GPUs, one after the other. The exit code is 0 if each planted
 fault was REJECTED, its part and no other accused, and each healthy node ACCEPTED.
 """
@@ -67,8 +68,9 @@ class Outcome:
 class Repeated:
     """A pytest plugin that runs all tests of the acceptance once for each case, as a run of its own with its own verdict."""
 
-    def __init__(self, cases: Sequence[tuple[str, int]]) -> None:
+    def __init__(self, cases: Sequence[tuple[str, int]], own: bool = False) -> None:
         self.cases = cases
+        self.own = own
         self.outcomes: list[Outcome] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -87,20 +89,24 @@ class Repeated:
     def _one(self, session: pytest.Session, planted: str, seed: int) -> Outcome:
         from hypothesis import core
 
-        from mgpu_check.acceptance.conftest import RUN
+        from mgpu_check.acceptance.conftest import RUN, _check_of
         from mgpu_check.acceptance.run import Run
         from mgpu_check.pytest_plugin.stash import SESSION
 
         config = session.config
         core.global_force_seed = seed
-        run = Run(config.stash[SESSION], "mgpu-check accept", seed)
-        run.planted = [planted_from(planted)] if planted else []
-        run.selected = config.stash[RUN].selected
-        config.stash[RUN] = run
+        before = config.stash[RUN]
+        plan = dataclasses.replace(before.plan, planted=(planted_from(planted),) if planted else ())
+        run = config.stash[RUN] = Run(config.stash[SESSION], plan, "mgpu-check accept", seed)
+        items = list(session.items)
+        needed = plan.planted[0].fault.caught_by if plan.planted else ()
+        if self.own and needed and "performance" not in needed:  # which judges what the other checks have measured
+            items = [item for item in items if _check_of(item) in needed]
+        run.selected = {_check_of(item) for item in items}
         began = time.monotonic()
         try:
             run.start()
-            for item, after in zip(session.items, [*session.items[1:], None], strict=True):
+            for item, after in zip(items, [*items[1:], None], strict=True):
                 item._initrequest()  # type: ignore[attr-defined]  # as plugins do that repeat tests
                 config.hook.pytest_runtest_protocol(item=item, nextitem=after)
             run.look_again()
@@ -113,7 +119,7 @@ class Repeated:
             seed,
             account.verdict.kind,
             tuple(str(accusation.part) for accusation in account.verdict.accusations),
-            tuple(str(part) for one in run.planted for part in one.parts),
+            tuple(str(part) for one in plan.planted for part in one.parts),
             tuple(sorted(failed)),
             account.verdict.unknown,
             time.monotonic() - began,
@@ -144,13 +150,18 @@ def drawn(faults: Sequence[HardwareFault], chosen: random.Random) -> str:
 
 
 def cases_of(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    faults = [fault for name, fault in sorted(all_hardware_faults().items()) if given.k in name]
+    faults = [
+        fault
+        for name, fault in sorted(all_hardware_faults().items())
+        if any(part in name for part in given.k.split(","))
+    ]
     if given.command == "matrix":
         reached = LEVELS.index(given.level)
         chosen = [fault for fault in faults if LEVELS.index(fault.level) <= reached]
-        yield "", given.seed
-        for fault in chosen[:: given.share]:
-            yield fault.name, given.seed
+        if not given.own:
+            yield "", given.seed
+        for text in given.planted or [fault.name for fault in chosen]:
+            yield text, given.seed
         return
     chosen_from = random.Random(given.seed)
     quick = [fault for fault in faults if fault.level == "quick"]
@@ -163,15 +174,20 @@ def cases_of(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("matrix", "draws"))
+    parser.add_argument(
+        "planted", nargs="*", metavar="FAULT", help="of a matrix, with parameters or without (default: each)"
+    )
     parser.add_argument("--level", choices=LEVELS[:2], default="quick")
-    parser.add_argument("-k", default="", metavar="NAME", help="only faults with this in their names")
-    parser.add_argument("--share", type=int, default=1, help="one fault in so many (default: each)")
+    parser.add_argument(
+        "-k", default="", metavar="NAME", help="only faults with one of these in their names, joined by commas"
+    )
+    parser.add_argument("--own", action="store_true", help="run only the checks that must see the fault")
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--healthy", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the outcomes in this file")
-    given = parser.parse_args()
-    repeated = Repeated(list(cases_of(given)))
+    given = parser.parse_intermixed_args()
+    repeated = Repeated(list(cases_of(given)), given.own)
     options = [f"--gpus={GPUS}", "--simulate", f"--gpu-level={given.level}", "--no-summary", "--tb=no"]
     run_suite(options, [repeated], mgpu_check.acceptance)
     outcomes = repeated.outcomes

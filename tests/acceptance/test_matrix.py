@@ -1,0 +1,34 @@
+"""Faults of hardware, each planted in an acceptance of its own: rejected, and the right part accused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "acceptance.py"
+
+FAULTS = [
+    "memory-aliased",
+    "memory-stuck-at-zero",
+    "memory-missing",
+    "product-lane",
+    "functions",
+    "ecc-uncorrected-grows",
+    "nvlink-down",
+    "pcie-slow",
+    "remap-pending",
+    "driver-hangs",
+    "telemetry-errs",
+    "xid-79",
+    "vbios-differs",
+    "ecc-off",
+]
+"""What is soon seen, of each theme."""
+
+
+def test_faults_are_found_and_their_parts_accused():
+    command = [sys.executable, str(BENCHMARK), "matrix", *FAULTS, "--own"]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    assert ran.returncode == 0, ran.stdout
+    assert f"{len(FAULTS)} of {len(FAULTS)} planted faults" in ran.stdout
