@@ -20,7 +20,7 @@ from mgpu_check.specs.compute import ComputeCase
 __all__ = ["FUNCTIONS", "within"]
 
 _HOST = torch.device("cpu")
-_MOST = 1 << 22
+_MOST = 1 << 20
 """Elements of operations that the host does as well."""
 
 Function = Callable[..., torch.Tensor]
