@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["FAMILIES", "OPERATIONS", "Ballot", "ComputeCase"]
+__all__ = ["FAMILIES", "OPERATIONS", "TIMED", "Ballot", "ComputeCase"]
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _CORES = ("float64", "float32", "tf32", "float16", "bfloat16")
@@ -70,6 +70,10 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Operation -> dtypes, of all families."""
 
 
+TIMED = ("product known by algebra", "convolution known by algebra", "attention known by algebra")
+"""Operations whose rate tells how fast a GPU is. Their shapes follow from the size alone."""
+
+
 @dataclass(frozen=True)
 class ComputeCase:
     """One operation on a GPU, repeated.
@@ -80,6 +84,7 @@ class ComputeCase:
         seed: of the data, and of what else is chosen.
         repeats: how often it is done; each result is looked at.
         seconds: after which no more repeats begin.
+        timed: its rate is measured; that is for operations of which `TIMED` knows how many floating-point operations they are.
     """
 
     operation: str
@@ -88,12 +93,15 @@ class ComputeCase:
     seed: int
     repeats: int = 1
     seconds: float = 1.0
+    timed: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in OPERATIONS.get(self.operation, ()):
             raise ValueError(f"ComputeCase: operation={self.operation!r}, dtype={self.dtype!r}: see OPERATIONS")
         if self.size < 32:
             raise ValueError(f"ComputeCase: size={self.size} must be at least 32")
+        if self.timed and self.operation not in TIMED:
+            raise ValueError(f"ComputeCase: timed=True with {self.operation!r}; only {', '.join(TIMED)} are timed")
         if self.repeats < 1:
             raise ValueError(f"ComputeCase: repeats={self.repeats} must be at least 1")
 

@@ -177,7 +177,7 @@ def test_a_result_that_is_wrong_each_time_is_found_by_the_oracle(monkeypatch):
 
 def test_a_comparison_that_sees_nothing_is_found_out(monkeypatch):
     case = with_call(monkeypatch, lambda result, time: result)
-    monkeypatch.setattr(torch, "stack", lambda counts: torch.zeros(len(counts), dtype=torch.int64))
+    monkeypatch.setattr(examine, "differing", lambda rows, right: torch.zeros(rows.shape[:-1], dtype=torch.int64))
     entry, _ = looked_at(case)
     assert (entry.outcome, entry.seen) == ("failed", "the device did not find an element that was changed on purpose")
 
@@ -199,6 +199,11 @@ def test_what_a_device_lacks_is_skipped(monkeypatch):
     monkeypatch.setattr(products, "require", lacks)
     (entry,) = examine.examine_case(ComputeCase("product known by algebra", "bfloat16", 32, 0), CPU, GPU)
     assert (entry.outcome, entry.seen) == ("skipped", "bfloat16 needs compute capability 8.0; this device has 7.0")
+
+
+def test_only_what_is_timed_is_measured():
+    with pytest.raises(ValueError, match="timed=True with 'sum'"):
+        ComputeCase("sum", "int8", 32, 0, timed=True)
 
 
 @pytest.mark.parametrize("wrong", [{"operation": "x"}, {"dtype": "int4"}, {"size": 8}, {"repeats": 0}])

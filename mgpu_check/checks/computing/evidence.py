@@ -12,7 +12,7 @@ import torch
 from mgpu_check.checks.counters import signed
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["bits", "digest", "digests_of_pieces", "evidence_of", "length_of_piece"]
+__all__ = ["bits", "differing", "digest", "digests_of_pieces", "evidence_of", "length_of_piece"]
 
 _LISTED = 16
 _LOOKED_AT = 4096
@@ -23,8 +23,14 @@ _STEP, _START = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a dense tensor, flat, as integers with the same bits: NaN equals the same NaN then."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(INTEGER_OF_SIZE[flat.element_size()])
+    flat = tensor.reshape(-1)
+    wanted = INTEGER_OF_SIZE[flat.element_size()]
+    return flat if flat.dtype == wanted else flat.view(wanted)
+
+
+def differing(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return how many elements of each of `rows` differ from those of `right`: int64, on their device."""
+    return (rows != right).sum(dim=-1)
 
 
 def digest(tensor: torch.Tensor) -> int:

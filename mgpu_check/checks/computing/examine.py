@@ -17,7 +17,14 @@ import mgpu_check.checks.computing.layers
 import mgpu_check.checks.computing.ordering
 import mgpu_check.checks.computing.products
 import mgpu_check.checks.computing.reductions  # noqa: F401 - each registers its operations
-from mgpu_check.checks.computing.evidence import bits, digest, digests_of_pieces, evidence_of, length_of_piece
+from mgpu_check.checks.computing.evidence import (
+    bits,
+    differing,
+    digest,
+    digests_of_pieces,
+    evidence_of,
+    length_of_piece,
+)
 from mgpu_check.checks.computing.prepared import OPERATIONS, Prepared, Unsupported
 from mgpu_check.checks.timing import Stopwatch, measured
 from mgpu_check.devices.observations import Entry, Observation, Subject, Work
@@ -28,8 +35,8 @@ from mgpu_check.torch_hooks import precision
 __all__ = ["elements_of_piece", "examine_arithmetic", "examine_case", "pieces_of_result"]
 
 _BATCH = 16
-_LAP = 4  # calls between two looks at the clock of the device
-_BATCH_BYTES = 1 << 30
+_LEAST_LAPS = 3  # of which a rate is made
+_BATCH_BYTES = 1 << 29
 _ELEMENTS = 1 << 16
 
 
@@ -103,7 +110,7 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
     outcome = "failed" if seen.wrong else "passed"
     entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)  # type: ignore[arg-type]
     rate: list[Entry] = []
-    if prepared.operations:
+    if len(seen.laps) >= _LEAST_LAPS:
         name = f"{case.operation}, {case.dtype}"
         rate += measured("compute", subject, name, "FLOP/s", prepared.operations, seen.laps, case.size)
     return [entry, *rate, Ballot(case, digest(first))]
@@ -113,25 +120,15 @@ def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _S
     """Repeat the operation as often as the case says, or until its time is over, and compare each result with the first."""
     drawn = random.Random(case.seed)
     right = bits(first)
-    batch = max(1, min(_BATCH, _BATCH_BYTES // max(1, first.nbytes)))
+    batch = max(_LEAST_LAPS, min(_BATCH, _BATCH_BYTES // max(1, first.nbytes)))
     until = time.monotonic() + case.seconds
     while seen.done < case.repeats and (seen.done == 1 or time.monotonic() < until):
         count = min(batch, case.repeats - seen.done)
-        watch = Stopwatch(first.device)
-        results = []
-        for number in range(count):
-            if number % _LAP == 0:
-                watch.start()
-            results.append(prepared.call())
-            if number % _LAP == _LAP - 1 or number == count - 1:
-                watch.stop()
+        results = _timed(case, prepared, count, first.device, seen)
         control = right.clone()
         control[drawn.randrange(len(control))] ^= 1
-        wrong = torch.stack([(one != right).sum() for one in (*map(bits, results), control)]).tolist()
-        laps = watch.laps()
-        seen.seconds += sum(laps)
-        seen.laps += [lap / _LAP for lap in laps[: count // _LAP]]
-        if wrong.pop() != 1:
+        wrong = differing(bits(torch.stack(results)).view(count, -1), right).tolist()
+        if int(differing(control, right)) != 1:
             seen.wrong += 1
             seen.seen = seen.seen or "the device did not find an element that was changed on purpose"
         for number, result in enumerate(results):
@@ -141,6 +138,23 @@ def _repeat(case: ComputeCase, prepared: Prepared, first: torch.Tensor, seen: _S
     if seen.wrong:
         seen.evidence["wrong results"] = seen.wrong
         seen.evidence["results"] = seen.done
+
+
+def _timed(case: ComputeCase, prepared: Prepared, count: int, device: torch.device, seen: _Seen) -> list[torch.Tensor]:
+    """Do the operation `count` times. In a case that is timed, each of the first ones is by itself."""
+    watch, results = Stopwatch(device), []
+    apart = case.timed and not seen.laps
+    for number in range(count):
+        if apart or number == 0:
+            watch.start()
+        results.append(prepared.call())
+        if apart or number == count - 1:
+            watch.stop()
+    laps = watch.laps()
+    seen.seconds += sum(laps)
+    if apart:
+        seen.laps = laps
+    return results
 
 
 def _differs(seen: _Seen, number: int, result: torch.Tensor, first: torch.Tensor) -> None:
