@@ -1,0 +1,79 @@
+"""Links: what is copied between GPUs, and between them and the host, arrives as it was, everywhere and nowhere else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check.acceptance.levels import drawn
+from mgpu_check.settings import active
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.checks.links import Path
+
+PATHS = ("engine", "strided", "casting")
+
+_SMALL = st.integers(1, 5000)
+_LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
+_MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
+"""Bytes of the copies that are measured, and how often, at each level."""
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, ...]:
+    """Draw sizes in bytes: a small one, one around each of two borders at which copies change, and one as large as there is memory."""
+    level = active().gpu_level
+    around = st.integers(-70, 70)
+    borders = [64 << 10, 2 << 20] if level == "quick" else [4 << 10, 64 << 10, 1 << 20, 2 << 20, 16 << 20]
+    # Above the border, so that a fault that begins there shows.
+    found = [draw(_SMALL), *(border + abs(draw(around)) + 1 for border in borders)]
+    if level != "quick":
+        found += [border - abs(draw(around)) for border in borders]
+    if level != "quick" or not active().simulate:
+        found.append(_LARGEST[level] + draw(around))
+    return tuple(found)
+
+
+ALIGNMENTS = st.one_of(st.sampled_from((0, 1, 2, 4, 8, 16, 128)), st.integers(0, 255))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@drawn(quick=1, standard=6, long=40)
+@given(sizes=sizes(), source=ALIGNMENTS, destination=ALIGNMENTS, seed=st.integers(0, 2**30))
+def test_copies_between_gpus(
+    node: Node, path: Path, sizes: tuple[int, ...], source: int, destination: int, seed: int
+) -> None:
+    """Each ordered pair, one after the other, and all at once."""
+    from mgpu_check.checks.links import Copies, examine_copies
+
+    for together in (False, True):
+        case = Copies(path, sizes, source, destination, together, seed=seed + together)
+        node.in_node_process("links", examine_copies, case)
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+@drawn(quick=1, standard=8, long=60)
+@given(
+    sizes=sizes(), source=ALIGNMENTS, destination=ALIGNMENTS, path=st.sampled_from(PATHS), seed=st.integers(0, 2**30)
+)
+def test_copies_from_and_to_the_host(
+    node: Node, pinned: bool, sizes: tuple[int, ...], source: int, destination: int, path: Path, seed: int
+) -> None:
+    """To each GPU and back, one after the other, and all at once."""
+    from mgpu_check.checks.links import Copies, examine_host_copies
+
+    for together in (False, True):
+        case = Copies(path, sizes, source, destination, together, pinned, seed + together)
+        node.in_node_process("links", examine_host_copies, case)
+
+
+def test_speed_of_copies(node: Node) -> None:
+    """Bandwidth and latency of each way; what is too slow is found by the check of performance."""
+    from mgpu_check.checks.link_speed import measure_copies
+
+    size, repeats = _MEASURED[node.level]
+    node.in_node_process("links", measure_copies, size, repeats)

@@ -1,0 +1,371 @@
+"""Collectives on exact data: each iteration is looked at, on each rank, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.checks.collective_data import Terms, as_bits
+from mgpu_check.checks.contents import CHUNK, HOST, bytes_of_content, compare, tag_of
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["COPYING", "REDUCING", "Cases", "Collective", "View", "Wrong", "groups_of", "runner", "views_of"]
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+COPYING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")
+
+_WINDOW = 64
+"""Elements by which the data of iterations are shifted: none finds those of the one before."""
+_BURST = 4
+_MOST_WRONG = 3
+_LOOKED_AT = 64
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, called again and again with other data.
+
+    Attributes:
+        operation: of `REDUCING` or `COPYING`; "send_recv": each rank sends to one rank and receives from another, further off
+            in each iteration.
+        dtype: by name.
+        bytes: of the tensors of one rank: the larger of what it gives and what it gets.
+        members: ranks of the group, ascending; none for all.
+        reduction: "sum", "avg", "product", "min" or "max", where it reduces.
+        root: place in the group.
+        burst: iterations that are queued before the first of them is looked at.
+    """
+
+    operation: str
+    dtype: str
+    bytes: int
+    members: tuple[int, ...] = ()
+    reduction: str = "sum"
+    root: int = 0
+    iterations: int = 1
+    burst: int = _BURST
+    seed: int = 0
+
+    def __str__(self) -> str:
+        how = f" {self.reduction}" if self.operation in REDUCING else ""
+        root = f", root {self.root}" if self.operation in ("reduce", "broadcast", "gather", "scatter") else ""
+        return (
+            f"{self.operation}{how}, {self.dtype}, {self.bytes} bytes{root}, {self.iterations} times, seed {self.seed}"
+        )
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Collectives that are called one after the other. In a world without all members of one that one is left out."""
+
+    all: tuple[Collective, ...]
+
+    def __str__(self) -> str:
+        more = f", and {len(self.all) - 1} more" if self.all[1:] else ""
+        return f"{self.all[0]}{more}" if self.all else "nothing"
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A wrong result of one iteration on one rank.
+
+    Attributes:
+        sources: ranks whose data are wrong, or missing, as far as the result tells; ranks of the world.
+        first: place of the first wrong element, or byte of a copy.
+    """
+
+    iteration: int
+    count: int
+    of: int
+    first: int
+    looks: str
+    sources: tuple[int, ...] = ()
+    got: str = ""
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank has seen of a collective.
+
+    Attributes:
+        case: its number in the call.
+        checked: iterations whose result was looked at here; a rank that is no root has none of some.
+        failed: iterations with a wrong result here.
+        wrong: the first of them.
+    """
+
+    case: int
+    rank: int
+    members: tuple[int, ...]
+    bytes: int
+    checked: int
+    failed: int = 0
+    wrong: tuple[Wrong, ...] = ()
+
+
+def views_of(rank: Rank, cases: Sequence[Collective]) -> list[View]:
+    """Call collectives in all their groups; what this rank sees of those that it takes part in."""
+    everybody = tuple(range(rank.size))
+    fitting = {number: case for number, case in enumerate(cases) if set(case.members) <= set(everybody)}
+    groups = groups_of(sorted({case.members or everybody for case in fitting.values()}), everybody)
+    views = []
+    for number, case in fitting.items():
+        members = case.members or everybody
+        if rank.index in members:
+            views.append(_Examination(rank, number, case, members, groups[members]).run())
+    for members, group in groups.items():
+        if group is not None and rank.index in members:
+            dist.destroy_process_group(group)
+    return views
+
+
+def groups_of(
+    wanted: Sequence[tuple[int, ...]], everybody: tuple[int, ...]
+) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
+    """Make groups, as all ranks must do in one order; None stands for all."""
+    return {members: None if members == everybody else dist.new_group(list(members)) for members in wanted}
+
+
+@dataclass
+class _Result:
+    """The result of an iteration, not looked at yet.
+
+    Attributes:
+        start: element of the data at which this iteration begins.
+        pieces: of a copy: rank of the group that it comes from, and the element of its data at which it begins.
+    """
+
+    iteration: int
+    start: int
+    tensor: torch.Tensor | None
+    pieces: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _Examination:
+    def __init__(
+        self, rank: Rank, number: int, case: Collective, members: tuple[int, ...], group: dist.ProcessGroup | None
+    ) -> None:
+        self.case, self.number, self.members, self.group = case, number, members, group
+        self.rank, self.device = rank, rank.device
+        self.count, self.place = len(members), members.index(rank.index)
+        self.dtype: torch.dtype = getattr(torch, case.dtype)
+        # As many as all members have a part of; at least one for each.
+        self.elements = max(self.count, case.bytes // self.dtype.itemsize // self.count * self.count)
+        self.length = self.elements + _WINDOW
+        self.terms = Terms(case.reduction, self.dtype, self.count, case.seed)
+        self.reduces = case.operation in REDUCING
+        chunk = max(CHUNK // 4, torch.cuda.mem_get_info(self.device)[0] // 512)
+        if self.reduces:
+            self.own = self.terms.filled(
+                lambda index: self.terms.of_rank(self.place, index), self.length, self.device, chunk
+            )
+            self.right = self.terms.filled(self.terms.result, self.length, self.device, chunk)
+        else:
+            self.own = self.content(self.place, 0, self.length)
+        self.wrong: list[Wrong] = []
+        self.checked = self.failed = 0
+
+    def content(self, place: int, start: int, end: int) -> torch.Tensor:
+        """Return what a member gives to a copy, from an element to another."""
+        tag = tag_of(self.members[place], HOST, self.case.seed)
+        width = self.dtype.itemsize
+        return bytes_of_content(tag, start * width, end * width, self.device).clone().view(self.dtype)
+
+    def run(self) -> View:
+        pending: list[_Result] = []
+        for iteration in range(self.case.iterations):
+            pending.append(self.once(iteration, iteration * 13 % _WINDOW))
+            if len(pending) >= self.case.burst or iteration == self.case.iterations - 1:
+                for result in pending:
+                    self.look(result)
+                pending.clear()
+        size = self.elements * self.dtype.itemsize
+        return View(
+            self.number, self.rank.index, self.members, size, self.checked, self.failed, tuple(self.wrong[:_MOST_WRONG])
+        )
+
+    def once(self, iteration: int, start: int) -> _Result:
+        """Call the collective once."""
+        case, part = self.case, self.elements // self.count
+        root = case.root % self.count
+        window = self.own[start : start + self.elements]
+        result = _Result(iteration, start, None)
+        if case.operation == "send_recv":
+            step = iteration % max(1, self.count - 1) + 1
+            sender = (self.place - step) % self.count
+            result.tensor, result.pieces = torch.empty_like(window), [(sender, start)]
+            self.exchange(window, result.tensor, (self.place + step) % self.count, sender)
+            return result
+        made = runner(case.operation, case.reduction, window, self.group, self.count, self.place, self.members[root])
+        made.call()
+        result.tensor = made.output
+        if self.reduces:
+            result.start += self.place * part if case.operation == "reduce_scatter" else 0
+        elif case.operation == "broadcast":
+            result.pieces = [(root, start)]
+        elif case.operation == "scatter":
+            result.pieces = [(root, start + self.place * part)]
+        elif case.operation == "all_to_all":
+            result.pieces = [(place, start + self.place * part) for place in range(self.count)]
+        else:
+            result.pieces = [(place, start) for place in range(self.count)]
+        return result
+
+    def exchange(self, given: torch.Tensor, taken: torch.Tensor, to: int, sender: int) -> None:
+        if self.count == 1:
+            taken.copy_(given)
+            return
+        both = [
+            dist.P2POp(dist.isend, given, self.members[to], self.group),
+            dist.P2POp(dist.irecv, taken, self.members[sender], self.group),
+        ]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    def look(self, result: _Result) -> None:
+        """Look at a result; on the device, and closer only if it is wrong."""
+        if result.tensor is None:
+            return
+        self.checked += 1
+        found = self.reduced(result) if self.reduces else self.copied(result)
+        if found is not None:
+            self.failed += 1
+            self.wrong.append(found)
+
+    def reduced(self, result: _Result) -> Wrong | None:
+        assert result.tensor is not None
+        got, start = result.tensor, result.start
+        right = self.right[start : start + got.numel()]
+        if torch.equal(as_bits(got), as_bits(right)):
+            return None
+        wrong = as_bits(got) != as_bits(right)
+        if self.terms.tolerance:
+            off = (got.double() - right.double()).abs()
+            allowed = self.terms.tolerance * self.magnitude(start, start + got.numel())
+            wrong = ~(off <= allowed)
+        if not bool(wrong.any()):
+            return None
+        places = wrong.nonzero().flatten()[:_LOOKED_AT].cpu()
+        index, some = places + start, got[places.to(self.device)].cpu()
+        should = right[places.to(self.device)].cpu()
+        looks, sources = self.describe(index, some, should, result.iteration)
+        shown = [", ".join(map(str, values[:4].tolist())) for values in (some, should)]
+        return Wrong(
+            result.iteration, int(wrong.sum()), got.numel(), int(places[0]), looks, sources, shown[0], shown[1]
+        )
+
+    def magnitude(self, start: int, end: int) -> torch.Tensor:
+        index = torch.arange(start, end, device=self.device)
+        return torch.stack([self.terms.of_rank(place, index).double().abs() for place in range(self.count)]).amax(0)
+
+    def describe(
+        self, index: torch.Tensor, got: torch.Tensor, right: torch.Tensor, iteration: int
+    ) -> tuple[str, tuple[int, ...]]:
+        if not bool(as_bits(got).any()):
+            return "it holds zeros", ()
+        if (who := self.terms.who(index, got)) is not None:
+            source = self.members[who[1]]
+            return f"it {who[0]} rank {source} gives", (source,)
+        shift = (iteration * 13 % _WINDOW) - ((iteration - 1) * 13 % _WINDOW)
+        if iteration and torch.equal(as_bits(self.terms.result((index - shift).clamp_min(0))), as_bits(got)):
+            return "it holds the result of the iteration before", ()
+        if not bool(got.double().isfinite().all()):
+            return "it holds values that are not finite", ()
+        flips = (as_bits(got) ^ as_bits(right)).tolist()
+        if all(flip & (flip - 1) == 0 or flip == -(2 ** (8 * got.element_size() - 1)) for flip in flips):
+            return "a bit is inverted", ()
+        return "it holds other values", ()
+
+    def copied(self, result: _Result) -> Wrong | None:
+        assert result.tensor is not None
+        got = result.tensor
+        part = got.numel() // len(result.pieces)
+        wrong: list[Wrong] = []
+        for number, (place, start) in enumerate(result.pieces):
+            piece = got[number * part : (number + 1) * part].view(torch.uint8)
+            should = self.content(place, start, start + part).view(torch.uint8)
+            source = self.members[place]
+            names = {tag_of(member, HOST, self.case.seed): f"what rank {member} gives" for member in self.members}
+            if (off := compare(piece, should, names)) is not None:
+                wrong.append(
+                    Wrong(
+                        result.iteration, off.count, piece.numel(), off.first, off.looks, (source,),
+                        off.evidence["got"], off.evidence["expected"],
+                    )
+                )  # fmt: skip
+        if not wrong:
+            return None
+        first = wrong[0]
+        sources = tuple(source for one in wrong for source in one.sources)
+        of = got.numel() * got.element_size()
+        return Wrong(
+            first.iteration, sum(one.count for one in wrong), of, first.first, first.looks, sources, first.got,
+            first.expected,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A collective that is ready to be called; `output` has its result, None on ranks that get none."""
+
+    call: Callable[[], object]
+    output: torch.Tensor | None
+
+
+def runner(
+    operation: str,
+    reduction: str,
+    given: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    count: int,
+    place: int,
+    root: int,
+) -> Runner:
+    """Prepare a collective with new memory for its result.
+
+    Args:
+        given: as many elements as the largest tensor of this rank has.
+        place: of this rank in the group.
+        root: rank of the world.
+    """
+    part = given.numel() // count
+    op = dist.ReduceOp.AVG if reduction == "avg" else getattr(dist.ReduceOp, reduction.upper())
+    mine = dist.get_rank() == root
+    if operation in ("all_reduce", "reduce", "broadcast"):
+        whole = given.clone()
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(whole, op=op, group=group),
+            "reduce": lambda: dist.reduce(whole, root, op=op, group=group),
+            "broadcast": lambda: dist.broadcast(whole, root, group=group),
+        }
+        return Runner(calls[operation], whole if mine or operation != "reduce" else None)
+    if operation in ("reduce_scatter", "scatter"):
+        small = given.new_empty(part)
+        parts = _pieces(given, count) if mine and operation == "scatter" else None
+        if operation == "reduce_scatter":
+            return Runner(lambda: _named("reduce_scatter")(small, given, op=op, group=group), small)
+        return Runner(lambda: dist.scatter(small, parts, src=root, group=group), small)
+    whole = torch.empty_like(given)
+    if operation == "all_to_all":
+        return Runner(lambda: dist.all_to_all_single(whole, given, group=group), whole)
+    if operation == "all_gather":
+        return Runner(lambda: _named("all_gather")(whole, given[:part], group=group), whole)
+    places = _pieces(whole, count) if mine else None
+    return Runner(
+        lambda: dist.gather(given[:part].contiguous(), places, dst=root, group=group), whole if mine else None
+    )
+
+
+def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return list(whole.chunk(count))
+
+
+def _named(operation: str) -> Callable[..., object]:
+    """Return the function of one tensor by the name that this version of torch does not warn of."""
+    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
+    found: Callable[..., object] = getattr(dist, f"{operation}_single", None) or getattr(dist, older[operation])
+    return found

@@ -1,0 +1,177 @@
+"""Contents of memory that tell where they come from: each 8 bytes hold, mixed, who wrote them and at which place.
+
+A word is ``(place << 24 | tag) * ODD``, with its upper half folded into its lower one, times another odd number. That is invertible. So
+what is found where it should not be can be read: data of another copy, of the right one but shifted, or what was there before. Words differ in all their bytes,
+those of other places and other tags too, so that bits of all lanes of a link change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["CHUNK", "HOST", "Mismatch", "bytes_of_content", "compare", "fill", "tag_of"]
+
+HOST = 63
+"""Stands for the host, where other numbers stand for devices."""
+
+_PLACES = 64
+_SEEDS = 1 << 10
+_ODD = 0x9E3779B97F4A7C15
+_OTHER_ODD = 0xBF58476D1CE4E5B9
+_INVERSE, _OTHER_INVERSE = (pow(odd, -1, 1 << 64) for odd in (_ODD, _OTHER_ODD))
+_MASK = (1 << 64) - 1
+_LOW = 0xFFFFFFFF
+_WORD = 8
+CHUNK = 1 << 18
+"""Bytes that are made and compared at once, at least: four times as many are needed for it."""
+_EVIDENCE = 16
+_LOOKED_AT = 4096
+
+
+def tag_of(source: int, destination: int, seed: int, *, before: bool = False) -> int:
+    """Return the tag of what is copied from `source` to `destination`, or of what was at the destination before it.
+
+    Devices that differ in their last four bits differ in the lowest byte of the tag, so that one byte of content tells them apart.
+    """
+    low = (source % 16) << 4 | destination % 16
+    high = (source % _PLACES // 16) << 2 | destination % _PLACES // 16
+    folded = (seed ^ seed >> 10 ^ seed >> 20) % _SEEDS
+    tag = low | high << 8 | folded << 13 | int(before) << 12
+    return tag ^ 0xA5 if before else tag
+
+
+def _signed(number: int) -> int:
+    number &= _MASK
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _words(first: int, count: int, tag: int, device: torch.device) -> torch.Tensor:
+    words = torch.arange(first, first + count, dtype=torch.int64, device=device)
+    # (place << 24 | tag) * ODD, in two steps instead of three
+    words.mul_(_signed(_ODD << 24)).add_(_signed(tag * _ODD))
+    return words.bitwise_xor_((words >> 32).bitwise_and_(_LOW)).mul_(_signed(_OTHER_ODD))
+
+
+def bytes_of_content(tag: int, start: int, end: int, device: torch.device) -> torch.Tensor:
+    """Return the bytes `start` to `end` of the content of `tag`, uint8."""
+    first = start // _WORD
+    words = _words(first, -(-end // _WORD) - first, tag, device)
+    return words.view(torch.uint8)[start - first * _WORD : end - first * _WORD]
+
+
+def fill(memory: torch.Tensor, tag: int, start: int = 0, chunk: int = CHUNK) -> None:
+    """Write the content of `tag`, from its byte `start` on, into contiguous uint8 memory."""
+    for at in range(0, memory.numel(), chunk):
+        end = min(at + chunk, memory.numel())
+        memory[at:end].copy_(bytes_of_content(tag, start + at, start + end, memory.device))
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Bytes that are not what they should be.
+
+    Attributes:
+        count: how many.
+        first, last: their places.
+        looks: what they look like, in words.
+        evidence: places, bits and values, as values that JSON has.
+    """
+
+    count: int
+    first: int
+    last: int
+    looks: str
+    evidence: Mapping[str, Any]
+
+
+def compare(got: torch.Tensor, expected: torch.Tensor, names: Mapping[int, str], start: int = 0) -> Mismatch | None:
+    """Compare bytes on the device that has them; None if all are right.
+
+    Args:
+        got, expected: uint8, of one size, on one device.
+        names: tag -> what content with this tag is.
+        start: place of the first byte, for the evidence.
+    """
+    if torch.equal(got, expected):
+        return None
+    wrong = (got != expected).to(torch.int8)
+    count, first = int(wrong.sum()), int(wrong.argmax())
+    last = got.numel() - 1 - int(wrong.flip(0).argmax())
+    begin = first // _WORD * _WORD
+    window = slice(begin, min(begin + _LOOKED_AT, got.numel()))
+    here, should, places = got[window].cpu(), expected[window].cpu(), wrong[window].cpu().nonzero().flatten()
+    looks = _looks(here, should, places, names)
+    xor = (here ^ should)[first - begin :][:_EVIDENCE]
+    evidence = {
+        "bytes": count,
+        "first": start + first,
+        "last": start + last,
+        "got": bytes(here[first - begin :][:_EVIDENCE].tolist()).hex(),
+        "expected": bytes(should[first - begin :][:_EVIDENCE].tolist()).hex(),
+        "bits": bytes(xor.tolist()).hex(),
+        "period": _period(places),
+    }
+    return Mismatch(count, start + first, start + last, looks, evidence)
+
+
+def _looks(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:
+    """Say what the wrong bytes at the places `wrong` look like."""
+    bad = got[wrong]
+    if torch.equal(bad, expected[wrong]):
+        return "on the device it is wrong, and right where the host reads it: it has changed, or a copy to the host hides it"
+    if len(bad) >= _WORD and not bool(bad.any()):
+        return "it holds zeros"
+    if len(bad) >= _WORD and bool((bad == 0xFF).all()):
+        return "all bits are ones"
+    if found := _origin(got, expected, wrong, names):
+        return found
+    flips = (bad ^ expected[wrong]).unique().tolist()
+    if len(flips) == 1 and len(wrong) < len(got):
+        bits = [str(bit) for bit in range(8) if flips[0] >> bit & 1]
+        return f"bit{'s' * (len(bits) > 1)} {', '.join(bits)} of {'a byte is' if len(wrong) == 1 else 'bytes are'} inverted"
+    return "it holds other data"
+
+
+def _origin(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, names: Mapping[int, str]) -> str:
+    """Read from whole words of wrong bytes where they come from."""
+    first = int(wrong[0])
+    # Content that was shifted by a part of a word begins at another byte of it.
+    for phase in range(_WORD):
+        found = _read(got, first + phase)
+        if found is None or found[0] not in names:
+            continue
+        again = _read(got, first + phase + _WORD)
+        if again is not None and again != (found[0], found[1] + 1) and len(wrong) > 3 * _WORD:
+            continue
+        name = names[found[0]]
+        # The place that the content before this one would have, by the byte at which a word of it begins.
+        begins = found[1] * _WORD - phase
+        for back in range(_WORD):
+            right = _read(expected, first + back)
+            if right is not None and right[0] == found[0]:
+                moved = begins - (right[1] * _WORD - back)
+                where = "further on" if moved > 0 else "further back"
+                return f"it holds {name}, of {abs(moved)} bytes {where}" if moved else ""
+        return f"it holds {name}"
+    return ""
+
+
+def _read(memory: torch.Tensor, at: int) -> tuple[int, int] | None:
+    """Return tag and place of the word that begins at a byte; None at the end."""
+    if at + _WORD > memory.numel():
+        return None
+    word = int.from_bytes(bytes(memory[at : at + _WORD].tolist()), "little")
+    word = word * _OTHER_INVERSE & _MASK
+    word ^= word >> 32 & _LOW
+    number = word * _INVERSE & _MASK
+    return number & 0xFFFFFF, number >> 24
+
+
+def _period(places: torch.Tensor) -> int:
+    """Return the distance of which all distances between wrong bytes are multiples; 0 for a single one."""
+    return math.gcd(*(places[1:] - places[:-1]).tolist()) if len(places) > 1 else 0

@@ -1,0 +1,78 @@
+"""How fast copies are: bandwidth and latency of each way between devices, and between them and the host."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from mgpu_check.devices.observations import Entry, Measurement, Subject
+
+__all__ = ["measure_copies", "median_of", "seconds_of"]
+
+_WARM_UP = 2
+_LATENCY_BYTES = 16
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *, inner: int = 1) -> list[float]:
+    """Return the seconds that `work` takes on `device` by its own clock, so many times, after a warm-up.
+
+    Args:
+        inner: how often it is done between two looks at the clock.
+    """
+    with torch.cuda.device(device):
+        for _ in range(_WARM_UP):
+            work()
+        events = []
+        for _ in range(repeats):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(inner):
+                work()
+            end.record()
+            events.append((begin, end))
+        torch.cuda.synchronize(device)
+        return [begin.elapsed_time(end) / 1000 / inner for begin, end in events]
+
+
+def median_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median of `values`, and the median of their distances from it."""
+    middle = statistics.median(values)
+    return middle, statistics.median(abs(value - middle) for value in values)
+
+
+def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[Entry]:
+    """Measure copies of `size` bytes between all ordered pairs, from the host and to it; and how long the smallest takes."""
+    found: list[Entry] = []
+    torch.cuda.empty_cache()
+    size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
+    for subject, clock, ends, kind in _ways(devices):
+        source, target = (_memory(size, end) for end in ends)
+        for quantity, unit, count in ((f"{kind} bandwidth", "B/s", size), (f"{kind} latency", "s", _LATENCY_BYTES)):
+            into, out = target[:count], source[:count]
+            times = seconds_of(lambda into=into, out=out: into.copy_(out, non_blocking=True), clock, repeats)  # type: ignore[misc]
+            if min(times) <= 0:
+                continue  # below what the clock can tell
+            value, spread = median_of([count / time for time in times] if unit == "B/s" else times)
+            found.append(Measurement("links", subject, quantity, unit, value, repeats, count, spread))  # type: ignore[arg-type]
+    return found
+
+
+def _ways(
+    devices: Sequence[torch.device],
+) -> Iterator[tuple[Subject, torch.device, tuple[torch.device | None, torch.device | None], str]]:
+    """Yield subject, the device whose clock counts, both ends (None: pinned memory of the host), and what it is called."""
+    for index, device in enumerate(devices):
+        yield Subject("upload", (index,)), device, (None, device), "upload"
+        yield Subject("download", (index,)), device, (device, None), "download"
+    for one, other in itertools.permutations(range(len(devices)), 2):
+        # Between devices the queue of the source copies.
+        yield Subject("copy", (one, other)), devices[one], (devices[one], devices[other]), "copy"
+
+
+def _memory(size: int, device: torch.device | None) -> torch.Tensor:
+    if device is None:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
