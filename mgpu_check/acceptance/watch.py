@@ -63,6 +63,7 @@ class Watch:
         first = self._of.pop(0, [])
         self._sampler = Sampler.start(first, simulated, interval, epoch=epoch)
         self._visited: dict[int, float] = {}
+        self._answering: set[int] = set()
         self._samples: list[TelemetrySample] = []
         self._troubles: dict[tuple[object, ...], Trouble] = {}
 
@@ -76,6 +77,7 @@ class Watch:
         for host, gpus in self._of.items():
             if full or self.now() - self._visited[host] >= _EVERY:
                 taken = _joined(taken, self._looked(host, gpus, full))
+        self._answering = set(taken.facts)
         return taken
 
     def under_load(self, node: Node, check: str, seconds: float) -> list[TelemetrySample]:
@@ -87,7 +89,7 @@ class Watch:
         for _ in range(_TRIES):
             self._keep_busy(node, check, seconds)
             samples = [sample for sample in self.samples() if sample.at >= begun]
-            if set(node.numbers) <= {sample.gpu for sample in samples if is_under_load(sample)}:
+            if self._answering & set(node.numbers) <= {sample.gpu for sample in samples if is_under_load(sample)}:
                 break
         return samples
 
