@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mgpu_check.acceptance.node import Node
     from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["DETERMINISTIC", "sized", "train_alike"]
+__all__ = ["DETERMINISTIC", "largest", "sized", "train_alike"]
 
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """What cuBLAS needs for the same bits each time, before it is first called."""
@@ -38,6 +38,14 @@ def sized(node: Node, case: TransformerCase) -> TransformerCase:
     if node.level != "quick" and memory >= _LEAST_MEMORY[node.level]:
         size = _LARGE
     return replace(case, **size, steps=_STEPS[node.level])
+
+
+def largest(node: Node) -> tuple[bool, dict[str, Any]]:
+    """Return whether all GPUs of `node` have room for a large case, and the sizes of the largest one for them."""
+    memory = min(gpu.memory for gpu in node.gpus)
+    if memory >= _LEAST_MEMORY["long"]:
+        return True, _LARGE | {"length": 512}
+    return (True, _QUICK) if memory >= _LEAST_MEMORY["quick"] else (False, _SIMULATED)
 
 
 def train_alike(node: Node, case: TransformerCase) -> None:

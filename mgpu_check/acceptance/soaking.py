@@ -1,0 +1,251 @@
+"""Rounds of load until the time is over: what each has seen, and whether a GPU becomes slower."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from mgpu_check.acceptance.comparison import UNUSABLE, models
+from mgpu_check.acceptance.departures import departures
+from mgpu_check.acceptance.robust import DEVIATIONS, noise_of_median
+from mgpu_check.acceptance.training import DETERMINISTIC, largest
+from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
+from mgpu_check.specs.soak import Loaded, SoakCase
+from mgpu_check.specs.transformer import Trained, TransformerCase
+
+if TYPE_CHECKING:
+    from mgpu_check.acceptance.node import Node
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Rate", "Soak", "slower"]
+
+_ROUNDS = 40
+_SHORTEST, _LONGEST = 0.5, 30.0
+"""Seconds of a round: so many that there are `_ROUNDS`, within these limits."""
+_LEAST_STEPS, _MOST_STEPS = 4, 5000
+_PATIENCE = 1.3
+"""A soak ends after so many times the time that was asked for, whatever it has done."""
+_PARTS = 10
+"""Measurements of each GPU, one after the other."""
+_LEAST_ROUNDS = 6
+_LOSS, _LOSS_ALONE = 0.15, 0.25
+"""Share of its speed that a GPU may lose more than the others; and at all, for clocks fall as GPUs warm up."""
+
+_SMALL = {"memory_share": 0.1, "copied": 1 << 12, "collective": 1 << 10}
+_LARGE = {"memory_share": 0.5, "copied": 1 << 22, "collective": 1 << 22}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How fast a GPU was in a round.
+
+    Attributes:
+        value: median over its steps, in FLOP/s.
+        spread: median absolute deviation of the steps from it.
+        steps: how many they were.
+    """
+
+    value: float
+    spread: float
+    steps: int
+
+
+@dataclass
+class _Of:
+    """What a GPU has done so far."""
+
+    first: Trained | None = None
+    seconds: float = 0.0
+    rates: list[Rate] = field(default_factory=list)
+
+
+class Soak:
+    """See the module.
+
+    Args:
+        seconds: of load.
+        clock: seconds since any time.
+    """
+
+    def __init__(self, node: Node, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.node = node
+        self.seconds = seconds
+        self.done = {gpu: _Of() for gpu in node.numbers}
+        self._clock = clock
+        self._round = min(_LONGEST, max(_SHORTEST, seconds / _ROUNDS))
+
+    def run(self) -> None:
+        """Load all GPUs until the time is over, and note each round as it ends."""
+        began, number, steps = self._clock(), 1, _LEAST_STEPS
+        while self._goes_on(self._clock() - began):
+            loaded = self._one_round(number, steps)
+            if set(loaded) != set(self.done):
+                break  # what has happened to the others is noted; a node without one of its GPUs is rejected
+            longest = max(one.seconds for one in loaded.values())
+            steps = max(_LEAST_STEPS, min(_MOST_STEPS, 8 * steps, round(steps * self._round / max(longest, 1e-3))))
+            number += 1
+        rates = {gpu: of.rates for gpu, of in self.done.items()}
+        self.node.record(self._measurements(rates))
+        self.node.record(slower(rates, models(self.node.gpus)))
+
+    def _goes_on(self, passed: float) -> bool:
+        if passed >= _PATIENCE * self.seconds + self._round:
+            return False
+        return passed < self.seconds or min(of.seconds for of in self.done.values()) < 0.95 * self.seconds
+
+    def _one_round(self, number: int, steps: int) -> dict[int, Loaded]:
+        gpus = self.node.numbers
+        case = self._case(number, steps, len(gpus))
+        results = self.node.on_ranks(
+            "soak", _examine_load, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
+        )
+        loaded = {
+            gpu: one
+            for gpu, result in zip(gpus, results, strict=False)
+            for one in result or ()
+            if isinstance(one, Loaded)
+        }
+        self.node.record(_of_groups(loaded, case))
+        self.node.record(self._of_gpus(loaded, case))
+        return loaded
+
+    def _case(self, number: int, steps: int, gpus: int) -> SoakCase:
+        large, size = largest(self.node)
+        training = replace(TransformerCase("autocast"), **size, steps=steps)
+        other: dict[str, Any] = _LARGE if large else _SMALL
+        return SoakCase(training, other["memory_share"], other["collective"] // gpus * gpus, other["copied"], number)
+
+    def _of_gpus(self, loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
+        """Compare each with what it has done before, then with the others of its model."""
+        found, alike = [], {}
+        for gpu, one in loaded.items():
+            of = self.done[gpu]
+            of.seconds += one.seconds
+            of.rates += _rate(one)
+            apart = departures(_cut({0: of.first, 1: one.trained}))[1] if of.first else None
+            if of.first is None or len(one.trained.digests) > len(of.first.digests):
+                of.first = of.first if apart else one.trained
+            if apart:
+                seen = f"does not train as in earlier rounds: step {apart.step}, {apart.names[0]}"
+                found.append(_noted(gpu, one, case, seen, {"step": apart.step, "names": list(apart.names[:8])}))
+            else:
+                alike[gpu] = one
+        model = models(self.node.gpus)
+        for kind in dict.fromkeys(model[gpu] for gpu in alike):
+            found += _voted({gpu: one for gpu, one in alike.items() if model[gpu] == kind}, case)
+        return found
+
+    def _measurements(self, rates: Mapping[int, Sequence[Rate]]) -> list[Measurement]:
+        """Return the speed of each GPU in `_PARTS` parts of the soak, without the first round, in which it warms up."""
+        found = []
+        width = largest(self.node)[1]["width"]
+        for gpu, values in rates.items():
+            warm = values[1:]
+            size = max(1, -(-len(warm) // _PARTS))
+            for part in (warm[start : start + size] for start in range(0, len(warm), size)):
+                value, spread = median(one.value for one in part), median(one.spread for one in part)
+                repeats, subject = sum(one.steps for one in part), Subject("gpu", (gpu,))
+                found.append(
+                    Measurement("soak", subject, "training under load", "FLOP/s", value, repeats, width, spread)
+                )
+        return found
+
+
+def _rate(one: Loaded) -> list[Rate]:
+    """Return the speed in a round, but for its first step, which makes the state of the optimizer."""
+    laps = one.steps[1:]
+    if not laps or min(laps) <= 0:
+        return []
+    rates = [one.trained.case.flops / lap for lap in laps]
+    middle = median(rates)
+    return [Rate(middle, median(abs(rate - middle) for rate in rates), len(rates))]
+
+
+def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> list[Observation]:
+    """Say of each GPU whether it became slower: its last rounds beside its first ones, and that beside other GPUs.
+
+    Args:
+        rates: of each GPU its speed in each round, the first of which, in which it warms up, does not count.
+        model: number of GPU -> its model; those of one model are compared.
+    """
+    lost: dict[int, float] = {}
+    noise: dict[int, float] = {}
+    for gpu, values in rates.items():
+        if len(values) < _LEAST_ROUNDS:
+            continue
+        third = (len(values) - 1) // 3
+        first, last = values[1 : 1 + third], values[-third:]
+        before, after = (median(one.value for one in part) for part in (first, last))
+        lost[gpu] = 1 - after / before
+        noise[gpu] = min(UNUSABLE, DEVIATIONS * noise_of_median((one.spread, one.steps) for one in first) / before)
+    found = []
+    for gpu, share in lost.items():
+        others = [other for number, other in lost.items() if number != gpu and model[number] == model[gpu]]
+        usual = median(others) if others else 0.0
+        limit = max(_LOSS if len(others) > 1 else _LOSS_ALONE, noise[gpu])
+        subject, evidence = Subject("gpu", (gpu,)), {"lost": share, "others": usual, "limit": limit}
+        outcome, seen = "passed", ""
+        if share - max(0.0, usual) > limit:
+            outcome, seen = "failed", f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
+        elif share > max(_LOSS_ALONE, noise[gpu]):
+            outcome, seen = "failed", f"became slower by {share:.0%} under load, as the others did"
+        found.append(Observation("soak", subject, outcome, seen, "last rounds beside the first", evidence=evidence))  # type: ignore[arg-type]
+    return found
+
+
+def _cut(trained: Mapping[int, Trained | None]) -> dict[int, Trained]:
+    """Return them with as many steps as all of them have."""
+    several = {key: one for key, one in trained.items() if one is not None}
+    steps = min(len(one.digests) for one in several.values())
+    return {key: replace(one, digests=one.digests[:steps]) for key, one in several.items()}
+
+
+def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
+    gone, divided = departures({gpu: one.trained for gpu, one in alike.items()})
+    undecided = divided.gpus if divided else ()
+    found = []
+    for gpu, one in alike.items():
+        if gpu in gone:
+            names = gone[gpu].names
+            seen = f"departs from the other GPUs in step {gone[gpu].step}, in {names[0]}"
+            found.append(_noted(gpu, one, case, seen, {"step": gone[gpu].step, "names": list(names[:8])}))
+        elif gpu not in undecided:
+            found.append(_noted(gpu, one, case))
+    if divided is not None:
+        seen = f"do not train alike, and none has a majority: step {divided.step}, {divided.names[0]}"
+        found.append(Observation("soak", Subject("group", undecided), "failed", seen, str(case)))
+    return found
+
+
+def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any = None) -> Observation:
+    work = Work(one.bytes, len(one.trained.digests), one.seconds)
+    outcome = "failed" if seen else "passed"
+    return Observation("soak", Subject("gpu", (gpu,)), outcome, seen, str(case), work, evidence or {})  # type: ignore[arg-type]
+
+
+def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
+    """Return what was wrong in collectives: of the group of all, and of pairs."""
+    found, gpus = [], tuple(loaded)
+    wrong = tuple(gpu for gpu, one in loaded.items() if one.reduced)
+    if wrong:
+        counts = {str(gpu): loaded[gpu].reduced for gpu in wrong}
+        seen = f"sums under load have {max(counts.values())} wrong elements on GPU {', '.join(counts)}"
+        suspects = wrong if 2 * len(wrong) < len(gpus) else ()
+        found.append(
+            Observation("soak", Subject("group", gpus), "failed", seen, str(case), evidence=counts, suspects=suspects)
+        )
+    for gpu, one in loaded.items():
+        for rank, count in one.exchanged.items():
+            pair = Subject("group", (gpus[rank], gpu)) if gpus[rank] != gpu else Subject("gpu", (gpu,))
+            seen = f"{count} elements that GPU {gpus[rank]} gave GPU {gpu} in all_to_all are wrong under load"
+            found.append(Observation("soak", pair, "failed", seen, str(case)))
+    return found
+
+
+def _examine_load(rank: Rank, case: SoakCase) -> list[Any]:
+    from mgpu_check.checks.soak import examine_load
+
+    return examine_load(rank, case)
