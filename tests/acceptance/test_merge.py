@@ -34,10 +34,10 @@ def node(name: str, account: Account, factor: float = 1.0) -> Account:
 def files(tmp_path: Path) -> list[str]:
     """Reports of four nodes: good, bad, good but slow, inconclusive."""
     some = {
-        "a": node("n0", accounts.good(8, 20.0)),
+        "a": node("n0", accounts.good(4, 5.0)),
         "b": node("n1", accounts.bad()),
-        "c": node("n2", accounts.good(8, 20.0), factor=0.7),
-        "d": node("n3", accounts.good(8, 20.0)),
+        "c": node("n2", accounts.good(4, 5.0), factor=0.7),
+        "d": node("n3", accounts.good(4, 5.0)),
         "e": node("n4", accounts.inconclusive()),
     }
     for name, account in some.items():
@@ -48,15 +48,15 @@ def files(tmp_path: Path) -> list[str]:
 def test_the_worst_verdict_counts_and_outliers_are_named(files, tmp_path, capsys):
     assert main(["merge", *files, f"--report={tmp_path}/all.json", f"--report={tmp_path}/all.md"]) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == ("REJECTED: GPU 11 (cuda:3 of n1), link GPU 8 -> GPU 13; 1 failure that no part explains")
+    assert said[0] == ("REJECTED: GPU 7 (cuda:3 of n1), link GPU 4 -> GPU 9; 1 failure that no part explains")
     assert said[1:6] == ["  n0: ACCEPTED", "  n1: REJECTED", "  n2: ACCEPTED", "  n3: ACCEPTED", "  n4: INCONCLUSIVE"]
     slow = [line for line in said if re.match(r"  n\d: .* slower than", line)]
     assert slow and all(line.startswith("  n2: ") for line in slow)
     assert "  seen: by the numbers of n1: compute: GPU 3: 96 of 1048576 elements are wrong" in "\n".join(said)
     assert "  n4: compute: GPU 1: 3 operations of 40" in said and "  n4: only compute, memory ran" in said
     back = read(tmp_path / "all.json")
-    assert len(back.hosts) == 5 and [gpu.number for gpu in back.gpus] == list(range(34))
-    assert [gpu.host for gpu in back.gpus] == [host for host, count in enumerate((8, 8, 8, 8, 2)) for _ in range(count)]
+    assert len(back.hosts) == 5 and [gpu.number for gpu in back.gpus] == list(range(22))
+    assert [gpu.host for gpu in back.gpus] == [host for host, count in enumerate((4, 8, 4, 4, 2)) for _ in range(count)]
     assert "n2: copy bandwidth" in (tmp_path / "all.md").read_text()
 
 
@@ -92,7 +92,7 @@ def test_reports_that_do_not_fit_are_refused(files, tmp_path, capsys):
 
 def test_exit_codes_and_help(files, capsys):
     assert main(["merge", files[0], files[3]]) == 0
-    assert capsys.readouterr().out.startswith("ACCEPTED: 16 GPUs passed 8 checks\n")
+    assert capsys.readouterr().out.startswith("ACCEPTED: 8 GPUs passed 8 checks\n")
     assert main(["merge", files[0], files[4]]) == 2
     assert main(["merge", "--help"]) == 0
     assert "the worst verdict counts" in capsys.readouterr().out

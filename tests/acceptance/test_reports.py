@@ -459,6 +459,19 @@ def test_a_run_in_which_nothing_was_seen_is_reported(tmp_path):
     assert ET.parse(tmp_path / "a.xml").getroot().get("tests") == "0"
 
 
+def test_checks_that_have_not_begun_stand_last():
+    runs = (
+        CheckRun("health", 0.0, 0.0, "unknown"),
+        CheckRun("memory", 3.0, 2.0, "passed"),
+        CheckRun("inventory", 0.0, 3.0, "passed"),
+    )
+    stopped = replace(account("one GPU"), checks=runs)
+    table = [line.split()[0] for line in lines(stopped) if re.match(r"(health|memory|inventory) ", line)]
+    assert table == ["inventory", "memory", "health"]
+    (chart,) = [svg for svg in svgs(page.render(stopped)) if "over time" in svg[0].text]
+    assert "health" in texts(chart) and ET.tostring(chart, encoding="unicode").count('class="check"') == 2
+
+
 def test_health_counts_what_has_grown_in_this_run_only():
     values = [{"ecc_corrected": 5, "pcie_replays": n, "throttle": "power cap, idle", "power": None} for n in (7, 9, 12)]
     rows = health_of([Sample(float(at), 0, value) for at, value in enumerate(values)])

@@ -227,6 +227,8 @@ def _bars(axes: Any, checks: Sequence[CheckRun], end: float, scale: float) -> No
     colours = {"passed": "right", "failed": "wrong", "unknown": "unsure", "skipped": "weak"}
     least = end / 400  # a bar that is shorter is not seen
     for row, run in enumerate(checks):
+        if not run.seconds:
+            continue  # it has not begun
         start = min(run.started, end - least) / scale
         axes.barh(
             row,

@@ -96,8 +96,8 @@ def check_names(account: Account) -> list[str]:
 
 
 def in_order(checks: Iterable[CheckRun]) -> list[CheckRun]:
-    """Return checks in the order in which they began."""
-    return sorted(checks, key=lambda run: run.started)
+    """Return checks in the order in which they began; those that did not, last."""
+    return sorted(checks, key=lambda run: (not run.started and not run.seconds, run.started))
 
 
 def checks_by_name(account: Account) -> list[CheckRun]:
