@@ -223,9 +223,7 @@ def _states(
     found = []
 
     def wrong(field: str, text: str, advice: str, value: Any) -> None:
-        found.append(
-            _of(gpu, "failed", text, field_of(field).text, 1, {"field": field, "seen": value, "advice": advice})
-        )
+        found.append(_of(gpu, "failed", text, "", 1, {"field": field, "seen": value, "advice": advice}))
 
     for name, advice in _STATES.items():
         if facts.get(name) is True:

@@ -270,12 +270,12 @@ def _shown(name: str, value: Value | None) -> str:
 
 def _differs(subject: Subject, text: str, name: str, value: Any, usual: Any) -> Observation:
     evidence = {"field": name, "seen": value, "expected": usual, "advice": _ADVICE.get(name, _OTHERWISE)}
-    return Observation(_CHECK, subject, "failed", text, field_of(name).text, Work(operations=1), evidence)
+    return Observation(_CHECK, subject, "failed", text, "", Work(operations=1), evidence)
 
 
 def _of_host(host: int, text: str, name: str, value: Any, usual: Any) -> Observation:
     evidence = {"field": name, "seen": value, "expected": usual, "advice": _ADVICE.get(name, _OTHERWISE)}
-    return Observation(_CHECK, Subject("host", (host,)), "failed", text, name, Work(operations=1), evidence)
+    return Observation(_CHECK, Subject("host", (host,)), "failed", text, "", Work(operations=1), evidence)
 
 
 def _unknown(gpu: int, why: str) -> Observation:

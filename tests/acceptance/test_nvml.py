@@ -209,6 +209,15 @@ def test_xids_are_events_of_their_gpu(machine: Machine) -> None:
         machine({"nvmlDeviceGetSupportedEventTypes": 0}).events(0.01)
 
 
+def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": [{"nvmlDeviceGetSupportedEventTypes": 0}]}))
+    monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
+    with Sampler.start([(0, UUIDS[0])], None, 1.0) as sampler:
+        while "xid" not in (taken := sampler.snapshot()).unknown[0]:
+            pass
+    assert taken.unknown[0]["xid"] == "no GPU tells of Xids"
+
+
 def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs, of which one has a query that hangs."""
     gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]

@@ -39,7 +39,6 @@ class Sampler:
     Attributes:
         gpus: their numbers in the run.
         interval: seconds between two samples of a GPU.
-        no_events: why the driver tells of no Xids; empty where it does.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Sampler:
         self._closed = False
         self._absent = ""
         self._asked = 0
-        self.no_events = ""
+        self._no_events = ""
         # The child may run from any directory, and finds this package where this process found it.
         root = str(Path(__file__).parents[3])
         code = (
@@ -217,6 +216,7 @@ class Sampler:
         if not absent and not self._ready:
             absent = f"the driver's library has not answered within {min(timeout, self._deadline):g} s"
         taken: dict[int, dict[Kind, dict[str, Any]]] = {}
+        no_events = {"xid": self._no_events} if self._no_events else {}
         missing: dict[int, str] = {}
         for gpu in self.gpus:
             answer = answers.get(gpu)
@@ -234,7 +234,7 @@ class Sampler:
             },
             counters={gpu: of["counter"] for gpu, of in taken.items()},
             gauges={gpu: of["gauge"] for gpu, of in taken.items()},
-            unknown={gpu: answers[gpu]["unknown"] for gpu in taken},
+            unknown={gpu: {**answers[gpu]["unknown"], **no_events} for gpu in taken},
             missing=missing,
             absent=absent,
         )
@@ -269,7 +269,7 @@ class Sampler:
         elif "absent" in message:
             self._absent = message["absent"]
         elif "no_events" in message:
-            self.no_events = message["no_events"]
+            self._no_events = message["no_events"]
 
     def _death(self, code: int) -> Trouble:
         """Tell of the end of the process: with the GPU and the field that it had asked for, if there is only one."""

@@ -29,7 +29,7 @@ class Snapshot:
         facts: identities, facts, facts of pairs, and states; none of a GPU in a snapshot that is not full.
         counters: counters.
         gauges: gauges.
-        unknown: why a field is None, by name: "not supported", "not permitted", an error.
+        unknown: why a field is None, by name: "not supported", "not permitted", an error; of "xid", why none is told.
         missing: GPUs that have not answered, and why.
         absent: why there is no telemetry at all; empty where there is.
     """
