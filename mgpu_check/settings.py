@@ -242,7 +242,10 @@ class Settings:
 
 
 def resolve(
-    command_line: Mapping[str, str | Sequence[str] | None], environment: Mapping[str, str], ini: Mapping[str, str]
+    command_line: Mapping[str, str | Sequence[str] | None],
+    environment: Mapping[str, str],
+    ini: Mapping[str, str],
+    as_typed: Callable[[str], str] = str,
 ) -> Settings:
     """Resolve settings from the three places that can hold them, the first of them first.
 
@@ -251,6 +254,7 @@ def resolve(
             elsewhere; None or absent where not given.
         environment: usually `os.environ`.
         ini: option name -> text, absent where the ini file does not say.
+        as_typed: how the command line has an option, by its flag: some commands have shorter ones.
 
     Raises:
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
@@ -262,7 +266,7 @@ def resolve(
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():
         for origin, text in (
-            (option.flag, command_line.get(name)),
+            (as_typed(option.flag), command_line.get(name)),
             (f"environment variable {option.variable}", environment.get(option.variable)),
             (f"{name} in the ini file", ini.get(name)),
         ):

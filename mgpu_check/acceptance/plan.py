@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mgpu_check.acceptance.baseline import Baseline, read_baseline
-from mgpu_check.acceptance.report.files import check_paths
+from mgpu_check.acceptance.report.files import check_paths, check_place
 from mgpu_check.faults.hardware.registry import Planted, planted_from
 from mgpu_check.settings import OPTIONS, Settings
 
@@ -51,6 +51,8 @@ class Plan:
         option = "accept_plant"
         try:
             planted = tuple(planted_from(text) for text in settings.accept_plant)
+            for one in planted:
+                _check_places(one, settings.gpus or 0)
             option = "accept_baseline"
             baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None
             option = "accept_report"
@@ -75,10 +77,19 @@ def _new_baseline(name: str | None) -> Path | None:
     if name is None:
         return None
     path = Path(name)
-    if not path.absolute().parent.is_dir():
-        raise ValueError(
-            f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
-        )
+    check_place(path)
     if path.exists():
         read_baseline(path)  # refuses to add to what is none
     return path
+
+
+def _check_places(planted: Planted, gpus: int) -> None:
+    """Refuse a defect on GPUs that the run does not have: nothing would be wrong, and nobody would know."""
+    device, peer = (planted.parameters.get(name) for name in ("device", "peer"))
+    for name, value in (("device", device), ("peer", peer)):
+        if value is not None and not 0 <= int(value) < gpus:
+            raise ValueError(
+                f"{planted.text}: {name}={value} is none of the GPUs of this run, 0 to {gpus - 1}; choose one of them"
+            )
+    if device is not None and device == peer:
+        raise ValueError(f"{planted.text}: device and peer are one GPU; choose two")

@@ -131,7 +131,9 @@ class Run:
         return said + ([self._recorded(account, self.plan.record)] if self.plan.record else [])
 
     def _recorded(self, account: Account, path: Path) -> str:
-        if account.verdict.accusations or account.verdict.unexplained or self.interrupted:
+        if self.interrupted:
+            return f"NOT recorded: {path}: the run was interrupted"
+        if account.verdict.accusations or account.verdict.unexplained:
             return f"NOT recorded: {path}: a baseline is recorded on GPUs that are right"
         try:
             entries = entries_of(account.measurements, account.gpus, self._software(), account.started, self._visible)
@@ -192,7 +194,7 @@ class Run:
             verdicts={host.number: self._of_host(verdict, host, gpus) for host in self.hosts},
             hosts=self.hosts,
             gpus=gpus,
-            checks=tuple(self._check_run(check, work) for check, work in done.items()),
+            checks=tuple(self._check_run(check, done[check]) for check in floors.CHECKS if check in done),
             observations=observations,
             measurements=tuple(self.ledger.measurements()),
             samples=self._samples(),
@@ -207,7 +209,7 @@ class Run:
 
     def _check_run(self, check: str, done: floors.Done) -> CheckRun:
         pages = [page for page in self.ledger.pages if page.check == check]
-        started = min((page.started for page in pages), default=0.0)
+        started = min((page.started for page in pages), default=self.ledger.now())
         return CheckRun(
             check,
             started,

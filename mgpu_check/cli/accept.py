@@ -12,14 +12,21 @@ import mgpu_check.acceptance
 from mgpu_check.acceptance.floors import CHECKS
 from mgpu_check.cli import accept_merge, lint
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
-from mgpu_check.cli.suite import asks_for_gpus, run
+from mgpu_check.cli.suite import asks_for_gpus, run, without_number
 from mgpu_check.engine.remote import current
 from mgpu_check.pytest_plugin.report.replay import CommandLine
 
 __all__ = ["in_pytests_words", "main"]
 
-_OWN = ("--for", "--memory", "--baseline", "--record-baseline", "--report", "--plant")
-"""Options of this command that the plugin has as ``--accept-...``."""
+_OWN = {
+    "--for": "2h",
+    "--memory": "0.9",
+    "--baseline": "h100.json",
+    "--record-baseline": "h100.json",
+    "--report": "node.html",
+    "--plant": "copy-zeros",
+}
+"""Options of this command that the plugin has as ``--accept-...``, with a value that one may have."""
 
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
@@ -35,6 +42,7 @@ Without --gpus it takes all visible GPUs. Under torchrun or srun it takes those 
   --for             keep the GPUs under load for so long after the checks: 90s, 30m, 2h
   --memory          share of the free memory that is written and read back (default: 0.9)
   --baseline        hold facts and speed against a file that --record-baseline has written on a node that is right
+  --record-baseline write facts and speed of these GPUs to a file, if they are accepted: on a node that you trust
   --report          write a report; can be given several times
   --simulate        make the GPUs in software: shows what the checks do, and says nothing of hardware
   --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists them
@@ -56,6 +64,9 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0
+    if refused := without_number(arguments) or _without_value(arguments):
+        print(f"mgpu-check accept: {refused}", file=sys.stderr)
+        return WRONG_USAGE
     arguments = in_pytests_words(arguments)
     if "--accept-plant=list" in arguments:
         return _list_faults()
@@ -106,6 +117,14 @@ def _list_faults() -> int:
         parameters = ",".join(f"{key}={value}" for key, value in fault.defaults.items())
         print(f"{name}{':' if parameters else ''}{parameters}\n    {fault.summary}")
     return RIGHT
+
+
+def _without_value(arguments: Sequence[str]) -> str:
+    """Return what is wrong where an option of this command has no value; empty where all is right."""
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if argument in _OWN and following.startswith("-"):
+            return f"{argument}: it needs a value, such as {argument}={_OWN[argument]}"
+    return ""
 
 
 def in_pytests_words(arguments: Sequence[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 import mgpu_check.suite
+from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote import current
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.pytest_plugin.report.progress import Progress
@@ -20,12 +22,15 @@ from mgpu_check.settings import OPTIONS
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
-__all__ = ["asks_for_gpus", "files", "main", "names_a_check", "run"]
+__all__ = ["asks_for_gpus", "files", "main", "names_a_check", "run", "without_number"]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run every check of the suite; pytest's exit code."""
     arguments = list(argv)
+    if refused := without_number(arguments):
+        print(f"mgpu-check: {refused}", file=sys.stderr)
+        return WRONG_USAGE
     if not asks_for_gpus(arguments):
         driver = current.driver()  # it knows the number without looking, so it may be one of simulated devices
         arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
@@ -37,6 +42,14 @@ def asks_for_gpus(arguments: Sequence[str]) -> bool:
     also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
     given = any(argument.partition("=")[0] == "--gpus" for argument in [*arguments, *also])
     return given or OPTIONS["gpus"].variable in os.environ
+
+
+def without_number(arguments: Sequence[str]) -> str:
+    """Return what is wrong where GPUs are to be simulated, and nobody says how many; empty where all is right."""
+    simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
+    if simulated and not asks_for_gpus(arguments) and current.driver() is None:
+        return "--simulate: say how many GPUs to simulate, such as --gpus=4 --simulate"
+    return ""
 
 
 def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool:

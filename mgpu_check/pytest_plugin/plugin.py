@@ -85,6 +85,8 @@ def pytest_configure(config: pytest.Config) -> None:
             {name: config.getoption(name, None) for name in OPTIONS},
             os.environ,
             {name: value for name in OPTIONS if (value := config.getini(name)) is not None},
+            # Of the command that has called pytest, if there is one.
+            next((p.as_typed for p in config.pluginmanager.get_plugins() if hasattr(p, "as_typed")), str),
         )
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None

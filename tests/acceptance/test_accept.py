@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from mgpu_check.acceptance.plan import Plan
+from mgpu_check.pytest_plugin.report.replay import CommandLine
+from mgpu_check.settings import resolve
 
 Command = Callable[..., str]
 
@@ -14,17 +20,43 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
 
 
 @pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"accept_for": "2x"}, "--for: '2x' is not valid; choose a time above 0 with its unit"),
+        ({"gpu_level": "fast"}, "choose one of quick, standard, long"),
+        ({"accept_memory": "2"}, "choose a share of the free memory, above 0 and at most 1"),
+        ({"accept_report": ["a.pdf"]}, "choose a file whose name ends in .html, .json, .md or .xml"),
+        ({"accept_report": ["/no/such/a.md"]}, "--report: there is no directory /no/such"),
+        ({"accept_plant": ["x"], "simulate": None}, "a defect is planted in a simulated node only; add --simulate"),
+        (
+            {"accept_plant": ["memory-stuck"]},
+            "--plant: 'memory-stuck' is no fault of hardware; did you mean memory-stuck",
+        ),
+        (
+            {"accept_plant": ["slow-gpu:device=2"]},
+            "device=2 is none of the GPUs of this run, 0 to 1; choose one of them",
+        ),
+        ({"accept_plant": ["copy-zeros:device=1,peer=1"]}, "device and peer are one GPU; choose two"),
+        ({"accept_baseline": "/none.json"}, "--baseline: /none.json cannot be read"),
+        ({"accept_record_baseline": "/no/such/b.json"}, "--record-baseline: there is no directory /no/such"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused_by_the_name_that_was_typed(given: dict[str, Any], told: str) -> None:
+    typed = CommandLine(("accept",), (), "--accept-").as_typed
+    with pytest.raises(ValueError, match=re.escape(told)):
+        Plan.of(resolve({"gpus": "2", "simulate": "cpu", **given}, {}, {}, typed))
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("accept", "--gpus=4", "--for=2x"), "--accept-for: '2x' is not valid; choose a time above 0 with its unit"),
-        (("accept", "--gpus=4", "--gpu-level=fast"), "choose one of quick, standard, long"),
-        (("accept", "--gpus=4", "--memory=2"), "choose a share of the free memory, above 0 and at most 1"),
-        (("accept", "--gpus=4", "--report=a.pdf"), "choose a file whose name ends in .html, .json, .md or .xml"),
-        (("accept", "--gpus=4", "--plant=x"), "a defect is planted in a simulated node only; add --simulate"),
-        ((*NODE, "--plant=no-such-fault"), "'no-such-fault' is no fault of hardware; choose one of"),
+        ((*NODE, "--plant=slow"), "ERROR: mgpu-check: --plant: 'slow' is no fault of hardware"),
         ((*NODE, "-k", "nosuchcheck"), "no check was selected; checks are inventory, memory,"),
         ((*NODE, "-n", "2"), "it uses all GPUs at once, and runs in one process: leave out -n 2"),
         (("accept", "--gpus=9999"), "or simulate them: --gpus=9999 --simulate"),
+        (("accept", "--simulate"), "--simulate: say how many GPUs to simulate, such as --gpus=4 --simulate"),
+        ((*NODE, "--baseline", "-x"), "--baseline: it needs a value, such as --baseline=h100.json"),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from mgpu_check import pages
 from mgpu_check.acceptance.account import Account
 
-__all__ = ["SUFFIXES", "check_paths", "clear", "write"]
+__all__ = ["SUFFIXES", "check_paths", "check_place", "clear", "write"]
 
 
 def _html(account: Account) -> str:
@@ -55,21 +55,30 @@ def check_paths(paths: Iterable[Path | str]) -> None:
     """
     for path in map(Path, paths):
         _writer(path)
-        if not path.absolute().parent.is_dir():
-            raise ValueError(
-                f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
-            )
-        if path.is_dir():
-            raise ValueError(f"{path} is a directory; give the name of a file in it, such as {path / 'report.html'}")
+        check_place(path)
         if path.suffix == ".html":
             pages.require(f"the report {path.name}")
-        try:
-            _begun(path).touch()
-            _begun(path).unlink()
-        except OSError as error:
-            raise ValueError(
-                f"{path} cannot be written: {error.strerror}; choose a directory that you may write to"
-            ) from None
+
+
+def check_place(path: Path) -> None:
+    """Check that a file can be written.
+
+    Raises:
+        ValueError: there is no such directory, nothing can be written there, or the name is that of a directory.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"there is no directory {path.absolute().parent} for {path.name}; make it, or choose another one"
+        )
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; give the name of a file in it, such as {path / 'report.html'}")
+    try:
+        _begun(path).touch()
+        _begun(path).unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written: {error.strerror}; choose a directory that you may write to"
+        ) from None
 
 
 def clear(paths: Iterable[Path | str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
 import time
@@ -147,7 +148,11 @@ def planted_from(text: str) -> Planted:
     faults = all_hardware_faults()
     name, _, given = text.partition(":")
     if name not in faults:
-        raise ValueError(f"{name!r} is no fault of hardware; choose one of {', '.join(sorted(faults))}")
+        close = difflib.get_close_matches(name, faults, n=3, cutoff=0.4)
+        nearest = f"did you mean {' or '.join(close)}? " if close else ""
+        raise ValueError(
+            f"{name!r} is no fault of hardware; {nearest}mgpu-check accept --plant=list lists all {len(faults)}"
+        )
     fault = faults[name]
     parameters = dict(fault.defaults)
     for pair in filter(None, given.split(",")):
