@@ -33,7 +33,7 @@ def _pieces(rank: Rank, case: ComputeCase, usual: int) -> tuple[bool, list[int]]
 def _elements(rank: Rank, piece: int) -> tuple[int, list[int]]:
     from mgpu_check.checks.computing.examine import elements_of_piece
 
-    return elements_of_piece(piece)
+    return elements_of_piece(rank, piece)
 
 
 def compute(node: Node, cases: Sequence[ComputeCase]) -> None:

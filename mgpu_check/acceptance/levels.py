@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 from mgpu_check.settings import active
 
-__all__ = ["drawn", "seconds_for_a_call"]
+__all__ = ["SEEDS", "drawn", "seconds_for_a_call"]
+
+SEEDS = st.integers(0, 2**16).filter(bool)
+"""Seeds of data. Hypothesis begins with the simplest value, 0, which would be the only one of a single example: it is refused."""
 
 _SECONDS = {"quick": 20.0, "standard": 120.0, "long": 600.0}
 

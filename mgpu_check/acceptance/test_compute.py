@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from mgpu_check.acceptance.arithmetic import compute
-from mgpu_check.acceptance.levels import drawn
+from mgpu_check.acceptance.levels import SEEDS, drawn
 from mgpu_check.settings import active
 from mgpu_check.specs.compute import FAMILIES, OPERATIONS, TIMED, ComputeCase
 
@@ -48,7 +47,7 @@ def _side(node: Node) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @drawn(quick=1, standard=2, long=10)
-@given(seed=st.integers(0, 2**16))
+@given(seed=SEEDS)
 def test_results_are_right(node: Node, family: str, seed: int) -> None:
     """Each operation, in each dtype, gives what its oracle says, the same bits each time, and on all GPUs."""
     dense, quick = family in _DENSE, node.level == "quick"
@@ -73,7 +72,7 @@ def _repeated() -> list[str]:
 
 @pytest.mark.parametrize("operation", _repeated())
 @drawn(quick=1, standard=1, long=3)
-@given(seed=st.integers(0, 2**16))
+@given(seed=SEEDS)
 def test_results_stay_right(node: Node, operation: str, seed: int) -> None:
     """An operation that is repeated many times gives the same bits each time: small ones, to have many."""
     repeats, seconds = _MANY[node.level]

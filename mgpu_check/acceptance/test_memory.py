@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
-from mgpu_check.acceptance.levels import drawn
+from mgpu_check.acceptance.levels import SEEDS, drawn
 from mgpu_check.specs.memory import PATTERNS, MemoryCase
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def _memory(rank: Rank, case: MemoryCase) -> list[Any]:
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @drawn(quick=1, standard=2, long=8)
-@given(seed=st.integers(0, 2**16))
+@given(seed=SEEDS)
 def test_memory_holds_what_is_written(node: Node, pattern: str, seed: int) -> None:
     """Each bit of most of the free memory holds 0 and 1, at its own address."""
     node.on_ranks("memory", _memory, MemoryCase(pattern, node.memory_share, seed, _PASSES[node.level]))

@@ -54,8 +54,8 @@ def examine_arithmetic(rank: Rank, cases: Sequence[ComputeCase]) -> list[Entry |
     return found
 
 
-_last: list[torch.Tensor] = []
-"""The last result of `pieces_of_result`, for `elements_of_piece`."""
+_last: dict[torch.device, torch.Tensor] = {}
+"""By device, the last result of `pieces_of_result`, for `elements_of_piece`."""
 
 
 def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) -> tuple[bool, list[int]]:
@@ -67,15 +67,15 @@ def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) ->
     with torch.cuda.device(rank.device), torch.no_grad(), _arithmetic(case.dtype):
         prepared = OPERATIONS[case.operation](case, rank.device)
         for _ in range(case.repeats):
-            _last[:] = [prepared.call()]
-            if (digest(_last[0]) == wanted) == equal:
-                return True, digests_of_pieces(_last[0])
-        return False, digests_of_pieces(_last[0])
+            result = _last[rank.device] = prepared.call()
+            if (digest(result) == wanted) == equal:
+                return True, digests_of_pieces(result)
+        return False, digests_of_pieces(result)
 
 
-def elements_of_piece(number: int) -> tuple[int, list[int]]:
+def elements_of_piece(rank: Rank, number: int) -> tuple[int, list[int]]:
     """Return from where on a piece of the last result of `pieces_of_result` is, and its first elements, as bits."""
-    flat = bits(_last[0])
+    flat = bits(_last.pop(rank.device))
     start = number * length_of_piece(flat)
     mask = (1 << 8 * flat.element_size()) - 1
     return start, [word & mask for word in flat[start : start + min(_ELEMENTS, length_of_piece(flat))].tolist()]
