@@ -188,7 +188,7 @@ def test_a_gpu_that_does_not_answer_at_the_start_is_said(machine: Machine) -> No
 @pytest.mark.parametrize("code", [9, 12, 18])
 def test_without_a_driver_there_is_no_telemetry(machine: Machine, code: int) -> None:
     with pytest.raises(Absent, match="nvidia-smi"):
-        machine(init=code)
+        machine(init={"error": code})
 
 
 def test_without_the_binding_there_is_no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +209,16 @@ def test_xids_are_events_of_their_gpu(machine: Machine) -> None:
         machine({"nvmlDeviceGetSupportedEventTypes": 0}).events(0.01)
 
 
+def test_an_initialization_that_hangs_is_a_trouble_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"init": {"hang": True}}))
+    monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
+    with Sampler.start(list(UUIDS.items()), None, 1.0, deadline=0.1) as sampler:
+        taken = sampler.snapshot()
+        (trouble,) = sampler.troubles()
+    assert (trouble.kind, trouble.gpu, trouble.field) == ("hang", None, "initialization")
+    assert taken.absent == "the driver's library has not answered within 0.3 s" and set(taken.missing) == {0, 1}
+
+
 def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": [{"nvmlDeviceGetSupportedEventTypes": 0}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
@@ -223,10 +233,10 @@ def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPat
     gpus = [{}, {"nvmlDeviceGetPowerUsage": {"hang": True}}]
     monkeypatch.setenv("MGPU_TEST_NVML", json.dumps({"gpus": gpus, "events": [{"gpu": 0, "xid": 63}]}))
     monkeypatch.setenv("PYTHONPATH", str(STANDIN), prepend=os.pathsep)
-    with Sampler.start(list(UUIDS.items()), None, 0.05, deadline=0.5) as sampler:
+    with Sampler.start(list(UUIDS.items()), None, 0.05, deadline=1.0) as sampler:
         taken = sampler.snapshot()
         troubles = {(t.kind, t.gpu, t.field, t.code) for t in sampler.troubles()}
     assert taken.facts[0]["name"] == "NVIDIA H100 80GB HBM3"
     assert taken.unknown[0]["retired_pages"] == "not supported"
-    assert taken.missing == {1: "power: the driver has not answered within 0.5 s"}
+    assert taken.missing == {1: "power: the driver has not answered within 1 s"}
     assert troubles == {("hang", 1, "power", None), ("xid", 0, "", 63)}

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 from mgpu_check.devices.telemetry.fields import Kind, asked
 from mgpu_check.devices.telemetry.simulated import Override, SimulatedSource, SimulatedTelemetry
 from mgpu_check.devices.telemetry.source import Absent, GpuLost, QueryError, Source, Unsupported
-from mgpu_check.devices.telemetry.turnstile import Query, Turnstile, watch
+from mgpu_check.devices.telemetry.turnstile import PATIENCE, Query, Turnstile, watch
 
 __all__ = ["NOTE", "main", "open_source"]
 
@@ -204,7 +204,8 @@ def main() -> None:
     deadline = float(wanted["deadline"])
 
     def hangs(query: Query, kind: Literal["hang", "blocked"]) -> None:
-        output.trouble(kind, query.gpu, query.field, f"the driver has not answered within {deadline:g} s")
+        limit = deadline if query.gpu is not None else PATIENCE * deadline
+        output.trouble(kind, query.gpu, query.field, f"the driver has not answered within {limit:g} s")
 
     watch(asking.turnstile, deadline, hangs)
     threads: dict[int, _GpuThread] = {}

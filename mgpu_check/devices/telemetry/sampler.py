@@ -24,6 +24,7 @@ from mgpu_check.devices.telemetry.fields import Kind, field_of
 from mgpu_check.devices.telemetry.history import History
 from mgpu_check.devices.telemetry.process import NOTE
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
+from mgpu_check.devices.telemetry.turnstile import PATIENCE
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
 __all__ = ["Sampler"]
@@ -214,7 +215,7 @@ class Sampler:
     def _snapshot(self, answers: Mapping[int, Mapping[str, Any]], timeout: float) -> Snapshot:
         absent = self._absent or ("the process that asks the driver has ended" if self._ended and not answers else "")
         if not absent and not self._ready:
-            absent = f"the driver's library has not answered within {min(timeout, self._deadline):g} s"
+            absent = f"the driver's library has not answered within {min(timeout, PATIENCE * self._deadline):g} s"
         taken: dict[int, dict[Kind, dict[str, Any]]] = {}
         no_events = {"xid": self._no_events} if self._no_events else {}
         missing: dict[int, str] = {}

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Query", "Turnstile", "watch"]
+__all__ = ["PATIENCE", "Query", "Turnstile", "watch"]
+
+PATIENCE = 3
+"""Deadlines that a call has which is about no GPU: to initialize the driver's library may wake all of them."""
 
 _TICKS = 20
 
@@ -58,7 +61,7 @@ class Turnstile:
             if query is None or query.hung:
                 return None
             query.ticks += 1
-            if query.ticks < _TICKS:
+            if query.ticks < (_TICKS if query.gpu is not None else PATIENCE * _TICKS):
                 return None
             query.hung = True
             kind: Literal["hang", "blocked"] = "blocked" if self._hanging else "hang"

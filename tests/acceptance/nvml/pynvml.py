@@ -201,7 +201,7 @@ def _wait(library: _Library, events: Any, place: Any, milliseconds: Any) -> int:
 
 
 _special: dict[str, Any] = {
-    "nvmlInitWithFlags": lambda library, flags: library._init,
+    "nvmlInitWithFlags": lambda library, flags: _fill(library._init or [], []),
     "nvmlShutdown": lambda library: 0,
     "nvmlErrorString": lambda library, code: f"error {code}".encode(),
     "nvmlDeviceGetCount_v2": _count,
