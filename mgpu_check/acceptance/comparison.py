@@ -108,8 +108,12 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
         noise: the standard deviation of `value` by its own repeats.
     """
     if len(others) < LEAST_PEERS:
-        why = f"{len(others)} others of the same kind, at least {LEAST_PEERS} are needed: of two, nobody knows which is right"
-        return Comparison("peers", "unknown", why=why)
+        alone = (
+            "there is no other of its kind"
+            if not others
+            else "there is one other, and of two nobody knows which is right"
+        )
+        return Comparison("peers", "unknown", why=alone)
     middle = median(others)
     scatter = max(deviation(others), noise)
     limit = max(least, DEVIATIONS * scatter / middle)

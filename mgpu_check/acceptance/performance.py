@@ -99,12 +99,18 @@ def judge(
 
 
 def unmeasured(measurements: Sequence[Measurement], gpus: Sequence[Gpu]) -> list[Observation]:
-    """Return that nothing is known of the speed of each GPU that was not measured by itself."""
+    """Return that nothing is known of the speed of each GPU that was not measured, or is not asked where its links were."""
     measured = {m.subject.members[0] for m in measurements if m.subject.kind == "gpu"}
-    why = "no check has measured how fast it is; memory and compute do"
-    return [
-        Observation(CHECK, Subject("gpu", (gpu.number,)), "unknown", why) for gpu in gpus if gpu.number not in measured
-    ]
+    linked = {member for m in measurements for member in _gpus_of(m.subject)}
+    found = []
+    for gpu in gpus:
+        subject = Subject("gpu", (gpu.number,))
+        if gpu.number in linked - measured:
+            found.append(Observation(CHECK, subject, "skipped", "only its links were measured"))
+        elif gpu.number not in measured:
+            why = "no check has measured how fast it is; memory, compute and links do"
+            found.append(Observation(CHECK, subject, "unknown", why))
+    return found
 
 
 def link_classes(gpus: Sequence[Gpu]) -> dict[tuple[int, int], str]:

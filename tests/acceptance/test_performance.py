@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mgpu_check.acceptance.account import Account, Gpu, Host, Verdict
 from mgpu_check.acceptance.among_nodes import among_nodes
 from mgpu_check.acceptance.comparison import LEAST_REPEATS, LEAST_SHORTFALL, amount, beside_peers
-from mgpu_check.acceptance.performance import judge, link_classes
+from mgpu_check.acceptance.performance import judge, link_classes, unmeasured
 from mgpu_check.acceptance.robust import DEVIATIONS, deviation, modes, noise_of_median, shortfall
 from mgpu_check.acceptance.run import Run
 from mgpu_check.acceptance.skus import Floors, packaged_floors
@@ -170,7 +170,9 @@ def test_of_three_gpus_a_slow_one_is_told_from_a_bridge_by_topology_only(known, 
 def test_of_two_gpus_nobody_knows_which_is_right():
     for kind in KINDS:
         found = of_measurements(judge(node(kind, 2, lambda m: 0.5 if m[0] else 1.0), gpus(2), floors=NONE))
-        assert {o.outcome for o in found} == {"unknown"} and "of two, nobody knows" in found[0].seen
+        assert {o.outcome for o in found} == {"unknown"} and (
+            "of two nobody knows" in found[0].seen or "no other of its kind" in found[0].seen
+        )
 
 
 def test_half_of_all_is_no_minority():
@@ -219,7 +221,7 @@ def test_noise_of_the_repeats_widens_the_limit():
 def test_a_group_that_is_alone_is_skipped_and_a_part_is_not():
     ring = Measurement("x", Subject("group", (0, 1, 2, 3)), "bus bandwidth", "B/s", 1e11, 5, SIZE)
     (found,) = of_measurements(judge([ring], gpus(4), floors=NONE))
-    assert found.outcome == "skipped" and "0 others" in found.seen
+    assert found.outcome == "skipped" and "there is no other of its kind" in found.seen
     latency = measurement("latency", (0, 1), 1e-5)
     copies = node("copy", 4, lambda m: 1.0)
     found_both = of_measurements(judge([latency, *copies], gpus(4), floors=NONE))
@@ -394,3 +396,12 @@ def test_what_is_too_slow_is_looked_at_again_with_the_check_that_measures_it():
         run._repeat([o for o in found if o.outcome == "failed"])
         == "mgpu-check accept --gpus=4 -k 'x or performance' --hypothesis-seed=7"
     )
+
+
+def test_what_was_not_measured_is_not_known_and_of_links_only_not_asked():
+    made = [*node("copy", 2, lambda m: 1.0), measurement("gpu", (0,), 1e14)]
+    found = {o.subject.members: (o.outcome, o.seen) for o in unmeasured(made, gpus(3))}
+    assert found == {
+        (1,): ("skipped", "only its links were measured"),
+        (2,): ("unknown", "no check has measured how fast it is; memory, compute and links do"),
+    }
