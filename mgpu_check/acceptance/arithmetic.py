@@ -87,7 +87,10 @@ def _located(node: Node, case: ComputeCase, odd: int, other: int, usual: int) ->
     pieces = [number for number, pair in enumerate(zip(again[0][1], again[1][1], strict=False)) if pair[0] != pair[1]]
     if not pieces:
         return {"again": "the results agree"}
-    (start, got), (_, right) = node.on_ranks("compute", _elements, pieces[0], gpus=[odd, other])
+    contents = node.on_ranks("compute", _elements, pieces[0], gpus=[odd, other])
+    if len(contents) < 2:
+        return {"pieces": pieces}
+    (start, got), (_, right) = contents
     differing = [(start + i, one, two) for i, (two, one) in enumerate(zip(got, right, strict=True)) if one != two]
     return {
         "pieces": pieces,
