@@ -4,9 +4,8 @@
     python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--seed=0] [--json=FILE]
 
 ``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused, and
-after how long; ``--own`` runs only the
-checks that must see it, and no healthy node. ``draws`` draws faults, their devices, sizes and dtypes, and plants none
-as often as is asked for. All runs are in one process, on 4 GPUs, one after the other. The exit code is 0 if each planted
+after how long; ``--own`` runs only the checks that must see it, and no healthy node. ``draws`` draws faults, their devices,
+sizes, dtypes and seeds, and plants none as often as is asked for. All runs are in one process, on 4 GPUs, one after the other. The exit code is 0 if each planted
 fault was REJECTED, its part and no other accused, and each healthy node ACCEPTED.
 """
 
@@ -126,26 +125,33 @@ class Repeated:
         )
 
 
+_SIZES: dict[tuple[str, Any], tuple[int, ...]] = {
+    ("above", 0): (0, 1000, 65536),
+    ("above", 4096): (0, 1024, 4096),
+    ("length", 64): (8, 64, 1024),
+    ("length", 1024): (16, 256, 4096),
+    ("distance", 4096): (4096, 65536, 1 << 20),
+}
+"""Parameter and its default -> values that must be found as soon."""
+
+
 def drawn(faults: Sequence[HardwareFault], chosen: random.Random) -> str:
-    """Draw a fault, and its parameters where others are as good."""
+    """Draw a fault, its device or link, and sizes, dtype and seed where others must be found as soon."""
     fault = chosen.choice(faults)
-    given: dict[str, Any] = {}
     device, peer = chosen.sample(range(GPUS), 2)
-    for name, default in fault.defaults.items():
-        if name == "device":
-            given[name] = device
-        elif name == "peer":
-            given[name] = peer
-        elif name == "seed":
-            given[name] = chosen.randrange(1000)
-        elif name == "bit":
-            given[name] = chosen.randrange(8)
-        elif name == "address":
-            given[name] = chosen.randrange(1 << 20, 10 << 20)
-        elif name == "dtype" and default != "any":
-            given[name] = chosen.choice(("float16", "bfloat16", "float32"))
-        elif name == "factor":
-            given[name] = float(default) * chosen.choice((1.0, 1.5, 2.0))
+    values: dict[str, Any] = {
+        "device": device,
+        "peer": peer,
+        "seed": chosen.randrange(1000),
+        "bit": chosen.randrange(8),
+        "address": chosen.randrange(1 << 20, 10 << 20),
+        "dtype": chosen.choice(("float16", "bfloat16", "float32")),
+        "factor": chosen.choice((2.0, 3.0, 8.0)),
+    }
+    given = {name: values[name] for name in values if name in fault.defaults}
+    for (name, default), sizes in _SIZES.items():
+        if fault.defaults.get(name) == default:
+            given[name] = chosen.choice(sizes)
     return planted_from(f"{fault.name}:" + ",".join(f"{name}={value}" for name, value in given.items())).text
 
 
