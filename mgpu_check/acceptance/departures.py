@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mgpu_check.acceptance.voting import vote
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.specs.transformer import Trained
 
@@ -53,24 +53,21 @@ def departures(trained: Mapping[int, Trained]) -> tuple[dict[int, Departure], Di
     """
     gone: dict[int, Departure] = {}
     for step in range(max(len(one.digests) for one in trained.values())):
-        voting = {gpu: _vote(one, step) for gpu, one in trained.items() if gpu not in gone}
-        usual = _majority(list(voting.values()))
+        voting = {gpu: _says(one, step) for gpu, one in trained.items() if gpu not in gone}
+        votes = vote(voting, dict.fromkeys(voting, ""))  # all are of one model
+        if not votes:
+            continue
+        usual = votes[0].usual
         if usual is None:
             return gone, Divided(step + 1, _different(trained, step, list(voting)), tuple(voting))
-        right = next(gpu for gpu, vote in voting.items() if vote == usual)
-        for gpu, vote in voting.items():
-            if vote != usual:
-                gone[gpu] = Departure(step + 1, _different(trained, step, [right, gpu]), right)
+        right = next(gpu for gpu, says in voting.items() if says == usual)
+        for gpu in votes[0].odd:
+            gone[gpu] = Departure(step + 1, _different(trained, step, [right, gpu]), right)
     return gone, None
 
 
-def _vote(one: Trained, step: int) -> Hashable:
-    return one.digests[step] if step < len(one.digests) else None
-
-
-def _majority(votes: Sequence[Hashable]) -> Hashable:
-    value, count = Counter(votes).most_common(1)[0]
-    return value if 2 * count > len(votes) else None
+def _says(one: Trained, step: int) -> Hashable:
+    return one.digests[step] if step < len(one.digests) else ()
 
 
 def _different(trained: Mapping[int, Trained], step: int, gpus: Sequence[int]) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ __all__ = ["Rate", "Soak", "slower"]
 _ROUNDS = 40
 _SHORTEST, _LONGEST = 0.5, 30.0
 """Seconds of a round: so many that there are `_ROUNDS`, within these limits."""
-_LEAST_STEPS, _MOST_STEPS = 4, 5000
+_LEAST_TURNS, _MOST_TURNS = 4, 2000
 _PATIENCE = 1.3
 """A soak ends after so many times the time that was asked for, whatever it has done."""
 _PARTS = 10
@@ -34,8 +34,8 @@ _LEAST_ROUNDS = 6
 _LOSS, _LOSS_ALONE = 0.15, 0.25
 """Share of its speed that a GPU may lose more than the others; and at all, for clocks fall as GPUs warm up."""
 
-_SMALL = {"memory_share": 0.1, "copied": 1 << 12, "collective": 1 << 10}
-_LARGE = {"memory_share": 0.5, "copied": 1 << 22, "collective": 1 << 22}
+_SMALL = {"every": 1, "memory_share": 0.1, "copied": 1 << 12, "collective": 1 << 10}
+_LARGE = {"every": 8, "memory_share": 0.5, "copied": 1 << 22, "collective": 1 << 22}
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,13 @@ class Soak:
 
     def run(self) -> None:
         """Load all GPUs until the time is over, and note each round as it ends."""
-        began, number, steps = self._clock(), 1, _LEAST_STEPS
+        began, number, turns = self._clock(), 1, _LEAST_TURNS
         while self._goes_on(self._clock() - began):
-            loaded = self._one_round(number, steps)
+            loaded = self._one_round(number, turns)
             if set(loaded) != set(self.done):
                 break  # what has happened to the others is noted; a node without one of its GPUs is rejected
             longest = max(one.seconds for one in loaded.values())
-            steps = max(_LEAST_STEPS, min(_MOST_STEPS, 8 * steps, round(steps * self._round / max(longest, 1e-3))))
+            turns = max(_LEAST_TURNS, min(_MOST_TURNS, 8 * turns, round(turns * self._round / max(longest, 1e-3))))
             number += 1
         rates = {gpu: of.rates for gpu, of in self.done.items()}
         self.node.record(self._measurements(rates))
@@ -96,9 +96,9 @@ class Soak:
             return False
         return passed < self.seconds or min(of.seconds for of in self.done.values()) < 0.95 * self.seconds
 
-    def _one_round(self, number: int, steps: int) -> dict[int, Loaded]:
+    def _one_round(self, number: int, turns: int) -> dict[int, Loaded]:
         gpus = self.node.numbers
-        case = self._case(number, steps, len(gpus))
+        case = self._case(number, turns, len(gpus))
         results = self.node.on_ranks(
             "soak", _examine_load, case, gpus=gpus, environment=DETERMINISTIC, timeout=60 + 10 * self._round
         )
@@ -112,11 +112,12 @@ class Soak:
         self.node.record(self._of_gpus(loaded, case))
         return loaded
 
-    def _case(self, number: int, steps: int, gpus: int) -> SoakCase:
+    def _case(self, number: int, turns: int, gpus: int) -> SoakCase:
         large, size = largest(self.node)
-        training = replace(TransformerCase("autocast"), **size, steps=steps)
         other: dict[str, Any] = _LARGE if large else _SMALL
-        return SoakCase(training, other["memory_share"], other["collective"] // gpus * gpus, other["copied"], number)
+        training = replace(TransformerCase("autocast"), **size, steps=turns * other["every"])
+        whole = other["collective"] // gpus * gpus
+        return SoakCase(training, number=number, **other | {"collective": whole})
 
     def _of_gpus(self, loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
         """Compare each with what it has done before, then with the others of its model."""
@@ -129,8 +130,10 @@ class Soak:
             if of.first is None or len(one.trained.digests) > len(of.first.digests):
                 of.first = of.first if apart else one.trained
             if apart:
-                seen = f"does not train as in earlier rounds: step {apart.step}, {apart.names[0]}"
-                found.append(_noted(gpu, one, case, seen, {"step": apart.step, "names": list(apart.names[:8])}))
+                seen = f"does not train as in earlier rounds: step {apart.step * case.every}, {apart.names[0]}"
+                found.append(
+                    _noted(gpu, one, case, seen, {"step": apart.step * case.every, "names": list(apart.names[:8])})
+                )
             else:
                 alike[gpu] = one
         model = models(self.node.gpus)
@@ -209,19 +212,19 @@ def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
     found = []
     for gpu, one in alike.items():
         if gpu in gone:
-            names = gone[gpu].names
-            seen = f"departs from the other GPUs in step {gone[gpu].step}, in {names[0]}"
-            found.append(_noted(gpu, one, case, seen, {"step": gone[gpu].step, "names": list(names[:8])}))
+            names, step = gone[gpu].names, gone[gpu].step * case.every
+            seen = f"departs from the other GPUs by step {step}, in {names[0]}"
+            found.append(_noted(gpu, one, case, seen, {"step": step, "names": list(names[:8])}))
         elif gpu not in undecided:
             found.append(_noted(gpu, one, case))
     if divided is not None:
-        seen = f"do not train alike, and none has a majority: step {divided.step}, {divided.names[0]}"
+        seen = f"do not train alike, and none has a majority: step {divided.step * case.every}, {divided.names[0]}"
         found.append(Observation("soak", Subject("group", undecided), "failed", seen, str(case)))
     return found
 
 
 def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any = None) -> Observation:
-    work = Work(one.bytes, len(one.trained.digests), one.seconds)
+    work = Work(one.bytes, len(one.steps), one.seconds)
     outcome = "failed" if seen else "passed"
     return Observation("soak", Subject("gpu", (gpu,)), outcome, seen, str(case), work, evidence or {})  # type: ignore[arg-type]
 

@@ -24,14 +24,17 @@ __all__ = [
     "bytes_after",
     "digests",
     "examine_training",
+    "model_of",
     "placed",
     "prepared",
+    "tokens_of",
 ]
 
 _GRAIN = 10
 """Parameters are whole numbers of so many bits, times a power of two: float32 holds them exactly."""
 _RATE = {"sgd": 0.05, "adamw": 1e-3}
 _NARROW = (1 << 32) - 1
+_HOST = torch.device("cpu")
 
 
 def examine_training(rank: Rank, case: TransformerCase) -> list[Observation | Trained]:
@@ -115,7 +118,11 @@ class Training:
 
 def prepared(case: TransformerCase) -> Training:
     """Make model and tokens on the host, by integer arithmetic: the same bits on every machine."""
-    host = torch.device("cpu")
+    return Training(case, model_of(case), tokens_of(case))
+
+
+def model_of(case: TransformerCase) -> Transformer:
+    """Make the model of a case on the host."""
     with torch.random.fork_rng(devices=[]):
         model = Transformer(
             vocabulary=case.vocabulary,
@@ -128,17 +135,17 @@ def prepared(case: TransformerCase) -> Training:
         )
     with torch.no_grad():
         for number, (name, value) in enumerate(model.named_parameters()):
-            grains = integers(
-                value.shape, -(1 << _GRAIN), 1 << _GRAIN, seed=1000 * case.seed + number, device=host, dtype=value.dtype
-            )
+            seed, most = 1000 * case.seed + number, 1 << _GRAIN
+            grains = integers(value.shape, -most, most, seed=seed, device=_HOST, dtype=value.dtype)
             power = round(math.log2(case.width) / 2) if value.dim() > 1 else 4
             value.copy_(grains * 2.0 ** (-_GRAIN - power) + float("norm" in name and name.endswith("weight")))
-    tokens = integers(
-        (case.steps, case.batch, case.length + 1), 0, case.vocabulary - 1, seed=1000 * case.seed + 999, device=host
-    )
-    if case.precision == "bfloat16":
-        model = model.to(torch.bfloat16)
-    return Training(case, model, tokens)
+    return model.to(torch.bfloat16) if case.precision == "bfloat16" else model
+
+
+def tokens_of(case: TransformerCase) -> torch.Tensor:
+    """Make the tokens of all steps on the host: int64 (steps, batch, length + 1)."""
+    shape = (case.steps, case.batch, case.length + 1)
+    return integers(shape, 0, case.vocabulary - 1, seed=1000 * case.seed + 999, device=_HOST)
 
 
 def placed(training: Training, device: torch.device) -> Training:

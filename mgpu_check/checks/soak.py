@@ -5,23 +5,27 @@ Each kind of work has a stream of its own, so that the device does them at once.
 
 from __future__ import annotations
 
+import copy
+import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from mgpu_check.checks.counters import counted, integers
-from mgpu_check.checks.identical_training import arithmetic, digests, placed, prepared
+from mgpu_check.checks.identical_training import Training, arithmetic, digests, model_of, placed, tokens_of
 from mgpu_check.checks.memory import examine_region
 from mgpu_check.checks.memory_region import take_region
 from mgpu_check.checks.timing import Stopwatch
 from mgpu_check.devices.observations import Observation, Subject
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.transformer import Transformer
 from mgpu_check.specs.memory import MemoryCase
 from mgpu_check.specs.soak import Loaded, SoakCase
-from mgpu_check.specs.transformer import Trained
+from mgpu_check.specs.transformer import Trained, TransformerCase
 
 __all__ = ["examine_load"]
 
@@ -33,7 +37,7 @@ _FAILED = 8
 def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
     """Keep the device of `rank` under load for a round, and look at all that comes out. A collective."""
     with torch.cuda.device(rank.device), arithmetic(case.training):
-        training = placed(prepared(case.training), rank.device)
+        training = placed(_start(case.training), rank.device)
         beside = [_Copies(rank, case), _Memory(rank, case)]
         exchange = _Exchange(rank, case)
         torch.cuda.synchronize(rank.device)
@@ -41,10 +45,13 @@ def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
         said = []
         began = time.monotonic()
         steps = training.steps()
-        for turn in range(case.training.steps):
+        for step in range(case.training.steps):
             watch.start()
             loss = next(steps)
             watch.stop()
+            turn, rest = divmod(step + 1, case.every)
+            if rest:
+                continue
             said.append(digests([loss, *training.parameters.values()]))
             exchange.turn()
             for work in beside:
@@ -59,6 +66,16 @@ def examine_load(rank: Rank, case: SoakCase) -> list[Observation | Loaded]:
     moved = exchange.bytes + sum(work.bytes for work in beside)
     torch.cuda.empty_cache()
     return [*failed, Loaded(trained, seconds, tuple(laps), moved, reduced, exchanged)]
+
+
+def _start(case: TransformerCase) -> Training:
+    return Training(case, copy.deepcopy(_model(replace(case, steps=1))), tokens_of(case))
+
+
+@functools.lru_cache(maxsize=1)
+def _model(case: TransformerCase) -> Transformer:
+    """Make a model once for all rounds, so that devices do not cool down meanwhile."""
+    return model_of(case)
 
 
 class _Beside:

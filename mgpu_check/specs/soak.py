@@ -15,7 +15,8 @@ class SoakCase:
     """One round of load: training, beside memory that is rewritten and compared, collectives, and copies.
 
     Attributes:
-        training: each of its steps is a turn, in which all else is done once.
+        training: how all GPUs train.
+        every: after so many of its steps all else is done once, and digests are taken.
         memory_share: of the memory that is free beside the rest, to be rewritten and compared.
         collective: elements of int32 that each rank gives, a multiple of the number of ranks.
         copied: words of 64 bits that go to the device and back.
@@ -23,6 +24,7 @@ class SoakCase:
     """
 
     training: TransformerCase
+    every: int
     memory_share: float
     collective: int
     copied: int
@@ -37,7 +39,7 @@ class Loaded:
     """What one GPU says of a round.
 
     Attributes:
-        trained: how the training went.
+        trained: how the training went, with digests after each `SoakCase.every` steps.
         seconds: under load, by the clock of the host.
         steps: seconds of each step, by the clock of the device.
         bytes: written to memory and compared, copied, and given to collectives.

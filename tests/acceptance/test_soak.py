@@ -102,7 +102,7 @@ def test_it_ends_when_the_load_was_long_enough():
 
 def test_it_ends_although_there_was_no_load():
     node = Stub(1, lambda gpu, case: {"seconds": 0.0}).soak(2.0)
-    assert [case.training.steps for case in node.cases] == [4, 32, 256, 2048]
+    assert [case.training.steps for case in node.cases] == [4, 32, 256, 2000]
 
 
 def test_it_ends_with_the_first_gpu_that_is_lost():
@@ -113,6 +113,9 @@ def test_it_ends_with_the_first_gpu_that_is_lost():
 def test_steps_of_a_round_follow_from_how_long_they_take():
     node = Stub(1, lambda gpu, case: {"seconds": 0.1 * case.training.steps}).soak(80.0)
     assert [case.training.steps for case in node.cases][:3] == [4, 20, 20]  # rounds of two seconds
+    large = Stub(1, lambda gpu, case: {"seconds": 0.1 * case.training.steps})
+    large.gpus = (dataclasses.replace(large.gpus[0], memory=80 << 30),)
+    assert [(case.every, case.training.steps) for case in large.soak(80.0).cases][:3] == [(8, 32), (8, 32), (8, 32)]
 
 
 def wrong_in(step):
@@ -129,7 +132,7 @@ def test_a_gpu_that_trains_otherwise_than_before_or_than_the_others_is_accused()
     assert late.failed()[0].seen == "does not train as in earlier rounds: step 3, a"
     odd = Stub(3, lambda gpu, case: wrong_in(1)(case) if gpu == 2 else {}).soak(3.0)
     assert {one.subject for one in odd.failed()} == {Subject("gpu", (2,))}
-    assert odd.failed()[0].seen == "departs from the other GPUs in step 2, in a"
+    assert odd.failed()[0].seen == "departs from the other GPUs by step 2, in a"
     two = Stub(2, lambda gpu, case: wrong_in(1)(case) if gpu == 1 else {}).soak(3.0)
     assert {one.subject for one in two.failed()} == {Subject("group", (0, 1))}
 
@@ -142,7 +145,7 @@ def test_what_is_wrong_in_collectives_is_of_groups():
     assert {one.suspects for one in most.failed()} == {()}
 
 
-LOAD = SoakCase(TransformerCase("autocast", batch=4, steps=2), 0.1, 1 << 10, 1 << 12, 1)
+LOAD = SoakCase(TransformerCase("autocast", batch=4, steps=2), 1, 0.1, 1 << 10, 1 << 12, 1)
 
 
 def loaded(rank, faults):
