@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_check.acceptance.floors import CHECKS
 from mgpu_check.acceptance.node import Node
-from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.plan import Plan, soak_of
 from mgpu_check.acceptance.report.live import Live
 from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.run import Run
@@ -79,8 +79,15 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     return result
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run checks in the order of `CHECKS`: what says most in the shortest time first, health last, which looks at them all."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run checks in the order of `CHECKS`: what says most in the shortest time first, health last, which looks at them all.
+
+    A soak runs only where one was asked for.
+    """
+    if soak_of(config.stash[SESSION].settings) is None:
+        left_out = [item for item in _ours(items) if _check_of(item) == "soak"]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     order = {f"test_{check}": place for place, check in enumerate(CHECKS)}
     items.sort(key=lambda item: order.get(item.path.stem, 0) if item.path.parent == _HERE else 0)
 
@@ -122,8 +129,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Show what was seen, and leave to the verdict how it is repeated: by the whole check, with the seed of the run."""
     report = yield
-    if report.failed and (seen := item.stash.get(SEEN, "")):
+    run = item.config.stash.get(RUN, None)
+    if run is None or not report.failed or not _ours([item]):
+        return report
+    if seen := item.stash.get(SEEN, ""):
         report.longrepr = seen
+    elif item.name not in run.broken:
+        run.broken.append(item.name)
     return report
 
 

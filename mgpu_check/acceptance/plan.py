@@ -10,7 +10,7 @@ from mgpu_check.acceptance.report.files import check_paths, check_place
 from mgpu_check.faults.hardware.registry import Planted, planted_from
 from mgpu_check.settings import OPTIONS, Settings
 
-__all__ = ["DEFAULT_SOAK", "Plan"]
+__all__ = ["DEFAULT_SOAK", "Plan", "soak_of"]
 
 DEFAULT_SOAK = 600.0
 """Seconds of load at the level "long", where nothing was said."""
@@ -47,7 +47,6 @@ class Plan:
         Raises:
             ValueError: a file cannot be read or written, or a defect is unknown; names the option, its value and what to do.
         """
-        soak = settings.accept_for or (DEFAULT_SOAK if settings.gpu_level == "long" else None)
         option = "accept_plant"
         try:
             planted = tuple(planted_from(text) for text in settings.accept_plant)
@@ -64,13 +63,18 @@ class Plan:
         return cls(
             settings.gpu_level,
             settings.accept_memory,
-            soak,
+            soak_of(settings),
             settings.simulate,
             planted,
             baseline,
             tuple(Path(name) for name in settings.accept_report),
             record,
         )
+
+
+def soak_of(settings: Settings) -> float | None:
+    """Return the seconds of load after the checks; None for no soak."""
+    return settings.accept_for or (DEFAULT_SOAK if settings.gpu_level == "long" else None)
 
 
 def _new_baseline(name: str | None) -> Path | None:

@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from mgpu_check.acceptance.report import files
 from mgpu_check.acceptance.verdict import explain
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.devices.inventory import Inventory, take_inventory
-from mgpu_check.devices.observations import Observation, Part
+from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.faults.hardware.registry import hardware_text
 
@@ -43,6 +44,9 @@ class Run:
         plan: what it is to do.
         command: what the user typed.
         seed: of Hypothesis.
+
+    Attributes:
+        broken: names of tests that have ended by an error of their own.
     """
 
     def __init__(self, session: GpuSession, plan: Plan, command: str, seed: int | None) -> None:
@@ -53,6 +57,7 @@ class Run:
         self.ledger = Ledger()
         self.selected: set[str] = set()
         self.interrupted = False
+        self.broken: list[str] = []
         self.node: Node | None = None
         self.looks: list[Look] = []
         self.hosts: tuple[Host, ...] = ()
@@ -231,6 +236,7 @@ class Run:
             [number for number, entry in enumerate(observations) if id(entry) in of_ranks],
         )
         unknown = [work.why for work in done.values() if work.outcome == "unknown"]
+        unknown += [f"{test} could not run: an error of the check itself, shown above" for test in self.broken]
         if self.interrupted:
             unknown.insert(0, "the run was interrupted")
         if not done:
@@ -285,15 +291,15 @@ class Run:
 
 def _because(observations: Sequence[Observation], numbers: Sequence[int]) -> Iterator[str]:
     """Yield a line for each check and subject, with how often it failed."""
-    lines: dict[tuple[str, str], list[int]] = {}
+    looks = Counter((entry.check, entry.subject) for entry in observations)
+    failed: dict[tuple[str, Subject], list[int]] = {}
     for number in numbers:
         entry = observations[number]
-        lines.setdefault((entry.check, str(entry.subject)), []).append(number)
-    for (check, subject), mine in lines.items():
+        failed.setdefault((entry.check, entry.subject), []).append(number)
+    for (check, subject), mine in failed.items():
         entry = observations[mine[0]]
-        of = sum(other.check == check and other.subject == entry.subject for other in observations)
         case = f" ({entry.case})" if entry.case else ""
-        yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {of} looks failed"
+        yield f"{check}: {subject}: {entry.seen}{case}; {len(mine)} of {looks[check, subject]} looks failed"
 
 
 def _look() -> tuple[Inventory, str, dict[str, str]]:

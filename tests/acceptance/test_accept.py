@@ -92,3 +92,21 @@ def test_a_check_that_returns_at_once_leaves_the_node_undecided(
     text = command(*NODE, "-k", "memory", code=2)
     assert "memory did less than its least work on GPU 0, GPU 1: 0 of " in text
     assert "INCONCLUSIVE" in text
+
+
+def test_an_error_of_a_check_itself_leaves_the_node_undecided(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text(
+        "from mgpu_check.acceptance.node import Node\n\n"
+        "real = Node.on_ranks\n\n"
+        "def on_ranks(self, check, fn, *args, **more):\n"
+        "    found = real(self, check, fn, *args, **more)\n"
+        "    return found if check != 'memory' else found[0][7**7]\n\n"
+        "Node.on_ranks = on_ranks\n"
+    )
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p broken")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    text = command(*NODE, "-k", "memory and random", code=2)
+    assert "test_memory_holds_what_is_written[random] could not run: an error of the check itself, shown above" in text
+    assert "IndexError" in text
