@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PATHS = ("engine", "strided", "casting")
 
-_SMALL = st.integers(1, 5000)
+_SMALL = st.one_of(st.integers(37, 5000), st.integers(1, 36))
 _LARGEST = {"quick": 64 << 20, "standard": 256 << 20, "long": 2 << 30}
 _MEASURED = {"quick": (32 << 20, 5), "standard": (128 << 20, 15), "long": (256 << 20, 51)}
 """Bytes of the copies that are measured, and how often, at each level."""
@@ -50,9 +50,10 @@ def test_copies_between_gpus(
     """Each ordered pair, one after the other, and all at once."""
     from mgpu_check.checks.links import Copies, examine_copies
 
-    for together in (False, True):
-        case = Copies(path, sizes, source, destination, together, seed=seed + together)
-        node.in_node_process("links", examine_copies, case)
+    # Aligned in one of the two where not in the other: Hypothesis begins with zeros, and a quick run ends with them.
+    node.in_node_process("links", examine_copies, Copies(path, sizes, source, destination, seed=seed))
+    together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, seed=seed + 1)
+    node.in_node_process("links", examine_copies, together)
 
 
 @pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
@@ -66,9 +67,10 @@ def test_copies_from_and_to_the_host(
     """To each GPU and back, one after the other, and all at once."""
     from mgpu_check.checks.links import Copies, examine_host_copies
 
-    for together in (False, True):
-        case = Copies(path, sizes, source, destination, together, pinned, seed + together)
-        node.in_node_process("links", examine_host_copies, case)
+    alone = Copies(path, sizes, source, destination, pinned=pinned, seed=seed)
+    node.in_node_process("links", examine_host_copies, alone)
+    together = Copies(path, sizes, source ^ 5, destination ^ 9, together=True, pinned=pinned, seed=seed + 1)
+    node.in_node_process("links", examine_host_copies, together)
 
 
 def test_speed_of_copies(node: Node) -> None:
