@@ -20,7 +20,7 @@ __all__ = ["Terms", "as_bits"]
 
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
 _MOST_BITS = 50  # of a hash, which float64 has too
-_SCALES = 8
+_POWERS = range(-4, 4)
 
 _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": operator.add,
@@ -98,8 +98,9 @@ class Terms:
         dtype = dtype or self.dtype
         if not dtype.is_floating_point or self.reduction == "product":
             return term.to(dtype)
-        exponent = (index >> 3).bitwise_and_(_SCALES - 1) - _SCALES // 2
-        return (term.double() * torch.exp2(exponent.double())).to(dtype)
+        # From a table: exp2 on a device may be off by a unit in the last place.
+        powers = torch.tensor([2.0**power for power in _POWERS], dtype=torch.float64, device=index.device)
+        return (term.double() * powers[(index >> 3).bitwise_and_(len(_POWERS) - 1)]).to(dtype)
 
     def who(self, index: torch.Tensor, got: torch.Tensor) -> tuple[str, int] | None:
         """Read from wrong elements whose term they lack, or have too often; None where they tell nothing.
