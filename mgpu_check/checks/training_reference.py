@@ -50,21 +50,26 @@ def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]
 
 def referenced(case: TransformerCase) -> Measurement[str]:
     """Return loss and parameters that the case ends with, and how far rounding in its precision may lead from them."""
-    with arithmetic(case):
-        single = _ended(prepared(case))
-    reference = _ended(_widened(case))
-    spread = deviations(sum(value.numel() for value in reference.values()))
-    generator = torch.Generator().manual_seed(case.seed)
-    roundoff = _ROUNDOFF[case.precision]
-    moved = []
-    for _ in range(PAIRS):
-        before = generator.get_state()
-        for direction in (1, -1):
-            generator.set_state(before)
-            start = _widened(case)
-            with Perturbed(direction * spread, generator, roundoff):
-                moved.append(_ended(start))
-    return assess(reference, [single], moved, roundoff, spread)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # small matrices: threads would wait for each other most of the time
+    try:
+        with arithmetic(case):
+            single = _ended(prepared(case))
+        reference = _ended(_widened(case))
+        spread = deviations(sum(value.numel() for value in reference.values()))
+        generator = torch.Generator().manual_seed(case.seed)
+        roundoff = _ROUNDOFF[case.precision]
+        moved = []
+        for _ in range(PAIRS):
+            before = generator.get_state()
+            for direction in (1, -1):
+                generator.set_state(before)
+                start = _widened(case)
+                with Perturbed(direction * spread, generator, roundoff):
+                    moved.append(_ended(start))
+        return assess(reference, [single], moved, roundoff, spread)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _widened(case: TransformerCase) -> Training:
