@@ -37,7 +37,7 @@ def test_gpus_are_equal(node: Node) -> None:
         node.record(examine_inventory(taken, host=host, expected=facts, count=count))
 
 
-def test_links_are_trained_under_load(node: Node) -> None:
+def test_pcie_is_trained_under_load(node: Node) -> None:
     """PCIe has the generation and width under load that a GPU and its slot can do."""
     if node.telemetry is None or not node.boundaries:
         return
