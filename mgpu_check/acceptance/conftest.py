@@ -25,7 +25,6 @@ _HERE = Path(__file__).parent
 _CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
 _MOST_LINES = 8
 _TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
-_TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
 
 
 def _check_of(item: pytest.Item) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ class Call:
 
     Attributes:
         gpus: numbers, in the order of the ranks.
+        environment: variables that the ranks have from their start.
     """
 
     check: str
@@ -25,6 +26,7 @@ class Call:
     args: tuple[Any, ...]
     gpus: tuple[int, ...]
     timeout: float | None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def case(self) -> str:

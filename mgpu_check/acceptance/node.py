@@ -134,7 +134,7 @@ class Node:
                 fn, *args, devices=chosen, environment=environment, timeout=timeout or seconds_for_a_call()
             )
 
-        again = Call(check, fn, args, tuple(chosen), timeout)
+        again = Call(check, fn, args, tuple(chosen), timeout, environment or {})
         return self._looked(
             check, fn, chosen, call, lambda index: self._translated(chosen, self.gpus[chosen[index]].host), again
         )
@@ -142,9 +142,12 @@ class Node:
     def repeat(
         self, call: Call, gpus: Sequence[int], environment: Mapping[str, str] | None = None
     ) -> list[Observation]:
-        """Repeat a call on ranks, on other GPUs or in another order; the observations that it has made now."""
+        """Repeat a call on ranks, on other GPUs or in another order, with more variables; the observations that it has made
+        now.
+        """
+        variables = {**call.environment, **(environment or {})}
         before = len(self._ledger.pages[-1].entries)
-        self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=environment, timeout=call.timeout)
+        self.on_ranks(call.check, call.fn, *call.args, gpus=gpus, environment=variables, timeout=call.timeout)
         return [entry for entry in self._ledger.pages[-1].entries[before:] if isinstance(entry, Observation)]
 
     def in_node_process(

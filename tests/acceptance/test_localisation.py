@@ -37,11 +37,13 @@ class Pool:
         self.wrong = wrong
         self.every = every
         self.calls: list[tuple[int, ...]] = []
+        self.environments: list[Mapping[str, str]] = []
 
     def run(
         self, fn: Any, *args: Any, devices: Sequence[int], environment: Mapping[str, str] | None, timeout: float
     ) -> list[Any]:
         self.calls.append(tuple(devices))
+        self.environments.append(environment or {})
         ranks = tuple(range(len(devices)))
         said = self.wrong(tuple(devices), environment or {}) if len(self.calls) % self.every == 0 else False
         suspects = () if isinstance(said, bool) else (said,)
@@ -66,7 +68,7 @@ def looked(count: int, wrong: Rule, every: int = 1, level: str = "quick") -> tup
     gpus = [Gpu(number, 0, number, "GPU", f"uuid-{number}") for number in range(count)]
     node = Node(pool, ledger, gpus, Plan(level, 0.9, None, "cpu"))  # type: ignore[arg-type]
     for _ in range(every):
-        node.on_ranks("collectives", collective)
+        node.on_ranks("collectives", collective, environment={"OWN": "1"})
     looks = look_again(node, ledger)
     numbers = [
         n
@@ -115,7 +117,8 @@ def test_what_needs_the_direct_path_is_told_from_what_does_not() -> None:
     def direct(gpus: tuple[int, ...], environment: Mapping[str, str]) -> bool:
         return {0, 2} <= set(gpus) and "NCCL_P2P_DISABLE" not in environment
 
-    _, (look,), _ = looked(4, direct)
+    _, (look,), pool = looked(4, direct)
+    assert all(environment.get("OWN") == "1" for environment in pool.environments)
     assert "only over the direct path between GPUs: right with NCCL_P2P_DISABLE=1" in look.seen
     _, (look,), _ = looked(4, lambda gpus, _: {0, 2} <= set(gpus))
     assert "fails without the direct path between GPUs (NCCL_P2P_DISABLE=1), too" in look.seen
