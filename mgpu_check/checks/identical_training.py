@@ -9,20 +9,20 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.checks.counters import integers, mix_
+from mgpu_check.checks.counters import integers
+from mgpu_check.checks.digests import digests
 from mgpu_check.checks.timing import Stopwatch
 from mgpu_check.devices.observations import Observation, Subject, Work
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.transformer import Transformer
 from mgpu_check.specs.transformer import Trained, TransformerCase
 from mgpu_check.torch_hooks import precision
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, bytes_of, plain
+from mgpu_check.torch_hooks.tensors import bytes_of, plain
 
 __all__ = [
     "Training",
     "arithmetic",
     "bytes_after",
-    "digests",
     "examine_training",
     "model_of",
     "placed",
@@ -33,7 +33,6 @@ __all__ = [
 _GRAIN = 10
 """Parameters are whole numbers of so many bits, times a power of two: float32 holds them exactly."""
 _RATE = {"sgd": 0.05, "adamw": 1e-3}
-_NARROW = (1 << 32) - 1
 _HOST = torch.device("cpu")
 
 
@@ -151,29 +150,6 @@ def tokens_of(case: TransformerCase) -> torch.Tensor:
 def placed(training: Training, device: torch.device) -> Training:
     """Move the model and the tokens of `training` to a device."""
     return Training(training.case, training.model.to(device), training.tokens.to(device))
-
-
-def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a number for each of `tensors`, as int64 on their device: any bit that changes, changes it.
-
-    Each element, with its position, is mixed by a bijection of 64 bits, and all are added up: one that changes cannot go
-    unseen, several do so by a chance of 2^-64.
-    """
-    words = torch.cat([_words(tensor) for tensor in tensors])
-    positions = torch.arange(len(words), device=words.device).bitwise_left_shift_(32)
-    mixed = mix_(positions.bitwise_or_(words), 0, words)
-    return torch.stack([part.sum() for part in mixed.split([_count(tensor) for tensor in tensors])])
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the elements as int64 that are not negative and less than 2^32; those of 64 bits in two halves."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    size = min(flat.element_size(), 4)
-    return flat.view(INTEGER_OF_SIZE[size]).long().bitwise_and_(_NARROW >> (32 - 8 * size))
-
-
-def _count(tensor: torch.Tensor) -> int:
-    return tensor.numel() * max(1, tensor.element_size() // 4)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

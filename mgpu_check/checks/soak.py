@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.checks.counters import counted, integers
-from mgpu_check.checks.identical_training import Training, arithmetic, digests, model_of, placed, tokens_of
+from mgpu_check.checks.digests import digests
+from mgpu_check.checks.identical_training import Training, arithmetic, model_of, placed, tokens_of
 from mgpu_check.checks.memory import examine_region
 from mgpu_check.checks.memory_region import take_region
 from mgpu_check.checks.timing import Stopwatch

@@ -9,7 +9,7 @@ from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.departures import Departure, Divided, departures, elements_that_differ, judge
 from mgpu_check.acceptance.training import train_alike
 from mgpu_check.checks import parallel_training
-from mgpu_check.checks.identical_training import digests
+from mgpu_check.checks.digests import digests
 from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.faults.hardware.registry import hardware_text, planted_from

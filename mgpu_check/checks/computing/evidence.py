@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 
-from mgpu_check.checks.counters import signed
+from mgpu_check.checks.digests import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["bits", "differing", "digest", "digests_of_pieces", "evidence_of", "length_of_piece"]
+__all__ = ["bits", "differing", "digests_of_pieces", "evidence_of", "length_of_piece"]
 
 _LISTED = 16
 _LOOKED_AT = 4096
 _PIECES = 64
 _BLOCK = 1 << 24
-_STEP, _START = 0x9E3779B97F4A7C15, 0x632BE59BD9B4E019
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,20 +32,6 @@ def differing(rows: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (rows != right).sum(dim=-1)
 
 
-def digest(tensor: torch.Tensor) -> int:
-    """Return 64 bits that depend on each bit of `tensor` and on its place, worked out on its device.
-
-    A sum of elements times odd numbers modulo 2^64: a single element that changes, changes it for certain; others with a
-    probability of 1 - 2^-32 or more.
-    """
-    flat = bits(tensor)
-    total = 0
-    for start in range(0, flat.numel(), _BLOCK):
-        words = flat[start : start + _BLOCK].to(torch.int64)
-        total += int((words * _weights(start, words)).sum())
-    return total & (1 << 64) - 1
-
-
 def length_of_piece(tensor: torch.Tensor) -> int:
     """Return how many elements each of 64 pieces of a tensor has, in row-major order; the last has fewer."""
     return max(1, -(-tensor.numel() // _PIECES))
@@ -55,11 +40,6 @@ def length_of_piece(tensor: torch.Tensor) -> int:
 def digests_of_pieces(tensor: torch.Tensor) -> list[int]:
     """Return the digest of each of at most 64 pieces of `tensor`."""
     return [digest(piece) for piece in bits(tensor).split(length_of_piece(tensor))]
-
-
-def _weights(start: int, words: torch.Tensor) -> torch.Tensor:
-    positions = torch.arange(start, start + words.numel(), dtype=torch.int64, device=words.device)
-    return positions.mul_(signed(_STEP)).add_(_START).bitwise_or_(1)
 
 
 def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) -> dict[str, Any]:

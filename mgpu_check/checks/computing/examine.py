@@ -20,14 +20,14 @@ import mgpu_check.checks.computing.reductions  # noqa: F401 - each registers its
 from mgpu_check.checks.computing.evidence import (
     bits,
     differing,
-    digest,
     digests_of_pieces,
     evidence_of,
     length_of_piece,
 )
 from mgpu_check.checks.computing.prepared import OPERATIONS, Prepared, Unsupported
+from mgpu_check.checks.digests import digest
 from mgpu_check.checks.timing import Stopwatch, measured
-from mgpu_check.devices.observations import Entry, Observation, Subject, Work
+from mgpu_check.devices.observations import Entry, Observation, Outcome, Subject, Work
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.compute import Ballot, ComputeCase
 from mgpu_check.torch_hooks import precision
@@ -107,8 +107,8 @@ def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> l
             seen.seen = f"{_counted(evidence)} wrong in the first result"
         _repeat(case, prepared, first, seen)
     work = Work(operations=seen.done, seconds=seen.seconds)
-    outcome = "failed" if seen.wrong else "passed"
-    entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)  # type: ignore[arg-type]
+    outcome: Outcome = "failed" if seen.wrong else "passed"
+    entry = Observation("compute", subject, outcome, seen.seen, str(case), work, seen.evidence)
     rate: list[Entry] = []
     if len(seen.laps) >= _LEAST_LAPS:
         name = f"{case.operation}, {case.dtype}"
