@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mgpu_check.checks.computing import examine, freivalds, prepared, products
-from mgpu_check.checks.computing.evidence import bits, digest, digests_of_pieces, evidence_of
+from mgpu_check.checks.computing.evidence import bits, digests_of_pieces, evidence_of
 from mgpu_check.checks.computing.prepared import DTYPES, OPERATIONS
 from mgpu_check.checks.counters import integers
+from mgpu_check.checks.digests import digest, digests
 from mgpu_check.devices.observations import Subject
 from mgpu_check.specs import compute
 from mgpu_check.specs.compute import ComputeCase
@@ -117,6 +118,31 @@ def test_freivalds_finds_rows_and_columns():
     assert seen["indices"] == [[5, 7], [9, 40]] and seen["share of NaN"] == 0.5
     with pytest.raises(ValueError, match=r"k=50, n=60 .* not exact in float64"):
         freivalds.wrong_rows(a * 2**20, b * 2**20, right, 3)
+
+
+def test_freivalds_sees_a_wrong_element_whatever_it_draws(monkeypatch):
+    monkeypatch.setattr(freivalds, "_CHOICES", 1)  # the least number that can be drawn, everywhere
+    assert freivalds.wrong_rows(torch.ones(2, 2), torch.ones(2, 2), torch.tensor([[2.0, 2.0], [2.0, 3.0]]), 0)[1]
+
+
+@pytest.mark.parametrize("spoil", [torch.zeros_like, lambda x: x + 0.5, lambda x: 2 * x, lambda x: x * torch.nan])
+def test_normal_numbers_are_spread_as_they_should_be(spoil):
+    judge = OPERATIONS["normal numbers"](ComputeCase("normal numbers", "float64", 32, 1), CPU).judge
+    drawn = torch.randn(1024, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert judge(drawn) == {}
+    assert judge(spoil(drawn))
+
+
+@pytest.mark.parametrize("size", [35, 49, 70])
+def test_counts_are_right_in_rows_of_any_length(size):
+    assert looked_at(ComputeCase("count", "int64", size, 1))[0].outcome == "passed"
+
+
+def test_digests_see_the_highest_bits():
+    one = torch.ones(8, dtype=torch.float64)
+    other = one.clone()
+    other[[2, 5]] *= -1
+    assert digest(one) != digest(other) and digests([one]).tolist() != digests([other]).tolist()
 
 
 def test_evidence_has_the_shape_of_what_is_wrong():

@@ -21,7 +21,7 @@ _EXACT = 2**53
 def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> torch.Tensor:
     """Return in which rows `c` differs from the product of `a` and `b`, in O(n²): bool, (m,).
 
-    It compares c·x with a·(b·x) for two vectors x of numbers drawn from [0, 1024). A row that is right is never called
+    It compares c·x with a·(b·x) for two vectors x of numbers drawn from [1, 1024]. A row that is right is never called
     wrong. A row with one wrong element is always found; one with more is missed with a probability of at most 1024^-2,
     about 10^-6: given all numbers of x but one, at most one value of that one hides the difference.
     (R. Freivalds, *Probabilistic machines can use less running time*, IFIP 1977.)
@@ -37,7 +37,7 @@ def wrong_rows(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, seed: int) -> 
         raise ValueError(
             f"wrong_rows: k={a.shape[1]}, n={b.shape[1]} and products up to {most:g} are not exact in float64"
         )
-    x = integers((b.shape[1], _VECTORS), 0, _CHOICES - 1, seed=seed, device=a.device, dtype=torch.float64)
+    x = integers((b.shape[1], _VECTORS), 1, _CHOICES, seed=seed, device=a.device, dtype=torch.float64)
     there = _times(a, _times(b, x))
     return (_times(c, x) != there).any(dim=1)
 

@@ -17,18 +17,23 @@ _FACTOR = 0x9E3779B1  # odd, and prime: any length below it is coprime to it
 
 def _ascending(case: ComputeCase, device: torch.device) -> torch.Tensor:
     """Return as many numbers as a matrix has in ascending order, of the dtype, all different where it has as many."""
+    return _numbers(case, torch.arange(case.size**2, device=device))
+
+
+def _numbers(case: ComputeCase, places: torch.Tensor) -> torch.Tensor:
+    """Return those of the ascending numbers that are at `places`."""
     count = case.size**2
     most = _LARGEST.get(case.dtype, 2**24)
     low = 0 if case.dtype == "uint8" else -min(most, count // 2)
     span = min(most, count + low - 1) - low + 1
-    return (torch.arange(count, device=device) * span // count + low).to(DTYPES[case.dtype])
+    return (places * span // count + low).to(DTYPES[case.dtype])
 
 
 def _permutation(case: ComputeCase, device: torch.device) -> torch.Tensor:
     """Return each of the numbers below that of elements once, in another order, by arithmetic alone: int64."""
     count = case.size**2
     start = case.seed * 7919 % count
-    return (torch.arange(count, device=device) * (_FACTOR % count | 0) + start) % count
+    return (torch.arange(count, device=device) * (_FACTOR % count) + start) % count
 
 
 def _mixed_up(case: ComputeCase, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,11 +72,7 @@ def _search(case: ComputeCase, device: torch.device) -> Prepared:
 def _gather(case: ComputeCase, device: torch.device) -> Prepared:
     ascending, permutation, _ = _mixed_up(case, device)
     # By arithmetic instead of another index: place p of the result holds number permutation[p].
-    most = _LARGEST.get(case.dtype, 2**24)
-    count = case.size**2
-    low = 0 if case.dtype == "uint8" else -min(most, count // 2)
-    span = min(most, count + low - 1) - low + 1
-    expected = (permutation * span // count + low).to(DTYPES[case.dtype])
+    expected = _numbers(case, permutation)
     return Prepared(lambda: torch.gather(ascending, 0, permutation), exactly(expected))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 
 from mgpu_check.checks.computing.prepared import DTYPES, Prepared, exactly, operation, seeded
@@ -98,8 +101,9 @@ def _count(case: ComputeCase, device: torch.device) -> Prepared:
     dtype = DTYPES[case.dtype]
     counts = integers((case.size,), 0, case.size, seed=seeded(case, 0), device=device)
     places = torch.arange(case.size, device=device)
-    # Not in front: at every seventh place and so on round the row, where 7 divides the size at its neighbours.
-    order = places * (7 if case.size % 7 else 5) % case.size
+    # Spread over the row: each place has another number, because the step and the size have no factor in common.
+    step = next(step for step in itertools.count(7) if math.gcd(step, case.size) == 1)
+    order = places * step % case.size
     matrix = ((order[None, :] < counts[:, None]).to(torch.int64) * (order % 100 + 1)).to(dtype)
     return Prepared(lambda: torch.count_nonzero(matrix, dim=1), exactly(counts))
 
