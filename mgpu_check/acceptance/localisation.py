@@ -111,20 +111,22 @@ class _Second:
         for gpu in pair:
             failing = [other for other in others if self._fails((gpu, other))]
             if others:
-                seen.append(f"GPU {gpu} {'fails' if failing else 'is right'} with GPU {_list(failing or others)}, too")
+                with_others = (
+                    f"fails with GPU {_list(failing)}, too" if failing else f"is right with GPU {_list(others)}"
+                )
+                seen.append(f"GPU {gpu} {with_others}")
         return seen
 
     def _permuted(self, group: tuple[int, ...]) -> str:
-        """Run with ranks in another order on the devices: does what the data point at follow the device or the rank?"""
-        here, there = self._fails(group), self._fails(group[::-1])
+        """Run with each rank on the next device: does what the data point at follow the device or the rank?"""
+        turned = (*group[1:], group[0])  # a reversal would leave a rank in the middle where it is
+        here, there = self._fails(group), self._fails(turned)
         devices = [{gpu for entry in failed for gpu in entry.suspects} for failed in (here, there)]
         if not all(devices):
             return ""
         if devices[0] & devices[1]:
             return _FOLLOWS_DEVICE
-        ranks = [
-            {order.index(gpu) for gpu in found} for order, found in zip((group, group[::-1]), devices, strict=True)
-        ]
+        ranks = [{order.index(gpu) for gpu in found} for order, found in zip((group, turned), devices, strict=True)]
         return _FOLLOWS_RANK if ranks[0] & ranks[1] else "follows neither the device nor the rank"
 
     def _arms(self, group: tuple[int, ...]) -> list[str]:

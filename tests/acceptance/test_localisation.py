@@ -113,6 +113,12 @@ def test_a_fault_that_follows_the_rank_is_software(count: int) -> None:
     assert look.follows_rank
 
 
+def test_a_fault_of_the_rank_in_the_middle_is_software() -> None:
+    parts, (look,), _ = looked(3, lambda gpus, _: 1 if len(gpus) == 3 else False)
+    assert parts == {Part("host", (0,))}
+    assert look.follows_rank
+
+
 def test_what_needs_the_direct_path_is_told_from_what_does_not() -> None:
     def direct(gpus: tuple[int, ...], environment: Mapping[str, str]) -> bool:
         return {0, 2} <= set(gpus) and "NCCL_P2P_DISABLE" not in environment
