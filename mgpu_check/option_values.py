@@ -6,7 +6,9 @@ import math
 import re
 
 __all__ = [
+    "ACCEPTANCE_SUFFIXES",
     "LEVELS",
+    "REPORT_SUFFIXES",
     "acceptance_reports",
     "duration",
     "file",
@@ -22,6 +24,7 @@ __all__ = [
 
 REPORT_SUFFIXES = (".md",)
 ACCEPTANCE_SUFFIXES = (".html", ".json", ".md", ".xml")
+"""What the name of a report of an acceptance ends in: a page, JSON, Markdown, JUnit."""
 
 LEVELS = ("quick", "standard", "long")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
+from mgpu_check.option_values import LEVELS
 
 __all__ = ["CHECKS", "Done", "account_of_work", "floors"]
 
@@ -53,7 +54,7 @@ def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | N
         memory_share: of the memory of each GPU, that was to be tested.
         soak: seconds of load that were asked for.
     """
-    place = ("quick", "standard", "long").index(level)
+    place = LEVELS.index(level)
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
     found: dict[str, dict[Subject, Work]] = {}
     for check, counts in _OPERATIONS.items():

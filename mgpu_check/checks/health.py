@@ -17,7 +17,7 @@ from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
-__all__ = ["allowed_growth", "examine_growth", "examine_health", "examine_troubles"]
+__all__ = ["THROTTLED", "allowed_growth", "examine_growth", "examine_health", "examine_troubles"]
 
 _CHECK = "health"
 
@@ -53,14 +53,14 @@ _ADVICE: dict[str, str] = {
 }
 """Counters that may not grow, or only slowly, and what to do."""
 
-_THROTTLED = {
+THROTTLED = {
     "hardware slowdown": _COOLING + "; look at power cables and supplies",
     "thermal (software)": _COOLING,
     "thermal (hardware)": _COOLING,
     "power brake": "look at the power supplies of the machine, and at what caps the power of the rack",
     "reliability": "look at the power supply of the GPU; if it stays, exchange the GPU",
 }
-"""Reasons for low clocks that are none in a machine that is well; its power limit is one."""
+"""Reasons for low clocks that a machine that is well does not have, and what to do; its power limit is none of them."""
 
 _SHARE = 0.01  # of the samples under load, and two at least: one may be of a moment
 _GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
@@ -276,7 +276,7 @@ def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observatio
         for sample in busy
         if isinstance(text := sample.values.get("throttle"), str)
         for reason in text.split(", ")
-        if reason in _THROTTLED
+        if reason in THROTTLED
     )
     found = []
     for reason, times in reasons.items():
@@ -284,7 +284,7 @@ def _throttling(gpu: int, samples: Sequence[TelemetrySample]) -> list[Observatio
             hottest = max((t for s in busy if isinstance(t := s.values.get("temperature"), int)), default=None)
             heat = "" if hottest is None else f"; it was {hottest} degrees Celsius at most"
             text = f"clocks were held down under load: {reason}, in {times} of {len(busy)} samples{heat}"
-            evidence = {"field": "throttle", "seen": reason, "samples": times, "advice": _THROTTLED[reason]}
+            evidence = {"field": "throttle", "seen": reason, "samples": times, "advice": THROTTLED[reason]}
             found.append(_of(gpu, "failed", text, "clocks under load", len(busy), evidence))
     return found
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from mgpu_check.acceptance.account import Account, Kind
 from mgpu_check.acceptance.report import text
-from mgpu_check.acceptance.report.files import SUFFIXES, check_paths, write
+from mgpu_check.acceptance.report.files import check_paths, write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
 from mgpu_check.cli.codes import INTERNAL_ERROR, RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
 __all__ = ["main"]
 
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         type=Path,
         metavar="FILE",
-        help=f"write a report of all nodes, by its suffix: {', '.join(SUFFIXES)}; can be given several times",
+        help=f"write a report of all nodes, by its suffix: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given several times",
     )
     try:
         given = parser.parse_args(list(argv))

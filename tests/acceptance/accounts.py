@@ -232,7 +232,7 @@ def bad() -> Account:
             changed = {
                 "temperature": 41 + min(47, 0.4 * sample.at),
                 "sm_clock": max(1190, 1980 - 5 * late),
-                "throttle": "hw_thermal_slowdown" if late else "",
+                "throttle": "thermal (hardware)" if late else "",
                 "pcie_replays": int(late // 20),
             }
             sample = replace(sample, values={**sample.values, **changed})

@@ -165,7 +165,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
 )
 def test_a_name_that_is_no_report_is_refused_before_a_run(name, words, tmp_path):
     (tmp_path / "directory.json").mkdir()
-    check_paths([tmp_path / "right.json", str(tmp_path / "right.xml")])
+    check_paths([tmp_path / "right.json", str(tmp_path / "right.XML")])
     with pytest.raises(ValueError, match=words):
         check_paths([tmp_path / "right.json", tmp_path / name])
     assert [path.name for path in tmp_path.iterdir()] == ["directory.json"]
@@ -346,7 +346,7 @@ def test_the_page_of_a_bad_node():
         '"bits": "0x7fc0"',
         "element 131072 is 28.0, not 36.0",
         "GPU 2: 12 GiB of 60 GiB were looked at",
-        "hw_thermal_slowdown",
+        "thermal (hardware)",
         "now 8 packets",
     ):
         assert words in text, words

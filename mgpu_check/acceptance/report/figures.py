@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mgpu_check import pages
 from mgpu_check.acceptance.account import CheckRun, Sample
+from mgpu_check.checks.health import THROTTLED
 
 __all__ = ["PANELS", "Grid", "Scale", "heat_map", "over_time", "reasons"]
 
@@ -18,8 +19,6 @@ _WIDTH = 880
 _PANEL, _STRIP, _GAP = 130, 17, 34  # heights: of a panel, of a row of checks, between panels
 _POINTS = 1200  # of longer curves every so many are drawn
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-_HARMLESS = ("idle", "application clocks", "sync boost", "display clocks", "power cap")
-"""Reasons for low clocks that are no sign of a defect: a GPU under full load is at its power cap."""
 
 PANELS = {"temperature": "°C", "power": "W", "sm_clock": "MHz"}
 """What is drawn over time, with its unit."""
@@ -218,9 +217,9 @@ def _throttled(axes: Any, by_gpu: Mapping[int, Sequence[Sample]], scale: float) 
 
 
 def reasons(sample: Sample) -> list[str]:
-    """Return the reasons for which clocks are held down, without those that are no sign of a defect."""
-    parts = str(sample.values.get("throttle") or "").split(",")
-    return [part.strip() for part in parts if part.strip() and part.strip() not in _HARMLESS]
+    """Return the reasons for which clocks are held down, of those that are a sign of a defect."""
+    parts = str(sample.values.get("throttle") or "").split(", ")
+    return [part for part in parts if part in THROTTLED]
 
 
 def _bars(axes: Any, checks: Sequence[CheckRun], end: float, scale: float) -> None:

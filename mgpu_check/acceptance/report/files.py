@@ -7,8 +7,9 @@ from pathlib import Path
 
 from mgpu_check import pages
 from mgpu_check.acceptance.account import Account
+from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
-__all__ = ["SUFFIXES", "check_paths", "check_place", "clear", "write"]
+__all__ = ["check_paths", "check_place", "clear", "write"]
 
 
 def _html(account: Account) -> str:
@@ -35,28 +36,22 @@ def _junit(account: Account) -> str:
     return render(account)
 
 
-_WRITERS: Mapping[str, Callable[[Account], str]] = {
-    ".html": _html,
-    ".json": _json,
-    ".md": _markdown,
-    ".xml": _junit,
-}
-
-SUFFIXES = tuple(_WRITERS)
-"""What a report's name ends in: a page, JSON, Markdown, JUnit."""
+_WRITERS: Mapping[str, Callable[[Account], str]] = dict(
+    zip(ACCEPTANCE_SUFFIXES, (_html, _json, _markdown, _junit), strict=True)
+)
 
 
 def check_paths(paths: Iterable[Path | str]) -> None:
     """Check, before a run, that reports can be written to these files.
 
     Raises:
-        ValueError: one cannot: its suffix is none of `SUFFIXES`, there is no such directory, nothing can be written there, or
+        ValueError: one cannot: its suffix is none of `option_values.ACCEPTANCE_SUFFIXES`, there is no such directory, nothing can be written there, or
             the extra that pages need is missing; names the file, and says what to do.
     """
     for path in map(Path, paths):
         _writer(path)
         check_place(path)
-        if path.suffix == ".html":
+        if path.suffix.lower() == ".html":
             pages.require(f"the report {path.name}")
 
 
@@ -88,7 +83,7 @@ def clear(paths: Iterable[Path | str]) -> None:
 
 
 def write(path: Path | str, account: Account) -> None:
-    """Write a report of `account` in the format of the suffix of `path`, one of `SUFFIXES`.
+    """Write a report of `account` in the format of the suffix of `path`, in capitals or not.
 
     The file is there whole or as it was: a report that fails leaves no half.
 
@@ -97,7 +92,7 @@ def write(path: Path | str, account: Account) -> None:
         OSError: the file cannot be written.
     """
     path = Path(path)
-    if path.suffix == ".html":
+    if path.suffix.lower() == ".html":
         pages.require(f"the report {path.name}")
     content = _writer(path)(account)
     begun = _begun(path)
@@ -113,6 +108,7 @@ def _begun(path: Path) -> Path:
 
 
 def _writer(path: Path) -> Callable[[Account], str]:
-    if path.suffix not in _WRITERS:
-        raise ValueError(f"{path} does not end in {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}; choose one of them")
-    return _WRITERS[path.suffix]
+    if path.suffix.lower() not in _WRITERS:
+        *some, last = ACCEPTANCE_SUFFIXES
+        raise ValueError(f"{path} does not end in {', '.join(some)} or {last}; choose one of them")
+    return _WRITERS[path.suffix.lower()]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from mgpu_check.acceptance.account import Account, Accusation, Gpu, Kind, Verdict
 from mgpu_check.acceptance.report.view import host_name
 from mgpu_check.devices.observations import Part, Subject
+from mgpu_check.option_values import LEVELS
 
 __all__ = ["merge"]
 
 _WORST: tuple[Kind, ...] = ("REJECTED", "INCONCLUSIVE", "ACCEPTED")
-_LEVELS = ("quick", "standard", "long")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def merge(named: Mapping[str, Account], command: str) -> Account:
         started=min(account.started for account in accounts),
         seconds=max(account.seconds for account in accounts),
         command=command,
-        level=min((account.level for account in accounts), key=lambda level: _LEVELS.index(level)),
+        level=min((account.level for account in accounts), key=lambda level: LEVELS.index(level)),
         verdict=verdict,
         verdicts={host: one for account in joined for host, one in account.verdicts.items()},
         hosts=tuple(host for account in joined for host in account.hosts),
