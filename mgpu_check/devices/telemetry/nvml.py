@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ class NvmlSource:
             if error.value == _TIMEOUT:
                 return []
             if error.value in _LOST:  # of one GPU: its thread tells which; others may still have events
+                time.sleep(seconds)  # the library has not waited
                 return []
             raise QueryError(str(error), error.value) from None
         if not data.eventType & nvml.nvmlEventTypeXidCriticalError:
