@@ -22,7 +22,7 @@ from typing import Any, get_args
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.comparison import UNUSABLE, Comparison, least_shortfall, models, same_memory
 from mgpu_check.acceptance.documents import Reader, read_document
-from mgpu_check.acceptance.robust import DEVIATIONS, shortfall
+from mgpu_check.acceptance.robust import DEVIATIONS, NORMAL, shortfall
 from mgpu_check.acceptance.skus import UNITS
 from mgpu_check.devices.observations import Measurement, SubjectKind
 
@@ -163,7 +163,7 @@ class Baseline:
                 "baseline", "unknown", why=f"{self.file} has no {measurement.quantity} of size {measurement.size}"
             )
         least = least_shortfall(measurement)
-        scatter = DEVIATIONS * 1.4826 * recorded.spread / recorded.value
+        scatter = DEVIATIONS * NORMAL * recorded.spread / recorded.value
         at_place = recorded.places.get(place)
         if at_place is None and (scatter > UNUSABLE or subject.kind == "group"):
             return Comparison(

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, Literal
 
 from mgpu_check.acceptance.account import Gpu
-from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, deviation, shortfall
+from mgpu_check.acceptance.robust import DEVIATIONS, LEAST_PEERS, NORMAL, deviation, shortfall
 from mgpu_check.devices.observations import Measurement, Outcome
 
 __all__ = [
@@ -117,7 +117,7 @@ def beside_peers(value: float, others: Sequence[float], unit: str, least: float,
     middle = median(others)
     scatter = max(deviation(others), noise)
     limit = max(least, DEVIATIONS * scatter / middle)
-    numbers = {"peers": len(others), "median": middle, "mad": deviation(others) / 1.4826, "noise": noise}
+    numbers = {"peers": len(others), "median": middle, "mad": deviation(others) / NORMAL, "noise": noise}
     missing = shortfall(value, middle, unit)
     if missing <= limit and limit > UNUSABLE and limit > least:
         why = f"values scatter by {scatter / middle:.0%} of their median: half the speed could be missing"

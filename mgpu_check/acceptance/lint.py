@@ -305,7 +305,7 @@ def _of_recorded(measurement: Recorded) -> Iterator[tuple[str, str]]:
 
 
 def _falling(measurements: Sequence[Recorded]) -> Iterator[str]:
-    """Bandwidth does not fall, and time does not either, as sizes grow."""
+    """Yield what falls as sizes grow: neither bandwidth nor time does, where it is measured rightly."""
     by_size: defaultdict[tuple[Any, ...], list[Recorded]] = defaultdict(list)
     for m in measurements:
         by_size[(m.subject, m.quantity, m.unit, len(next(iter(m.places), "").split(">")))].append(m)
@@ -320,7 +320,7 @@ def _falling(measurements: Sequence[Recorded]) -> Iterator[str]:
 
 
 def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterator[tuple[str, str]]:
-    """Was the node right that was recorded? Judge it as one that is to be accepted."""
+    """Judge the node that was recorded as one that is to be accepted, and yield what is wrong with it."""
     indices = sorted({index for m in measurements for index in _indices(m)})
     gpus = [Gpu(index, 0, index, entry.name, str(index), entry.memory) for index in indices]
     made = [

@@ -60,7 +60,7 @@ def judge(
         measurements: with numbers of GPUs in the run. Several of one subject, quantity and size are taken to be one after the
             other, and the later ones are compared with the first, too.
         gpus: all of the run.
-        baseline: as `mgpu_check.acceptance.baseline.read` gives it.
+        baseline: as `mgpu_check.acceptance.baseline.read_baseline` gives it.
         floors: default the table of this package.
         software: by host, version of "driver", "cuda", "nccl" and "torch"; a baseline counts for no other.
         links: class of the link from the first GPU to the second: only links of one class are compared. Where a pair lacks one,

@@ -30,13 +30,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-__all__ = ["DEVIATIONS", "LEAST_PEERS", "LinkClass", "deviation", "modes", "noise_of_median", "shortfall"]
+__all__ = ["DEVIATIONS", "LEAST_PEERS", "NORMAL", "LinkClass", "deviation", "modes", "noise_of_median", "shortfall"]
 
 DEVIATIONS = 8.0
 LEAST_PEERS = 2
 """Others that a value is compared with: of three, two are a majority; of two, nobody knows which one is right."""
 
-_NORMAL = 1.4826  # 1 / the upper quartile of the standard normal distribution
+NORMAL = 1.4826
+"""Standard deviations in a MAD of normal data: 1 / the upper quartile of the standard normal distribution."""
+
 _MEDIAN = 1.2533  # standard error of a median in standard errors of a mean: sqrt(pi / 2)
 # The mean MAD of so few normal values around their own median, in standard deviations (400000 draws each).
 _SMALL = {3: 0.454, 4: 0.530, 5: 0.553, 6: 0.586, 7: 0.592}
@@ -53,7 +55,7 @@ def deviation(values: Sequence[float]) -> float:
     if not values:
         return 0.0
     middle = median(values)
-    return _NORMAL * median(abs(value - middle) for value in values)
+    return NORMAL * median(abs(value - middle) for value in values)
 
 
 def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:
@@ -63,7 +65,7 @@ def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:
         spreads: of each subject the MAD of its repeats, and how many they were. All are taken to scatter alike.
     """
     errors = [
-        spread / _SMALL.get(repeats, 1 / _NORMAL) * _MEDIAN / math.sqrt(repeats)
+        spread / _SMALL.get(repeats, 1 / NORMAL) * _MEDIAN / math.sqrt(repeats)
         for spread, repeats in spreads
         if repeats > 2
     ]

@@ -12,7 +12,7 @@ from mgpu_check.acceptance.comparison import UNUSABLE, models
 from mgpu_check.acceptance.departures import departures
 from mgpu_check.acceptance.robust import DEVIATIONS, noise_of_median
 from mgpu_check.acceptance.training import DETERMINISTIC, largest
-from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
+from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
 from mgpu_check.specs.soak import Loaded, SoakCase
 from mgpu_check.specs.transformer import Trained, TransformerCase
 
@@ -190,12 +190,13 @@ def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> lis
         usual = median(others) if others else 0.0
         limit = max(_LOSS if len(others) > 1 else _LOSS_ALONE, noise[gpu])
         subject, evidence = Subject("gpu", (gpu,)), {"lost": share, "others": usual, "limit": limit}
-        outcome, seen = "passed", ""
+        outcome: Outcome = "passed"
+        seen = ""
         if share - max(0.0, usual) > limit:
             outcome, seen = "failed", f"became slower by {share:.0%} under load, the others by {max(0.0, usual):.0%}"
         elif share > max(_LOSS_ALONE, noise[gpu]):
             outcome, seen = "failed", f"became slower by {share:.0%} under load, as the others did"
-        found.append(Observation("soak", subject, outcome, seen, "last rounds beside the first", evidence=evidence))  # type: ignore[arg-type]
+        found.append(Observation("soak", subject, outcome, seen, "last rounds beside the first", evidence=evidence))
     return found
 
 
@@ -225,8 +226,8 @@ def _voted(alike: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:
 
 def _noted(gpu: int, one: Loaded, case: SoakCase, seen: str = "", evidence: Any = None) -> Observation:
     work = Work(one.bytes, len(one.steps), one.seconds)
-    outcome = "failed" if seen else "passed"
-    return Observation("soak", Subject("gpu", (gpu,)), outcome, seen, str(case), work, evidence or {})  # type: ignore[arg-type]
+    outcome: Outcome = "failed" if seen else "passed"
+    return Observation("soak", Subject("gpu", (gpu,)), outcome, seen, str(case), work, evidence or {})
 
 
 def _of_groups(loaded: Mapping[int, Loaded], case: SoakCase) -> list[Observation]:

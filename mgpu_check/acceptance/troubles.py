@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from mgpu_check.devices.observations import Observation, Subject
+from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.engine.failures import NODE, Account
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 
@@ -90,7 +90,7 @@ def _add(
     gpus: Sequence[int],
     seen: str,
     *,
-    outcome: str = "failed",
+    outcome: Outcome = "failed",
     lost: bool = False,
 ) -> None:
     if rank != NODE:
@@ -101,4 +101,4 @@ def _add(
     else:
         subjects = [Subject("gpu", (number,)) for number in gpus]
     for subject in subjects:
-        trouble.entries.append(Observation(check, subject, outcome, seen))  # type: ignore[arg-type]
+        trouble.entries.append(Observation(check, subject, outcome, seen))

@@ -1,4 +1,4 @@
-"""Does a device still answer?"""
+"""Whether a device still answers."""
 
 from __future__ import annotations
 

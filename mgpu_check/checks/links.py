@@ -103,7 +103,7 @@ def _examine(ways: Sequence[_Way], devices: Sequence[torch.device], case: Copies
             for copy in copies:
                 copy.check(names)
                 found[copy.way].append(copy)
-    return [_observation(way, copies, case, names) for way, copies in found.items()]
+    return [_observation(way, copies, case) for way, copies in found.items()]
 
 
 def _largest(free: int, case: Copies, copies: int) -> int:
@@ -220,7 +220,7 @@ class _Copy:
         return f"{count} of {of} bytes are wrong, from byte {at} on: {first.looks}"
 
 
-def _observation(way: _Way, copies: Sequence[_Copy], case: Copies, names: Mapping[int, str]) -> Observation:
+def _observation(way: _Way, copies: Sequence[_Copy], case: Copies) -> Observation:
     work = Work(bytes=sum(copy.size for copy in copies), operations=len(copies))
     wrong = [copy for copy in copies if copy.wrong]
     text = str(case)

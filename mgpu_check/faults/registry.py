@@ -67,9 +67,8 @@ def planted(name: str) -> Iterator[None]:
         ValueError: there is no fault of that name.
     """
     if name.startswith(HARDWARE):
-        from mgpu_check.faults.hardware.planting import (
-            hardware_planted,
-        )  # here: only simulated ranks need the simulator
+        # Here, because only simulated ranks need the simulator.
+        from mgpu_check.faults.hardware.planting import hardware_planted
 
         with hardware_planted(name.removeprefix(HARDWARE)):
             yield

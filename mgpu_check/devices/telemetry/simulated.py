@@ -11,7 +11,7 @@ from typing import Any
 from mgpu_check.devices.telemetry.fields import FIELDS, Value, peer_of
 from mgpu_check.devices.telemetry.source import Event, GpuLost, QueryError
 
-__all__ = ["PROFILE", "Override", "SimulatedSource", "SimulatedTelemetry"]
+__all__ = ["LAG", "PROFILE", "Override", "SimulatedSource", "SimulatedTelemetry"]
 
 PROFILE: Mapping[str, Value] = {
     "name": "SIMULATED",

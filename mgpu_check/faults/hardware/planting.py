@@ -12,7 +12,7 @@ __all__ = ["hardware_planted"]
 
 
 def hardware_planted(text: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which the simulated node of this process has the hardware that `registry.in_words` describes.
+    """Return a context in which the simulated node of this process has the hardware that `registry.hardware_text` describes.
 
     What the hardware counts, and its time, go on from one context to the next.
 

@@ -74,7 +74,7 @@ class Planted:
     """A fault with its parameters.
 
     Attributes:
-        text: as a user names it: ``copies-zeros:device=0,peer=2,above=2097152``.
+        text: as a user names it: ``copy-zeros:device=0,peer=2,above=2097152``.
     """
 
     fault: HardwareFault
