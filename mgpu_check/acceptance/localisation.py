@@ -110,11 +110,10 @@ class _Second:
         seen = []
         for gpu in pair:
             failing = [other for other in others if self._fails((gpu, other))]
-            if others:
-                with_others = (
-                    f"fails with GPU {_list(failing)}, too" if failing else f"is right with GPU {_list(others)}"
-                )
-                seen.append(f"GPU {gpu} {with_others}")
+            if failing:
+                seen.append(f"GPU {gpu} fails with GPU {_list(failing)}, too")
+            elif others:
+                seen.append(f"GPU {gpu} is right with GPU {_list(others)}")
         return seen
 
     def _permuted(self, group: tuple[int, ...]) -> str:
@@ -146,4 +145,4 @@ _FOLLOWS_RANK = "follows the rank, whatever device it has"
 
 
 def _list(gpus: Sequence[int]) -> str:
-    return ", ".join(map(str, gpus))
+    return " and ".join(filter(None, (", ".join(map(str, gpus[:-1])), str(gpus[-1]))))
