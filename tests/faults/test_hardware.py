@@ -250,7 +250,7 @@ def test_what_a_user_plants_is_read_with_its_parameters():
     for text, said in (
         ("copy-large:size=3", "'size=3' is no parameter of it; choose from device, peer, above"),
         ("copy-large:device=two", "device='two' is no number; its default is 0"),
-        ("rust", "'rust' is no fault of hardware; choose one of all-gather-swapped"),
+        ("rust", "'rust' is no fault of hardware; .*mgpu-check accept --plant=list lists all"),
     ):
         with pytest.raises(ValueError, match=said):
             planted_from(text)

@@ -110,7 +110,7 @@ def zeros(path: Path) -> None:
 
 
 def long(path: Path) -> None:
-    path.write_bytes(os.urandom(1 << 20))
+    path.write_bytes(b" " + os.urandom(1 << 20))  # what is stripped makes it no shorter
 
 
 def of_another_user(path: Path) -> None:

@@ -141,10 +141,11 @@ def _read(path: Path) -> bytes:
                 f"the key file {path} is open to others (mode {_mode(found)}), who may know it; remove it, and the next run "
                 "makes another, or copy a new one to all hosts, with mode 600"
             )
-        content = os.read(fd, _LONGEST + 1).strip()
+        raw = os.read(fd, _LONGEST + 2)  # a newline may follow, and nothing else
     finally:
         os.close(fd)
-    if not _SHORTEST <= len(content) <= _LONGEST or len(set(content)) < _FEWEST:
+    content = raw.strip()
+    if len(raw) > _LONGEST + 1 or not _SHORTEST <= len(content) <= _LONGEST or len(set(content)) < _FEWEST:
         raise UnusableKey(
             f"the key file {path} holds no key: it needs {_SHORTEST} to {_LONGEST} random bytes, or as many characters; "
             "remove it, and the next run makes another, or make it by: (umask 077; openssl rand -hex 32 > FILE)"
