@@ -52,6 +52,10 @@ class Plan:
             planted = tuple(planted_from(text) for text in settings.accept_plant)
             for one in planted:
                 _check_places(one, settings.gpus or 0)
+                if one.fault.defect is not None and settings.simulate != "cpu":
+                    raise ValueError(
+                        f"{one.text}: hardware is simulated on the CPU only, not on {settings.simulate}; give --simulate"
+                    )
             option = "accept_baseline"
             baseline = read_baseline(Path(settings.accept_baseline)) if settings.accept_baseline else None
             option = "accept_report"

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mgpu_check.devices.observations import Observation, Outcome, Subject
-from mgpu_check.engine.failures import NODE, Account
+from mgpu_check.engine.failures import NODE, Account, Who
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 
 __all__ = ["Trouble", "observations_of"]
 
-_OF_DEVICES = ("AcceleratorError", "DistBackendError", "DeferredCudaCallError")
+_ALONE = ("inventory", "memory", "compute", "health", "performance")
+"""Checks in which no rank waits for another, or has anything from it."""
+
+_OF_GROUPS = "DistBackendError"
+_OF_DEVICES = ("AcceleratorError", _OF_GROUPS, "DeferredCudaCallError")
 """Errors of torch that say that a device, or the communication between devices, has failed."""
 
 _REFUSALS = ("DeviceRefused", *_OF_DEVICES)
@@ -45,24 +49,23 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
     if not isinstance(error, (RankFailure, RankHang)) or not isinstance(account, Account):
         return None
     what = what.strip("_").replace("_", " ")
+    # Who waits for others, or dies of what others have sent, is not known from here: whoever calls asks each GPU by itself.
+    alone = len(gpus) == 1 or check in _ALONE
     for rank, died in account.died.items():
-        _add(trouble, check, rank, gpus, f"its process died in {what}: {died.cause}", lost=True)
+        whose = "its process" if alone else Who(len(gpus))([rank])
+        _add(trouble, check, rank if alone else NODE, gpus, f"{whose} died in {what}: {died.cause}", lost=alone)
     for rank, raised in account.raised.items():
         failure = raised.failure
-        if failure.type.rpartition(".")[2] in _OF_DEVICES:
-            _add(
-                trouble,
-                check,
-                rank,
-                gpus,
-                f"{what} raised {failure.headline}",
-                lost=failure.type.endswith("AcceleratorError"),
-            )
+        kind = failure.type.rpartition(".")[2]
+        if kind in _OF_DEVICES:
+            mine = alone or kind != _OF_GROUPS
+            seen = f"{what} raised {failure.headline}"
+            _add(trouble, check, rank if mine else NODE, gpus, seen, lost=kind == "AcceleratorError")
         else:
             _add(trouble, check, rank, gpus, f"{what} could not run: {failure.headline}", outcome="unknown")
     if account.hung is not None:
-        for rank in _culprits(account):
-            _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", lost=True)
+        for rank in account.interrupted if alone else [NODE]:
+            _add(trouble, check, rank, gpus, f"{what} did not end within {account.hung:g} s", lost=alone)
     if not trouble.entries:
         _add(trouble, check, NODE, gpus, f"{what} could not run: {str(error).splitlines()[0]}", outcome="unknown")
     return trouble
@@ -74,13 +77,6 @@ def _refused(trouble: Trouble, check: str, error: StartupFailure, gpus: Sequence
     for rank in error.ranks or [NODE]:
         wrong = error.cause in _REFUSALS and rank != NODE
         _add(trouble, check, rank, gpus, seen, outcome="failed" if wrong else "unknown", lost=wrong)
-
-
-def _culprits(account: Account) -> list[int]:
-    """Return the ranks that hang by themselves: those that wait in a collective wait for others."""
-    waiting = {rank for rank, record in account.records.items() if record.current is not None}
-    alone = [rank for rank in account.interrupted if rank not in waiting]
-    return alone or list(account.interrupted)
 
 
 def _add(

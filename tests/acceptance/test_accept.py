@@ -37,6 +37,7 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
             "device=2 is none of the GPUs of this run, 0 to 1; choose one of them",
         ),
         ({"accept_plant": ["copy-zeros:device=1,peer=1"]}, "device and peer are one GPU; choose two"),
+        ({"accept_plant": ["slow-gpu"], "simulate": "cuda:0"}, "hardware is simulated on the CPU only, not on cuda:0"),
         ({"accept_baseline": "/none.json"}, "--baseline: /none.json cannot be read"),
         ({"accept_record_baseline": "/no/such/b.json"}, "--record-baseline: there is no directory /no/such"),
     ],
