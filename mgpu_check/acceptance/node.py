@@ -12,7 +12,7 @@ from mgpu_check.acceptance.troubles import observations_of
 from mgpu_check.checks.answering import answers
 from mgpu_check.devices.observations import Entry, Measurement, Observation
 from mgpu_check.devices.telemetry.values import Snapshot
-from mgpu_check.errors import StartupFailure
+from mgpu_check.errors import RankHang, StartupFailure
 
 if TYPE_CHECKING:
     from mgpu_check.acceptance.account import Gpu, Host
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
 
 __all__ = ["Boundary", "Node"]
+
+_HURRY = 4
 
 _PROBE = 10.0
 """Seconds that a GPU has for one addition."""
@@ -70,6 +72,7 @@ class Node:
         self.telemetry = telemetry
         self.boundaries: list[Boundary] = []
         self._probing = False
+        self._hung: set[str] = set()
         self._pool = pool
         self._ledger = ledger
 
@@ -131,7 +134,7 @@ class Node:
 
         def call() -> list[Any]:
             return self._pool.run(
-                fn, *args, devices=chosen, environment=environment, timeout=timeout or seconds_for_a_call()
+                fn, *args, devices=chosen, environment=environment, timeout=timeout or self._patience(check)
             )
 
         again = Call(check, fn, args, tuple(chosen), timeout, environment or {})
@@ -202,6 +205,8 @@ class Node:
             self._ledger.note(found.entries)
             self.lost |= found.lost
             wrong = isinstance(error, StartupFailure) or any(entry.outcome == "failed" for entry in found.entries)
+            if isinstance(error, RankHang):
+                self._hung.add(check)
             if wrong and not self._probing:
                 self._probe(check)
             return []
@@ -209,6 +214,10 @@ class Node:
         for result in translated:
             self._ledger.note(_entries(result), again)
         return translated
+
+    def _patience(self, check: str) -> float:
+        """Return the seconds of a call: fewer, once one of this check has hung, because others hang for the same reason."""
+        return seconds_for_a_call() / (_HURRY if check in self._hung else 1)
 
     def _probe(self, check: str) -> None:
         """Look which GPUs still answer, each alone: an error that several share says little of each."""
