@@ -22,8 +22,9 @@ from mgpu_check.acceptance.documents import read_document
 from mgpu_check.acceptance.performance import judge
 from mgpu_check.acceptance.skus import Floor, Floors, Sku, floors_from, packaged_floors
 from mgpu_check.devices.observations import Measurement, Subject
+from mgpu_check.devices.pcie import TRANSFERS, bytes_per_second
 
-__all__ = ["Remark", "lint", "lint_baseline", "lint_floors", "pcie_rate"]
+__all__ = ["Remark", "lint", "lint_baseline", "lint_floors"]
 
 _SCALES: Mapping[str, tuple[float, float]] = {
     "memory bandwidth": (1e11, 3e13),  # from an old laptop's GDDR to three times HBM3e
@@ -32,16 +33,6 @@ _SCALES: Mapping[str, tuple[float, float]] = {
     "s": (1e-7, 1.0),  # from one instruction to a link that nobody can use
 }
 """Lowest and highest value that is plausible, by what a quantity ends with, begins with, or its unit."""
-
-_PCIE = {
-    1: 0.25e9,
-    2: 0.5e9,
-    3: 8e9 / 8 * 128 / 130,
-    4: 16e9 / 8 * 128 / 130,
-    5: 32e9 / 8 * 128 / 130,
-    6: 64e9 / 8 * 242 / 256,
-}
-"""Bytes per second of data on one lane, in one direction, by generation (PCI Express Base Specification)."""
 
 _VACUOUS = {"B/s": 0.5, "FLOP/s": 0.2, "s": 0.2}
 """Share of the data sheet below which a floor finds nothing: half the bandwidth is a link at half its width; a fifth of the
@@ -67,11 +58,6 @@ class Remark:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.at}: {self.text} [{self.rule}]"
-
-
-def pcie_rate(generation: int, width: int) -> float:
-    """Return the bytes per second that a PCIe link carries in one direction, before the overhead of packets."""
-    return _PCIE[generation] * width
 
 
 def lint(path: Path) -> list[Remark]:
@@ -152,8 +138,8 @@ def _of_sku(sku: Sku, table: Floors) -> Iterator[tuple[str, str]]:
             yield "twice", f"{quantity} of a {kind} stands {count} times; only the first counts"
     if sku.pcie is not None:
         generation, width = sku.pcie
-        if generation not in _PCIE:
-            yield "generation", f"PCIe generation is {generation}; give one of {', '.join(map(str, _PCIE))}"
+        if generation not in TRANSFERS:
+            yield "generation", f"PCIe generation is {generation}; give one of {', '.join(map(str, TRANSFERS))}"
         if width not in _WIDTHS:
             yield "width", f"PCIe width is {width}; give one of {', '.join(map(str, _WIDTHS))}"
         if sku.pcie_source not in table.sources:
@@ -219,10 +205,10 @@ def _against_known(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, 
 
 def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[str, str]]:
     """Look whether a link of the host that was trained one generation lower, or at half its width, misses the floor."""
-    if floor.subject not in ("upload", "download") or sku.pcie is None or sku.pcie[0] not in _PCIE:
+    if floor.subject not in ("upload", "download") or sku.pcie is None or sku.pcie[0] not in TRANSFERS:
         return
     generation, width = sku.pcie
-    rate = pcie_rate(generation, width)
+    rate = bytes_per_second(generation, width)
     if floor.data_sheet > 1.02 * rate:
         yield (
             "scale",
@@ -231,13 +217,16 @@ def _against_generation(floor: Floor, sku: Sku, least: float) -> Iterator[tuple[
                 "in one direction; vendors give both directions together"
             ),
         )
-    below = max(pcie_rate(generation - 1, width) if generation > 1 else 0.0, rate / 2)
+    # Each generation is twice as fast as the one before, or a little less: half the width is never faster.
+    below, worse = rate / 2, f"Gen{generation} x{width / 2:g}"
+    if generation > 1:
+        below, worse = bytes_per_second(generation - 1, width), f"Gen{generation - 1} x{width}"
     if least <= below:
         yield (
             "generation",
             (
-                f"the floor is {amount(least, 'B/s')}, and PCIe Gen{generation - 1} x{width} gives {amount(below, 'B/s')}: "
-                "a link that was trained one generation lower passes"
+                f"the floor is {amount(least, 'B/s')}, and PCIe {worse} gives {amount(below, 'B/s')}: "
+                "a link that was trained below passes"
             ),
         )
 

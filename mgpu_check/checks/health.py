@@ -14,6 +14,7 @@ from typing import Any
 from mgpu_check.checks.inventory import is_under_load
 from mgpu_check.checks.xids import CONSEQUENCES, advice_on, meaning_of
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
+from mgpu_check.devices.pcie import TRANSFERS
 from mgpu_check.devices.telemetry.fields import Value, field_of, names, peer_of
 from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Trouble
 
@@ -63,7 +64,6 @@ THROTTLED = {
 """Reasons for low clocks that a machine that is well does not have, and what to do; its power limit is none of them."""
 
 _SHARE = 0.01  # of the samples under load, and two at least: one may be of a moment
-_GENERATIONS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 _BIT_ERRORS = 1e-12  # that PCIe allows for each bit and lane
 _CORRECTED = 10  # DCGM's DCGM_LIMIT_MAX_SBE_RATE
 _CRC_PER_SECOND = 100  # DCGM's DCGM_LIMIT_MAX_NVLINK_CRC_ERROR
@@ -80,9 +80,10 @@ def allowed_growth(counter: str, seconds: float, gauges: Mapping[str, Value | No
     """
     if counter == "pcie_replays":
         generation, width = gauges.get("pcie_generation"), gauges.get("pcie_width")
-        gigabits = _GENERATIONS.get(generation, 64.0) if isinstance(generation, int) else 64.0
+        fastest = max(TRANSFERS.values())
+        transfers = TRANSFERS.get(generation, fastest) if isinstance(generation, int) else fastest
         lanes = width if isinstance(width, int) else 16
-        expected = _BIT_ERRORS * gigabits * 1e9 * lanes * seconds
+        expected = _BIT_ERRORS * transfers * lanes * seconds
         return math.ceil(expected + 6 * math.sqrt(expected))
     if counter == "nvlink_crc":
         return _CRC_PER_SECOND * max(1.0, seconds)
