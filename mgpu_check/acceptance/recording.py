@@ -25,7 +25,7 @@ from mgpu_check.acceptance.baseline import (
     read_baseline,
 )
 from mgpu_check.acceptance.comparison import models, useless
-from mgpu_check.devices.observations import Measurement
+from mgpu_check.devices.observations import Measurement, median_and_spread
 from mgpu_check.devices.telemetry.fields import names, pair_field
 
 __all__ = ["entries_of", "record", "write"]
@@ -87,8 +87,7 @@ def _recorded(measurements: Sequence[Measurement], gpus: Mapping[int, Gpu]) -> t
     found = []
     for (kind, quantity, unit, size, _), group in sorted(groups.items()):
         values = [m.value for m in group]
-        middle = median(values)
-        spread = median(abs(value - middle) for value in values)
+        middle, spread = median_and_spread(values)
         places: defaultdict[str, list[float]] = defaultdict(list)
         for m in group:
             places[place_of(m, gpus)].append(m.value)

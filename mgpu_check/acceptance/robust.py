@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from mgpu_check.devices.observations import median_and_spread
+
 __all__ = ["DEVIATIONS", "LEAST_PEERS", "NORMAL", "LinkClass", "deviation", "modes", "noise_of_median", "shortfall"]
 
 DEVIATIONS = 8.0
@@ -54,8 +56,7 @@ def deviation(values: Sequence[float]) -> float:
     """Return the standard deviation of `values` as their MAD estimates it. 0 for none."""
     if not values:
         return 0.0
-    middle = median(values)
-    return NORMAL * median(abs(value - middle) for value in values)
+    return NORMAL * median_and_spread(values)[1]
 
 
 def noise_of_median(spreads: Iterable[tuple[float, int]]) -> float:

@@ -12,7 +12,7 @@ from mgpu_check.acceptance.comparison import UNUSABLE, models
 from mgpu_check.acceptance.departures import departures
 from mgpu_check.acceptance.robust import DEVIATIONS, noise_of_median
 from mgpu_check.acceptance.training import DETERMINISTIC, largest
-from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work
+from mgpu_check.devices.observations import Measurement, Observation, Outcome, Subject, Work, median_and_spread
 from mgpu_check.specs.soak import Loaded, SoakCase
 from mgpu_check.specs.transformer import Trained, TransformerCase
 
@@ -163,8 +163,7 @@ def _rate(one: Loaded) -> list[Rate]:
     if not laps or min(laps) <= 0:
         return []
     rates = [one.trained.case.flops / lap for lap in laps]
-    middle = median(rates)
-    return [Rate(middle, median(abs(rate - middle) for rate in rates), len(rates))]
+    return [Rate(*median_and_spread(rates), len(rates))]
 
 
 def slower(rates: Mapping[int, Sequence[Rate]], model: Mapping[int, Any]) -> list[Observation]:

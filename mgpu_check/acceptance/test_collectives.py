@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mgpu_check.acceptance.levels import drawn
-from mgpu_check.devices.observations import Measurement, Subject
+from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
 from mgpu_check.settings import active
 
 if TYPE_CHECKING:
@@ -151,9 +151,7 @@ def test_speed_of_collectives(node: Node) -> None:
         times = [statistics.fmean(times) for times in zip(*(seen[number] for seen in results), strict=True)]
         if not times or min(times) <= 0:
             continue
-        middle = statistics.median(times)
-        speed = case.bytes / middle
-        spread = statistics.median(abs(case.bytes / time - speed) for time in times)
+        speed, spread = median_and_spread([case.bytes / time for time in times])
         factor = bus_factor(case.operation, len(numbers))
         for name, times_faster in (("algorithm", 1.0), ("bus", factor)):
             quantity = f"{case.operation} {name} bandwidth"

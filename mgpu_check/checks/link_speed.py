@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from mgpu_check.devices.observations import Entry, Measurement, Subject
+from mgpu_check.devices.observations import Entry, Measurement, Subject, median_and_spread
 
-__all__ = ["measure_copies", "median_of", "seconds_of"]
+__all__ = ["measure_copies", "seconds_of"]
 
 _WARM_UP = 2
 _LATENCY_BYTES = 16
@@ -37,12 +36,6 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *
         return [begin.elapsed_time(end) / 1000 / inner for begin, end in events]
 
 
-def median_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median of `values`, and the median of their distances from it."""
-    middle = statistics.median(values)
-    return middle, statistics.median(abs(value - middle) for value in values)
-
-
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[Entry]:
     """Measure copies of `size` bytes between all ordered pairs, from the host and to it; and how long the smallest takes."""
     found: list[Entry] = []
@@ -55,7 +48,7 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
             times = seconds_of(lambda into=into, out=out: into.copy_(out, non_blocking=True), clock, repeats)  # type: ignore[misc]
             if min(times) <= 0:
                 continue  # below what the clock can tell
-            value, spread = median_of([count / time for time in times] if unit == "B/s" else times)
+            value, spread = median_and_spread([count / time for time in times] if unit == "B/s" else times)
             found.append(Measurement("links", subject, quantity, unit, value, repeats, count, spread))  # type: ignore[arg-type]
     return found
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
-from mgpu_check.devices.observations import Measurement, Subject
+from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
 
 __all__ = ["Stopwatch", "measured"]
 
@@ -54,6 +53,5 @@ def measured(
     if not laps or min(laps) <= 0:
         return []
     rates = [amount / lap for lap in laps]
-    value = statistics.median(rates)
-    spread = statistics.median(abs(rate - value) for rate in rates)
+    value, spread = median_and_spread(rates)
     return [Measurement(check, subject, quantity, unit, value, len(rates), size, spread)]

@@ -6,11 +6,22 @@ In a process that runs a check, a GPU is its position there: the index in its de
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-__all__ = ["Entry", "Measurement", "Observation", "Outcome", "Part", "Subject", "SubjectKind", "Work"]
+__all__ = [
+    "Entry",
+    "Measurement",
+    "Observation",
+    "Outcome",
+    "Part",
+    "Subject",
+    "SubjectKind",
+    "Work",
+    "median_and_spread",
+]
 
 Outcome = Literal["passed", "failed", "skipped", "unknown"]
 """Skipped: the device does not have what the check is about. Unknown: nobody knows whether it is right."""
@@ -146,7 +157,8 @@ class Measurement(Entry):
         value: the median of `repeats`.
         repeats: how often it was measured.
         size: bytes, or elements along a side, with which it was measured: values of one size are compared.
-        spread: median absolute deviation of the repeats from `value`, in `unit`; None where it was not kept.
+        spread: median absolute deviation of the repeats from `value`, in `unit`; None where it was not kept. See
+            `median_and_spread`.
     """
 
     quantity: str
@@ -155,3 +167,9 @@ class Measurement(Entry):
     repeats: int
     size: int
     spread: float | None = None
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return the median of `values`, at least one, and the median of their absolute deviations from it."""
+    middle = statistics.median(values)
+    return middle, statistics.median(abs(value - middle) for value in values)
