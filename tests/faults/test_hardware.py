@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mgpu_check.devices.observations import Part
-from mgpu_check.faults.hardware.registry import all_hardware_faults, hardware_text, planted_from
+from mgpu_check.faults.hardware.defects.collectives import FAMILIES
+from mgpu_check.faults.hardware.registry import CHOICES, all_hardware_faults, hardware_text, planted_from
 from mgpu_check.faults.registry import planted
 from mgpu_check.simulated import simulated_node
 
@@ -249,8 +250,18 @@ def test_what_a_user_plants_is_read_with_its_parameters():
     assert (found.parameters["above"], found.parts) == (100, (Part("link", (3, 1)),))
     for text, said in (
         ("copy-large:size=3", "'size=3' is no parameter of it; choose from device, peer, above"),
+        ("copy-by-kernel:path=air", "path='air' means nothing; choose from any, engine, kernel"),
         ("copy-large:device=two", "device='two' is no number; its default is 0"),
-        ("rust", "'rust' is no fault of hardware; .*mgpu-check accept --plant=list lists all"),
+        ("rust", r"'rust' is no fault of hardware; .*mgpu-check accept --plant=list lists all \d+"),
+        ("copy-zero", "'copy-zero' is no fault of hardware; did you mean copy-zeros"),
     ):
         with pytest.raises(ValueError, match=said):
             planted_from(text)
+
+
+def test_words_that_parameters_can_be_are_those_that_defects_know():
+    assert set(CHOICES["operation"]) == {"any", *FAMILIES}
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in CHOICES["dtype"] if name != "any")
+    for name, fault in all_hardware_faults().items():
+        for key, value in fault.defaults.items():
+            assert not isinstance(value, str) or value in CHOICES[key], (name, key)

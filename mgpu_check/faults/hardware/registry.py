@@ -11,17 +11,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.devices.observations import Part
+from mgpu_check.devices.telemetry.fields import FIELDS
 from mgpu_check.devices.telemetry.simulated import Override
 
 if TYPE_CHECKING:
     from mgpu_check.simulated.hardware import Defect
 
 __all__ = [
+    "CHOICES",
     "HARDWARE",
+    "MEMORY",
     "MODULES",
+    "PATTERNS",
     "HardwareFault",
-    "Override",
+    "Parameters",
     "Planted",
+    "Value",
     "all_hardware_faults",
     "gpu",
     "hardware_fault",
@@ -40,6 +45,22 @@ MEMORY = 16 << 20
 
 MODULES = ("memory", "compute", "copies", "collectives", "speed", "telemetry")
 """`mgpu_check.faults.hardware.<module>` holds the faults of each theme."""
+
+PATTERNS = ("bit", "low-bit", "bits", "lane", "nan", "tile", "swap")
+"""What wrong elements look like; see `defects.chance`."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "path": ("any", "engine", "kernel"),
+    "memory": ("any", "pinned", "pageable"),
+    "operation": ("any", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all"),
+    "pattern": PATTERNS,
+    "dtype": (
+        *("any", "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint8", "bool"),
+    ),
+    "field": tuple(FIELDS),
+}
+"""Parameters that are words -> those that mean something; with another one, nothing would ever be wrong."""
 
 Value = int | float | str
 Parameters = Mapping[str, Value]
@@ -176,6 +197,8 @@ def hardware_text(faults: Sequence[Planted], memory: int = MEMORY, started: floa
 
 def _value(name: str, key: str, text: str, default: Value) -> Value:
     if isinstance(default, str):
+        if text not in CHOICES[key]:
+            raise ValueError(f"{name}: {key}={text!r} means nothing; choose from {', '.join(CHOICES[key])}")
         return text
     if not re.fullmatch(r"-?\d+(\.\d*)?([eE][-+]?\d+)?", text):
         raise ValueError(f"{name}: {key}={text!r} is no number; its default is {default}")

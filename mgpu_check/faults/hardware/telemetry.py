@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from mgpu_check.devices.telemetry.simulated import Override
 from mgpu_check.faults.hardware.registry import (
     HardwareFault,
-    Override,
     Parameters,
     Value,
     gpu,

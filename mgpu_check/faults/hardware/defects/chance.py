@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.faults.hardware.registry import Parameters
+from mgpu_check.faults.hardware.registry import PATTERNS, Parameters
 
-__all__ = ["PATTERNS", "Chance", "Pattern", "dtype_matches"]
+__all__ = ["SPOIL", "Chance", "Pattern", "dtype_matches"]
 
 _WARP = 32
 _TILE = 16
@@ -51,41 +51,41 @@ def _one_of(elements: torch.Tensor, chosen: random.Random) -> torch.Tensor:
 
 
 def _bit(elements: torch.Tensor, chosen: random.Random) -> None:
-    """One bit of one element."""
+    """Invert one bit of one element."""
     _invert(_one_of(elements, chosen), chosen.randrange(64))
 
 
 def _low_bit(elements: torch.Tensor, chosen: random.Random) -> None:
-    """The lowest bit of one element."""
+    """Invert the lowest bit of one element."""
     _invert(_one_of(elements, chosen), 0)
 
 
 def _bits(elements: torch.Tensor, chosen: random.Random) -> None:
-    """Three bits of one element."""
+    """Invert three bits of one element."""
     one = _one_of(elements, chosen)
     for bit in chosen.sample(range(8 * elements.itemsize - 1), 3):
         _invert(one, bit)
 
 
 def _lane(elements: torch.Tensor, chosen: random.Random) -> None:
-    """One bit of one lane of each warp."""
+    """Invert one bit of one lane of each warp."""
     lane = chosen.randrange(min(_WARP, elements.numel()))
     _invert(elements[lane::_WARP], -chosen.randrange(2, 7))
 
 
 def _not_finite(elements: torch.Tensor, chosen: random.Random) -> None:
-    """All bits of one element but its sign: NaN in each floating dtype."""
+    """Set all bits of one element but its sign: NaN in each floating dtype."""
     _one_of(elements, chosen).fill_(torch.iinfo(elements.dtype).max)
 
 
 def _tile(elements: torch.Tensor, chosen: random.Random) -> None:
-    """A run of elements, as one row of a tile has."""
+    """Invert one bit of each of a run of elements, as one row of a tile has."""
     start = chosen.randrange(max(elements.numel() - _TILE, 1))
     _invert(elements[start : start + _TILE], -chosen.randrange(2, 7))
 
 
 def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
-    """The first element, and the last, in each other's place; where there is one, or they are equal, one bit."""
+    """Exchange the first element and the last; where there is one, or they are equal, invert one bit."""
     first, last = elements[0].item(), elements[-1].item()
     if first == last:
         _bit(elements, chosen)
@@ -93,12 +93,5 @@ def _swap(elements: torch.Tensor, chosen: random.Random) -> None:
         elements[0], elements[-1] = last, first
 
 
-PATTERNS: dict[str, Pattern] = {
-    "bit": _bit,
-    "low-bit": _low_bit,
-    "bits": _bits,
-    "lane": _lane,
-    "nan": _not_finite,
-    "tile": _tile,
-    "swap": _swap,
-}
+SPOIL: dict[str, Pattern] = dict(zip(PATTERNS, (_bit, _low_bit, _bits, _lane, _not_finite, _tile, _swap), strict=True))
+"""By the names of `registry.PATTERNS`."""

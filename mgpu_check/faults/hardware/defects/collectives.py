@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mgpu_check.faults.hardware.defects.chance import PATTERNS, Chance, dtype_matches
+from mgpu_check.faults.hardware.defects.chance import SPOIL, Chance, dtype_matches
 from mgpu_check.faults.hardware.registry import Parameters
 from mgpu_check.simulated.hardware import Collective, Defect, cells
 
@@ -29,9 +29,10 @@ class WrongCollective(Defect):
 
     def __init__(self, parameters: Parameters, pattern: str = "bits") -> None:
         self._parameters = parameters
-        self._names = FAMILIES.get(str(parameters.get("operation", "any")), _ALL)
+        operation = str(parameters.get("operation", "any"))
+        self._names = _ALL if operation == "any" else FAMILIES[operation]
         self._chance = Chance(parameters)
-        self._pattern = PATTERNS[pattern]
+        self._pattern = SPOIL[pattern]
 
     def reduced(self, collective: Collective) -> None:
         given = self._parameters

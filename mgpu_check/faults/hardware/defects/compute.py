@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mgpu_check.faults.hardware.defects.chance import PATTERNS, Chance, dtype_matches
+from mgpu_check.faults.hardware.defects.chance import SPOIL, Chance, dtype_matches
 from mgpu_check.faults.hardware.registry import Parameters
 from mgpu_check.simulated.hardware import Defect, Operation, cells
 
@@ -27,7 +27,7 @@ class Unit(Defect):
         self._operations = frozenset(operations)
         self._tf32 = tf32
         self._chance = Chance(parameters)
-        self._pattern = PATTERNS[str(parameters.get("pattern", "bits"))]
+        self._pattern = SPOIL[str(parameters.get("pattern", "bits"))]
 
     def operated(self, operation: Operation) -> None:
         given = self._parameters

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from mgpu_check.faults.hardware.defects.chance import PATTERNS, Chance
+from mgpu_check.faults.hardware.defects.chance import SPOIL, Chance
 from mgpu_check.faults.hardware.registry import Parameters
 from mgpu_check.simulated.hardware import Copy, Defect
 
@@ -35,7 +35,7 @@ def _half(data: torch.Tensor, chance: Chance) -> None:
 def _words(pattern: str) -> Callable[[torch.Tensor, Chance], None]:
     def spoil(data: torch.Tensor, chance: Chance) -> None:
         words = data[: data.numel() // 4 * 4].view(torch.int32) if data.numel() >= 4 and _aligned(data) else data
-        PATTERNS[pattern](words if words is not data else data.view(torch.int8), chance.random)
+        SPOIL[pattern](words if words is not data else data.view(torch.int8), chance.random)
 
     return spoil
 
