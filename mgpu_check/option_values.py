@@ -80,8 +80,8 @@ def share(text: str) -> float:
         share = float(text)
     except ValueError:
         share = math.nan
-    if not 0 < share <= 1:
-        raise ValueError("choose a share of the free memory, above 0 and at most 1, such as 0.9")
+    if not 0 < share < 1:
+        raise ValueError("choose a share of the free memory, above 0 and below 1, such as 0.9")
     return share
 
 

@@ -63,10 +63,15 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     live = Live(config.pluginmanager.get_plugin("terminalreporter"), checks, {"soak": soak} if soak else None)
     config.pluginmanager.register(live, "mgpu_check_live")
     run.ledger.on_note = live.heard
+    result: object = None
+    stopped: BaseException | None = None
     try:
         live.phase("looks at the GPUs")
         run.start()
-        result = yield
+        try:
+            result = yield
+        except session.Failed as failed:  # -x or --maxfail: what failed is looked at again all the same
+            stopped = failed
         live.phase("looks again at what failed")
         run.look_again()
     except BaseException:
@@ -75,6 +80,8 @@ def pytest_runtestloop(session: pytest.Session) -> Generator[None, object, objec
     finally:
         live.end()
         run.end()
+    if stopped is not None:
+        raise stopped
     return result
 
 

@@ -24,7 +24,7 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
     [
         ({"accept_for": "2x"}, "--for: '2x' is not valid; choose a time above 0 with its unit"),
         ({"gpu_level": "fast"}, "choose one of quick, standard, long"),
-        ({"accept_memory": "2"}, "choose a share of the free memory, above 0 and at most 1"),
+        ({"accept_memory": "1"}, "choose a share of the free memory, above 0 and below 1"),
         ({"accept_report": ["a.pdf"]}, "choose a file whose name ends in .html, .json, .md or .xml"),
         ({"accept_report": ["/no/such/a.md"]}, "--report: there is no directory /no/such"),
         ({"accept_plant": ["x"], "simulate": None}, "a defect is planted in a simulated node only; add --simulate"),
@@ -74,7 +74,9 @@ def test_collecting_gives_no_verdict(command: Command) -> None:
 
 
 def test_what_can_be_planted_is_listed(command: Command) -> None:
-    assert command("accept", "--plant=list") is not None
+    lines = command("accept", "--plant=list").splitlines()
+    place = lines.index("copy-zeros:device=0,peer=2,above=0")
+    assert lines[place + 1] == "    copies over a link bring zeros"
 
 
 def test_a_check_that_returns_at_once_leaves_the_node_undecided(
@@ -108,6 +110,7 @@ def test_an_error_of_a_check_itself_leaves_the_node_undecided(
     )
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p broken")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    text = command(*NODE, "-k", "memory and random", code=2)
+    text = command(*NODE, "-k", "memory and random", "-x", code=2)
     assert "test_memory_holds_what_is_written[random] could not run: an error of the check itself, shown above" in text
+    assert "interrupted" not in text  # by -x it is not
     assert "IndexError" in text
