@@ -79,7 +79,7 @@ def colour(name: str) -> str:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Figures that are made and turned into SVG herein have the look of the page. A unit of their size is a pixel."""
+    """Give the look of the page to figures that are made and turned into SVG within the context. A unit of their size is a pixel."""
     import matplotlib as mpl
 
     ink, weak = colour("text"), colour("weak")

@@ -158,7 +158,7 @@ OPTIONS: dict[str, Option[Any]] = {
         Option(
             "accept_record_baseline",
             option_values.file,
-            "acceptance: write facts and speed of the GPUs to this file, if the node is accepted",
+            "acceptance: write facts and speed of the GPUs to this file, unless something was wrong",
             "none",
             {"metavar": "FILE"},
             repeats=False,

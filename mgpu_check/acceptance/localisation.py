@@ -117,7 +117,7 @@ class _Second:
         return seen
 
     def _permuted(self, group: tuple[int, ...]) -> str:
-        """Run with each rank on the next device: does what the data point at follow the device or the rank?"""
+        """Run with each rank on the next device, and say what the data point at then: the same device, or the same rank."""
         turned = (*group[1:], group[0])  # a reversal would leave a rank in the middle where it is
         here, there = self._fails(group), self._fails(turned)
         devices = [{gpu for entry in failed for gpu in entry.suspects} for failed in (here, there)]

@@ -28,7 +28,7 @@ class Plan:
         planted: defects of the simulated node.
         baseline: what the GPUs are held against.
         reports: files to write.
-        record: file that facts and speed of the GPUs are added to, if they are accepted.
+        record: file that facts and speed of the GPUs are added to, unless something was wrong.
     """
 
     level: str

@@ -125,7 +125,7 @@ class Run:
             self.node.telemetry.close()
 
     def write(self, account: Account) -> list[str]:
-        """Write the reports, and the baseline if the node was accepted; lines that say so, or why not."""
+        """Write the reports, and the baseline unless something was wrong; return lines that say so, or why not."""
         said = []
         for path in self.plan.reports:
             try:

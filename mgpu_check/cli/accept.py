@@ -42,7 +42,7 @@ Without --gpus it takes all visible GPUs. Under torchrun or srun it takes those 
   --for             keep the GPUs under load for so long after the checks: 90s, 30m, 2h
   --memory          share of the free memory that is written and read back (default: 0.9)
   --baseline        hold facts and speed against a file that --record-baseline has written on a node that is right
-  --record-baseline write facts and speed of these GPUs to a file, if they are accepted: on a node that you trust
+  --record-baseline write facts and speed of these GPUs to a file, unless something was wrong: on a node that you trust
   --report          write a report; can be given several times
   --simulate        make the GPUs in software: shows what the checks do, and says nothing of hardware
   --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists them

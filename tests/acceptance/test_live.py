@@ -139,12 +139,13 @@ def test_the_time_left_is_not_guessed_from_one_test_of_many():
         live.pytest_runtest_logfinish(f"test_links.py::test_{n}")
 
 
-def test_without_a_terminal_nothing_is_written():
+def test_without_a_terminal_nothing_is_written(capsys):
     live = Live(None, TESTS)
     live.pytest_runtest_logstart(next(iter(TESTS)))
     live.heard([seen("failed")])
     live.pytest_runtest_logfinish(next(iter(TESTS)))
     live.end()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_pytest_prints_no_letters_for_its_tests_and_those_of_others_as_ever():

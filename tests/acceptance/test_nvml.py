@@ -197,11 +197,14 @@ def test_without_the_binding_there_is_no_telemetry(monkeypatch: pytest.MonkeyPat
         NvmlSource({})
 
 
-def test_xids_are_events_of_their_gpu(machine: Machine) -> None:
+def test_xids_are_events_of_their_gpu(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr("mgpu_check.devices.telemetry.nvml.time.sleep", waited.append)
     events = [{"gpu": 1, "xid": 79}, {"gpu": 0, "type": 2}, {"error": 15}, {"error": 999}]
     source = machine({}, {}, events=events)
     assert source.events(0.01) == [Event(1, 79)]
     assert [source.events(0.01), source.events(0.01)] == [[], []]
+    assert waited == [0.01]  # the library has not waited, when a GPU is lost: whoever asks in a loop must not spin
     with pytest.raises(QueryError):
         source.events(0.01)
     assert source.events(0.01) == []  # a timeout

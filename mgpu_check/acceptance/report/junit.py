@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from mgpu_check.acceptance.account import Account, CheckRun
 from mgpu_check.acceptance.report import view
+from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import encoded
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 
@@ -48,8 +49,6 @@ def render(account: Account) -> str:
     suite.append(_properties(account))
     suite.extend(cases)
     told = ET.SubElement(suite, "system-out")
-    from mgpu_check.acceptance.report.text import lines
-
     told.text = _text("\n".join(lines(account)))
     ET.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
