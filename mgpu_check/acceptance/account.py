@@ -8,11 +8,14 @@ from typing import Any, Literal
 
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Work
 
-__all__ = ["Account", "Accusation", "CheckRun", "Gpu", "Host", "Sample", "Verdict"]
+__all__ = ["EXIT_CODES", "Account", "Accusation", "CheckRun", "Gpu", "Host", "Sample", "Verdict"]
 
 _NONE = Work()
 
 Kind = Literal["ACCEPTED", "REJECTED", "INCONCLUSIVE"]
+
+EXIT_CODES: Mapping[Kind, int] = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
+"""Of a run with such a verdict, and of a merge whose worst verdict it is."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mgpu_check.acceptance.account import EXIT_CODES
 from mgpu_check.acceptance.floors import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, soak_of
@@ -22,7 +23,6 @@ RUN: pytest.StashKey[Run] = pytest.StashKey()
 SEEN: pytest.StashKey[str] = pytest.StashKey()
 
 _HERE = Path(__file__).parent
-_CODES = {"ACCEPTED": 0, "REJECTED": 1, "INCONCLUSIVE": 2}
 _MOST_LINES = 8
 _TOGETHER = "an acceptance uses all GPUs at once, and runs in one process: leave -n out"
 
@@ -163,7 +163,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     run = session.config.stash.get(RUN, None)
     if run is None or run.interrupted or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
-    session.exitstatus = _CODES[run.account().verdict.kind]
+    session.exitstatus = EXIT_CODES[run.account().verdict.kind]
 
 
 @pytest.hookimpl(tryfirst=True)

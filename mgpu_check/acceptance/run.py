@@ -27,6 +27,7 @@ from mgpu_check.devices.inventory import Inventory, take_inventory
 from mgpu_check.devices.observations import Observation, Part, Subject
 from mgpu_check.devices.telemetry.simulated import SimulatedTelemetry
 from mgpu_check.faults.hardware.registry import hardware_text
+from mgpu_check.version import version
 
 if TYPE_CHECKING:
     from mgpu_check.pytest_plugin.session import GpuSession
@@ -206,6 +207,7 @@ class Run:
             simulated=plan.simulate,
             planted=tuple(planted.text for planted in plan.planted),
             seed=self.seed,
+            versions={"mgpu-check": version()},
         )
 
     def _samples(self) -> tuple[Sample, ...]:
@@ -306,8 +308,6 @@ def _look() -> tuple[Inventory, str, dict[str, str]]:
     import platform
 
     import torch
-
-    from mgpu_check.version import version
 
     software = {"torch": torch.__version__, "python": platform.python_version(), "mgpu-check": version()}
     if torch.version.cuda:

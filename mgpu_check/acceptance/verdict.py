@@ -3,7 +3,7 @@
 A part *explains* a failed observation if it takes part in what was looked at, and the data do not point elsewhere. Of the sets of
 parts that explain most, the cheapest is chosen. Each part costs 1, the host more, because it explains everything; what a part would
 spoil, but was seen to be right, counts a little against it. So one failed pair of eight GPUs is a link, and all pairs out of one GPU
-are that GPU.
+are that GPU. Where several would explain the same at the same price, none is named, and the failure stands unexplained.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def explain(
         if number not in follows_rank:
             keys.setdefault(_key(observations[number]), []).append(number)
     passed = [_key(entry) for entry in observations if entry.outcome == "passed"]
-    chosen = _Search(list(keys), passed, hosts).best()
+    search = _Search(list(keys), passed, hosts)
+    chosen = search.sure(search.best())
     parts: dict[Part, list[int]] = {part: [] for suspect in chosen for part in suspect.parts}
     unexplained = []
     for key, numbers in keys.items():
@@ -134,6 +135,16 @@ class _Search:
             elif not self._left(best) or count > len(self.failed):
                 return best
         return best
+
+    def sure(self, chosen: tuple[Suspect, ...]) -> tuple[Suspect, ...]:
+        """Leave out who is no more suspect than another that was not chosen: to name one of several alike would be a guess."""
+        price = self._price(chosen)
+        others = [one for one in self.candidates if one not in chosen]
+        return tuple(
+            one
+            for one in chosen
+            if not any(self._price((*(two for two in chosen if two != one), other)) <= price for other in others)
+        )
 
     def _improved(self, best: tuple[Suspect, ...], least: float) -> tuple[Suspect, ...]:
         """Add one by one what helps most, where there are too many sets to try them all; take out what helps no more."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from mgpu_check.acceptance.account import Account, Kind
+from mgpu_check.acceptance.account import EXIT_CODES, Account
 from mgpu_check.acceptance.report import text
 from mgpu_check.acceptance.report.files import check_paths, write
 from mgpu_check.acceptance.report.merge import merge
 from mgpu_check.acceptance.report.values import read
-from mgpu_check.cli.codes import INTERNAL_ERROR, RIGHT, UNDECIDED, WRONG, Parser
+from mgpu_check.cli.codes import INTERNAL_ERROR, Parser
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
 __all__ = ["main"]
 
-_CODES: Mapping[Kind, int] = {"ACCEPTED": RIGHT, "REJECTED": WRONG, "INCONCLUSIVE": UNDECIDED}
 _EPILOG = """\
 exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 one is REJECTED; 2 one is INCONCLUSIVE, and none is REJECTED;
 3 internal error; 4 wrong usage.
@@ -67,4 +66,4 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             print(f"mgpu-check accept merge: {path} cannot be written: {error.strerror}")
             return INTERNAL_ERROR
-    return _CODES[account.verdict.kind]
+    return EXIT_CODES[account.verdict.kind]

@@ -127,3 +127,12 @@ def test_a_host_explains_its_own_gpus_only() -> None:
     hosts = (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1)
     broken = [("memory", Subject("gpu", (gpu,))) for gpu in range(6, 12)]
     assert parts(run(12, *broken), hosts) == {Part("host", (1,))}
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_none_of_several_alike_is_accused(count: int) -> None:
+    """A collective of all GPUs fails, all smaller groups are right, and the data point at nobody."""
+    seen = run(count, ("collectives", Subject("group", tuple(range(count)))))
+    found = explain(seen, ONE_HOST)
+    assert found.parts == {}
+    assert [seen[number].outcome for number in found.unexplained] == ["failed"]

@@ -12,6 +12,8 @@ import pytest
 
 from mgpu_check.cli.selftest import CAUGHT, PASSED, Selftest
 from mgpu_check.faults.registry import all_faults
+from mgpu_check.settings import resolve
+from mgpu_check.suite import budget
 
 
 def test_help_names_the_commands(command):
@@ -139,3 +141,9 @@ def test_selftest_fails_where_a_check_catches_nothing(command):
     """Of a property's checks only one is left, so faults that the others would catch go through."""
     text = command("selftest", "-k", "test_tutorial_shapes", code=1)
     assert "NOT PROVEN: no check of scatter catches the fault" in text
+
+
+@pytest.mark.parametrize(("level", "of_140", "of_5"), [("quick", 35, 5), ("standard", 140, 5), ("long", 1400, 50)])
+def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_140, of_5):
+    monkeypatch.setattr(budget, "active", lambda: resolve({"gpu_level": level}, {}, {}))
+    assert (budget.examples(140).max_examples, budget.examples(5).max_examples) == (of_140, of_5)
