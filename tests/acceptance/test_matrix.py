@@ -23,6 +23,10 @@ FAULTS = [
     "xid-79",
     "vbios-differs",
     "ecc-off",
+    "copy-zeros:device=3,peer=0",  # on the ring of collectives
+    "upload-truncated",
+    "all-to-all-wrong",
+    "lost",
 ]
 """What is soon seen, of each theme."""
 

@@ -94,7 +94,7 @@ hardware_fault(
     HardwareFault(
         "nvlink-goes-down",
         "an NVLink goes down in the run",
-        {"device": 1, "after": 0.5},
+        {"device": 1, "after": 0.1},
         gpu,
         ("health",),
         telemetry=_says_all(("nvlinks", 17), ("nvlinks_down", "4")),
@@ -163,7 +163,7 @@ hardware_fault(
     HardwareFault(
         "xid-79",
         "a GPU falls off the bus in the run: Xid 79, and telemetry has lost it",
-        {"device": 3, "after": 0.5},
+        {"device": 3, "after": 0.1},
         gpu,
         ("health",),
         defect=made_by("speed", "Lost"),
@@ -174,7 +174,7 @@ hardware_fault(
     HardwareFault(
         "xid",
         "the driver reports an error of a GPU by its number",
-        {"device": 1, "value": 48, "after": 0.2},
+        {"device": 1, "value": 48, "after": 0.1},
         gpu,
         ("health",),
         telemetry=_says("xid"),
