@@ -105,8 +105,9 @@ def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...
     if part.kind == "gpu":
         return part.members[0] in (suspects or members)
     if part.kind == "host-link":
-        mine = members == part.members
-        return mine and (subject.kind in ("upload", "download") or (subject.kind == "gpu" and check in _OF_UPLOADS))
+        if subject.kind in ("upload", "download"):
+            return members == part.members
+        return check in _OF_UPLOADS and subject.kind in ("gpu", "group") and part.members[0] in members
     if subject.kind == "copy":
         return members == part.members
     both = set(part.members) <= set(members)

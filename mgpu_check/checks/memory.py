@@ -50,8 +50,11 @@ def examine_region(region: Region, case: MemoryCase, subject: Subject) -> Observ
                 region.write(*rounds[index + 1])
             done += 1
     work = Work(bytes=2 * done * region.bytes, operations=done * len(region.chunks), seconds=sum(region.watch.laps()))
-    if not wrong.count and not wrong.blind:
+    if not wrong.count and not wrong.blind and not wrong.astray:
         return Observation("memory", subject, "passed", case=str(case), work=work)
+    if wrong.astray and not wrong.count and not wrong.blind:
+        way, told = Subject("download", subject.members), {"astray": wrong.astray}
+        return Observation("memory", way, "failed", wrong.astray[0], str(case), work, told)
     evidence = evidence_of(region, wrong.count, wrong.words) | {"bytes tested": region.bytes, "blind": wrong.blind}
     return Observation("memory", subject, "failed", _seen(wrong, evidence["kinds"]), str(case), work, evidence)
 

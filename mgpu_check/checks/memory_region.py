@@ -50,11 +50,13 @@ class Wrong:
 
     Attributes:
         blind: why the comparison on the device cannot be believed, in lines.
+        astray: what the host has read otherwise than a device that can compare, in lines.
     """
 
     count: int = 0
     words: list[WrongWord] = field(default_factory=list)
     blind: list[str] = field(default_factory=list)
+    astray: list[str] = field(default_factory=list)
 
 
 class Region:
@@ -102,7 +104,7 @@ class Region:
     ) -> None:
         """Note in `wrong` each word that does not hold the pattern.
 
-        The device compares, so it is shown whether it can: one word is changed before, which it must find, and some words,
+        The device compares, so it is shown whether it can: one word is changed on purpose, which it must find, and some words,
         drawn by `seed`, are compared on the host as well.
 
         Args:
@@ -115,20 +117,22 @@ class Region:
         for index in self._order(backwards):
             chunk, first = self.chunks[index], self.firsts[index]
             there = self._wrong_on_the_host(index, pattern, drawn) if index == seen else []
-            changed, planted = -1, 0
-            if index == control:
-                changed = drawn.randrange(chunk.numel())
-                planted = int(self.read(first + changed) == pattern.at(first + changed))
-                chunk[changed] ^= signed(1 << drawn.randrange(64))
             difference = self._difference(index, put)
             count = int(torch.count_nonzero(difference))
-            if count == 0 and (there or changed >= 0):
-                what = f"words {there[:4]}, as the host sees them" if there else f"word {changed}, changed on purpose"
-                wrong.blind.append(f"{pattern.name}: the device did not find {what}, in chunk {index}")
-            if count > planted:
-                listed = self._listed(difference, first, pattern)
-                wrong.words += [word for word in listed if not planted or word.word != first + changed]
-                wrong.count += count - planted
+            if count:
+                wrong.words += self._listed(difference, first, pattern)
+                wrong.count += count
+            elif there or index == control:
+                changed = drawn.randrange(chunk.numel())
+                if not self._sees(index, put, changed, signed(1 << drawn.randrange(64))):
+                    wrong.blind.append(
+                        f"{pattern.name}: the device did not find word {changed}, changed on purpose, in chunk {index}"
+                    )
+                elif there:
+                    wrong.astray.append(
+                        f"{pattern.name}: words {there[:4]} of chunk {index} are right where they are, and wrong as the host reads "
+                        "them"
+                    )
             if overwrite is not None:
                 self._lay(index, overwrite)
         self.watch.stop()
@@ -176,6 +180,14 @@ class Region:
                     word = first + row * PERIOD + column
                     listed.append(WrongWord(word, pattern, pattern.at(word), pattern.at(word) ^ bits & MASK))
         return listed[: _LISTED + 1]
+
+    def _sees(self, index: int, put: Put, changed: int, bit: int) -> bool:
+        """Change one word of a chunk that is right; whether the device finds one that differs."""
+        chunk = self.chunks[index]
+        chunk[changed] ^= bit
+        found = int(torch.count_nonzero(self._difference(index, put)))
+        chunk[changed] ^= bit
+        return found == 1
 
     def _wrong_on_the_host(self, index: int, pattern: Pattern, drawn: random.Random) -> list[int]:
         """Return the words of a chunk, of some that were drawn, that are wrong as the host sees them."""

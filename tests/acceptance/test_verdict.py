@@ -83,7 +83,9 @@ def test_a_link_to_the_host_is_named_also_where_training_fails_for_it(
 ) -> None:
     bad = data.draw(st.integers(0, count - 1))
     broken = [("links", Subject(kind, (bad,))) for kind in kinds]
-    assert parts(run(count, *broken, ("training", Subject("gpu", (bad,))))) == {Part("host-link", (bad,))}
+    broken.append(("training", Subject("gpu", (bad,))))
+    everybody = Observation("training", Subject("group", tuple(range(count))), "failed")  # DDP, say, which reads losses
+    assert parts([*run(count, *broken), everybody]) == {Part("host-link", (bad,))}
 
 
 @given(count=st.integers(3, 8), data=st.data())
