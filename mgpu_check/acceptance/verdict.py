@@ -24,7 +24,7 @@ _SPOILED = 0.3  # at most, for a part of which all else was seen to be right
 _UNEXPLAINED = 10.0
 _MOST_SETS = 20_000
 
-_OF_UPLOADS = ("training", "compute", "soak")
+_OF_UPLOADS = ("training", "compute", "collectives", "soak")
 """Checks whose data come from the host: a wrong link to the host makes them fail, too."""
 
 Key = tuple[str, Subject, tuple[int, ...]]
