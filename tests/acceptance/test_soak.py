@@ -178,7 +178,8 @@ def test_each_kind_of_work_is_looked_at(ranks):
     assert here == [([], 0, [], digests, True)] * len(faults)
     right, up, down, memory, reduced, exchanged, product = there
     assert right == here[0]
-    assert up[0] == ["upload"] and down[0] == ["download"] and "gpu memory" in memory[0]
+    assert up[0] == ["upload"] and "gpu memory" in memory[0]
+    assert set(down[0]) <= {"download", "download memory"} and "download" in down[0]
     assert reduced[1] > 0 and reduced[3] == digests
     assert exchanged[2] != [] and exchanged[:2] == ([], 0)
     assert product[3] != digests and product[0] == []
