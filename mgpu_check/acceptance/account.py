@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Work
+from mgpu_check.devices.telemetry.values import TelemetrySample
 
-__all__ = ["EXIT_CODES", "Account", "Accusation", "CheckRun", "Gpu", "Host", "Sample", "Verdict"]
+__all__ = ["EXIT_CODES", "Account", "Accusation", "CheckRun", "Gpu", "Host", "Verdict"]
 
 _NONE = Work()
 
@@ -80,21 +81,6 @@ class CheckRun:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What the telemetry of one GPU said at one time.
-
-    Attributes:
-        at: seconds since the start of the run.
-        values: by name, None where the device does not know: temperature (degrees Celsius), power (W), sm_clock and
-            memory_clock (MHz), throttle (names of reasons, joined by commas), pcie_generation, pcie_width, and counters.
-    """
-
-    at: float
-    gpu: int
-    values: Mapping[str, str | int | float | None]
-
-
-@dataclass(frozen=True)
 class Accusation:
     """A part that explains failures.
 
@@ -157,7 +143,7 @@ class Account:
     checks: tuple[CheckRun, ...]
     observations: tuple[Observation, ...]
     measurements: tuple[Measurement, ...]
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[TelemetrySample, ...] = ()
     simulated: str | None = None
     planted: tuple[str, ...] = ()
     seed: int | None = None

@@ -240,7 +240,7 @@ def _read_facts(entry: Reader) -> dict[str, Value]:
 def _read_recorded(entry: Reader) -> Recorded:
     places = entry.object("places")
     return Recorded(
-        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]
+        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]  # one of them
         quantity=entry.string("quantity"),
         unit=entry.choice("unit", UNITS),
         size=entry.integer("size", 0),

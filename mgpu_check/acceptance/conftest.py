@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.acceptance.account import EXIT_CODES
+from mgpu_check.acceptance.account import EXIT_CODES, Account
 from mgpu_check.acceptance.floors import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, soak_of
@@ -20,6 +20,7 @@ from mgpu_check.pytest_plugin.ranks import Ranks
 from mgpu_check.pytest_plugin.stash import INVOCATION, SESSION
 
 RUN: pytest.StashKey[Run] = pytest.StashKey()
+ACCOUNT: pytest.StashKey[Account] = pytest.StashKey()
 SEEN: pytest.StashKey[str] = pytest.StashKey()
 
 _HERE = Path(__file__).parent
@@ -158,12 +159,19 @@ def _lines(failed: list[Observation]) -> list[str]:
     return lines
 
 
+def _account(config: pytest.Config, run: Run) -> Account:
+    """Return the account of a run that has ended."""
+    if ACCOUNT not in config.stash:
+        config.stash[ACCOUNT] = run.account()
+    return config.stash[ACCOUNT]
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let the exit code be that of the verdict, where the run came to one."""
     run = session.config.stash.get(RUN, None)
     if run is None or run.interrupted or session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
-    session.exitstatus = EXIT_CODES[run.account().verdict.kind]
+    session.exitstatus = EXIT_CODES[_account(session.config, run).verdict.kind]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -171,7 +179,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     run = config.stash.get(RUN, None)
     if run is None:
         return
-    account = run.account()
+    account = _account(config, run)
     terminalreporter.section("acceptance")
     for line in lines(account):
         terminalreporter.line(line)

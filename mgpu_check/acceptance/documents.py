@@ -1,13 +1,16 @@
-"""Reading JSON files that people write and keep: every error names the file, the key, its value, and what is valid."""
+"""Files that people keep: read as JSON, where every error names the file, the key, its value, and what is valid; and written
+whole."""
 
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Reader", "read_document"]
+__all__ = ["Reader", "read_document", "write_whole"]
 
 _ABSENT = object()
 
@@ -28,6 +31,32 @@ def read_document(path: Path) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file at once: whoever reads it sees the old one or the new one, whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = path.resolve()  # of a link, what it points to is replaced
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 class Reader:

@@ -61,21 +61,17 @@ class Ledger:
 
     Attributes:
         on_note: called with what was just noted.
+        zero: start of the run, by `time.monotonic`.
     """
 
     def __init__(self) -> None:
         self.pages: list[Page] = []
         self.on_note: Callable[[Sequence[Entry]], None] = lambda entries: None
-        self._zero = time.monotonic()
-
-    @property
-    def zero(self) -> float:
-        """Start of the run, by `time.monotonic`."""
-        return self._zero
+        self.zero = time.monotonic()
 
     def now(self) -> float:
         """Return the seconds since the start of the run."""
-        return time.monotonic() - self._zero
+        return time.monotonic() - self.zero
 
     def open(self, check: str, test: str) -> Page:
         """Begin the page of a test."""

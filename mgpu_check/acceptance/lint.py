@@ -313,7 +313,7 @@ def _of_node(entry: baseline.Entry, measurements: Sequence[Recorded]) -> Iterato
     indices = sorted({index for m in measurements for index in _indices(m)})
     gpus = [Gpu(index, 0, index, entry.name, str(index), entry.memory) for index in indices]
     made = [
-        Measurement("lint", Subject(m.subject, place), m.quantity, m.unit, value, m.repeats, m.size)  # type: ignore[arg-type]
+        Measurement("lint", Subject(m.subject, place), m.quantity, m.unit, value, m.repeats, m.size)  # type: ignore[arg-type]  # its unit was read as text
         for m in measurements
         for place, value in ((_place(text), value) for text, value in m.places.items())
         if place is not None

@@ -171,7 +171,7 @@ class Node:
                     _with_devices, fn, indices, args, host=host, timeout=timeout or seconds_for_a_call()
                 )
 
-            results += self._looked(check, fn, chosen, call, lambda _, h=host, c=chosen: self._translated(c, h))  # type: ignore[misc]
+            results += self._looked(check, fn, chosen, call, lambda _, h=host, c=chosen: self._translated(c, h))  # type: ignore[misc]  # of a lambda with defaults
         return results
 
     def measurements(self) -> list[Measurement]:

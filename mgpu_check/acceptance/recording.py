@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,6 +23,7 @@ from mgpu_check.acceptance.baseline import (
     read_baseline,
 )
 from mgpu_check.acceptance.comparison import models, useless
+from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.devices.observations import Measurement, median_and_spread
 from mgpu_check.devices.telemetry.fields import names, pair_field
 
@@ -118,21 +117,4 @@ def write(path: Path, baseline: Baseline) -> None:
     ordered = sorted(baseline.entries, key=lambda entry: entry.key)
     document = {"format": FORMAT, "version": VERSION, "entries": [asdict(entry) for entry in ordered]}
     text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    target = path.resolve()  # of a link, what it points to is replaced
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask())
-        os.replace(name, target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+    write_whole(path, text)

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import datetime
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mgpu_check.acceptance import floors
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Sample, Verdict
+from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
 from mgpu_check.acceptance.advice import advice_for
 from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.localisation import Look, look_again
@@ -64,7 +63,6 @@ class Run:
         self.hosts: tuple[Host, ...] = ()
         self._visible: dict[int, int] = {}
         self._started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self._zero = time.monotonic()
 
     def start(self) -> None:
         """Look at the GPUs, and have defects planted that were asked for."""
@@ -193,7 +191,7 @@ class Run:
         )
         return Account(
             started=self._started,
-            seconds=time.monotonic() - self._zero,
+            seconds=self.ledger.now(),
             command=self.command,
             level=plan.level,
             verdict=verdict,
@@ -203,16 +201,12 @@ class Run:
             checks=tuple(self._check_run(check, done[check]) for check in floors.CHECKS if check in done),
             observations=observations,
             measurements=tuple(self.ledger.measurements()),
-            samples=self._samples(),
+            samples=tuple(self.node.telemetry.samples()) if self.node and self.node.telemetry else (),
             simulated=plan.simulate,
             planted=tuple(planted.text for planted in plan.planted),
             seed=self.seed,
             versions={"mgpu-check": version()},
         )
-
-    def _samples(self) -> tuple[Sample, ...]:
-        sampler = self.node.telemetry if self.node else None
-        return tuple(Sample(one.at, one.gpu, one.values) for one in sampler.samples()) if sampler else ()
 
     def _check_run(self, check: str, done: floors.Done) -> CheckRun:
         pages = [page for page in self.ledger.pages if page.check == check]

@@ -202,7 +202,7 @@ def _pcie(entry: Reader) -> tuple[tuple[int, int] | None, str]:
 
 def _floor(entry: Reader) -> Floor:
     return Floor(
-        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]
+        subject=entry.choice("subject", get_args(SubjectKind)),  # type: ignore[arg-type]  # one of them
         quantity=entry.string("quantity"),
         unit=entry.choice("unit", UNITS),
         data_sheet=entry.number("data_sheet"),

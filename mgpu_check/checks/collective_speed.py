@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.checks.collectives import Collective, groups_of, runner
-from mgpu_check.checks.link_speed import seconds_of
+from mgpu_check.checks.timing import seconds_of
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["bus_factor", "time_collectives"]

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from mgpu_check.checks.counters import integers
 from mgpu_check.checks.digests import digests
 from mgpu_check.checks.timing import Stopwatch
-from mgpu_check.devices.observations import Observation, Subject, Work
+from mgpu_check.devices.observations import Observation, Subject, SubjectKind, Work
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.transformer import Transformer
 from mgpu_check.specs.transformer import Trained, TransformerCase
@@ -173,6 +173,7 @@ def _compared(
         return None
     first = next(name for name in names if name in on_device | on_host)
     place = names.index(first)
+    kind: SubjectKind
     if read == list(got):  # device and host have seen the same wrong data
         kind, seen = "upload", f"{first} has not arrived as it was sent"
         seen += _where(bytes_of(sent[place]), bytes_of(arrived[place]))
@@ -182,7 +183,7 @@ def _compared(
         kind, seen = "gpu", f"the device makes a wrong checksum of {first}, which has arrived"
     work = Work(bytes=sum(value.nbytes for value in sent))
     evidence = {"first": first, "wrong on the device": sorted(on_device), "wrong on the host": sorted(on_host)}
-    return Observation("training", Subject(kind, (rank,)), "failed", seen, str(case), work, evidence)  # type: ignore[arg-type]
+    return Observation("training", Subject(kind, (rank,)), "failed", seen, str(case), work, evidence)
 
 
 def _read_back(
@@ -215,18 +216,10 @@ def arithmetic(case: TransformerCase) -> Iterator[None]:
 
     cuBLAS is deterministic only where CUBLAS_WORKSPACE_CONFIG was ":4096:8" or ":16:8" when it was first called.
     """
-    kept = precision.kept()
     strict = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn = torch.backends.cudnn
-    chosen = cudnn.deterministic, cudnn.benchmark
-    try:
-        precision.exact()
-        if case.precision == "tf32":
-            torch.set_float32_matmul_precision("high")
-        torch.use_deterministic_algorithms(True)
-        cudnn.deterministic, cudnn.benchmark = True, False
-        yield
-    finally:
-        cudnn.deterministic, cudnn.benchmark = chosen
-        torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])
-        precision.put_back(kept)
+    with precision.repeatable(tf32=case.precision == "tf32"):
+        try:
+            torch.use_deterministic_algorithms(True)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(strict[0], warn_only=strict[1])

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from mgpu_check.devices.observations import Entry, Measurement, Subject, median_and_spread
+from mgpu_check.checks.timing import seconds_of
+from mgpu_check.devices.observations import Entry, Measurement, Subject, Unit, median_and_spread
 
-__all__ = ["measure_copies", "seconds_of"]
+__all__ = ["measure_copies"]
 
-_WARM_UP = 2
 _LATENCY_BYTES = 16
-
-
-def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *, inner: int = 1) -> list[float]:
-    """Return the seconds that `work` takes on `device` by its own clock, so many times, after a warm-up.
-
-    Args:
-        inner: how often it is done between two looks at the clock.
-    """
-    with torch.cuda.device(device):
-        for _ in range(_WARM_UP):
-            work()
-        events = []
-        for _ in range(repeats):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            for _ in range(inner):
-                work()
-            end.record()
-            events.append((begin, end))
-        torch.cuda.synchronize(device)
-        return [begin.elapsed_time(end) / 1000 / inner for begin, end in events]
 
 
 def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> list[Entry]:
@@ -43,13 +23,17 @@ def measure_copies(devices: Sequence[torch.device], size: int, repeats: int) -> 
     size = min(size, *(torch.cuda.mem_get_info(device)[0] // 8 for device in devices))
     for subject, clock, ends, kind in _ways(devices):
         source, target = (_memory(size, end) for end in ends)
-        for quantity, unit, count in ((f"{kind} bandwidth", "B/s", size), (f"{kind} latency", "s", _LATENCY_BYTES)):
+        of_both: list[tuple[str, Unit, int]] = [
+            (f"{kind} bandwidth", "B/s", size),
+            (f"{kind} latency", "s", _LATENCY_BYTES),
+        ]
+        for quantity, unit, count in of_both:
             into, out = target[:count], source[:count]
-            times = seconds_of(lambda into=into, out=out: into.copy_(out, non_blocking=True), clock, repeats)  # type: ignore[misc]
+            times = seconds_of(functools.partial(into.copy_, out, non_blocking=True), clock, repeats)
             if min(times) <= 0:
                 continue  # below what the clock can tell
             value, spread = median_and_spread([count / time for time in times] if unit == "B/s" else times)
-            found.append(Measurement("links", subject, quantity, unit, value, repeats, count, spread))  # type: ignore[arg-type]
+            found.append(Measurement("links", subject, quantity, unit, value, repeats, count, spread))
     return found
 
 

@@ -5,6 +5,7 @@ Each kind of work has a stream of its own, so that the device does them at once.
 
 from __future__ import annotations
 
+import abc
 import copy
 import functools
 import time
@@ -21,7 +22,7 @@ from mgpu_check.checks.identical_training import Training, arithmetic, model_of,
 from mgpu_check.checks.memory import examine_region
 from mgpu_check.checks.memory_region import take_region
 from mgpu_check.checks.timing import Stopwatch
-from mgpu_check.devices.observations import Observation, Subject
+from mgpu_check.devices.observations import Observation, Subject, SubjectKind
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.transformer import Transformer
 from mgpu_check.specs.memory import MemoryCase
@@ -79,7 +80,7 @@ def _model(case: TransformerCase) -> Transformer:
     return model_of(case)
 
 
-class _Beside:
+class _Beside(abc.ABC):
     """Work beside the training.
 
     Attributes:
@@ -98,9 +99,9 @@ class _Beside:
         with torch.cuda.stream(self.stream):
             yield
 
+    @abc.abstractmethod
     def turn(self, turn: int) -> None:
         """Do it once."""
-        raise NotImplementedError
 
     def end(self) -> list[Observation]:
         """Return what was wrong."""
@@ -139,10 +140,10 @@ class _Copies(_Beside):
         wrong = (self._back != self._sent[self._last]).nonzero()[:, 0]
         with self.streaming():
             arrived = torch.equal(self._there, counted((self.case.copied,), self._seeds[self._last], self.rank.device))
-        kind = "download" if arrived else "upload"
+        kind: SubjectKind = "download" if arrived else "upload"
         first = int(wrong[0]) if len(wrong) else 0
         seen = f"{len(wrong)} of {self.case.copied} words are wrong under load, the first at offset {8 * first:#x}"
-        subject = Subject(kind, (self.rank.index,))  # type: ignore[arg-type]
+        subject = Subject(kind, (self.rank.index,))
         evidence = {"words": len(wrong), "first": 8 * first}
         self.failed.append(Observation("soak", subject, "failed", seen, str(self.case), evidence=evidence))
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
 
 from mgpu_check.devices.observations import Measurement, Subject, median_and_spread
 
-__all__ = ["Stopwatch", "measured"]
+__all__ = ["Stopwatch", "measured", "seconds_of"]
+
+_WARM_UP = 2
 
 
 class Stopwatch:
@@ -35,6 +37,24 @@ class Stopwatch:
         if self._stream is not None:
             self._stream.synchronize()
         return [start.elapsed_time(end) / 1000 for start, end in self._pairs]
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int, *, inner: int = 1) -> list[float]:
+    """Return the seconds that `work` takes on `device`, so many times, after a warm-up.
+
+    Args:
+        inner: how often it is done in a lap.
+    """
+    with torch.cuda.device(device):
+        watch = Stopwatch(device)
+        for _ in range(_WARM_UP):
+            work()
+        for _ in range(repeats):
+            watch.start()
+            for _ in range(inner):
+                work()
+            watch.stop()
+        return [lap / inner for lap in watch.laps()]
 
 
 def measured(

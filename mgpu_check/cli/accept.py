@@ -10,7 +10,6 @@ import pytest
 
 import mgpu_check.acceptance
 from mgpu_check.acceptance.floors import CHECKS
-from mgpu_check.cli import accept_merge, lint
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import asks_for_gpus, run, without_number
 from mgpu_check.engine.remote import current
@@ -58,8 +57,12 @@ def main(argv: Sequence[str]) -> int:
     """Run the acceptance; the exit code of its verdict."""
     arguments = list(argv)
     if arguments[:1] == ["merge"]:
+        from mgpu_check.cli import accept_merge
+
         return accept_merge.main(arguments[1:])
     if arguments[:1] == ["lint"]:
+        from mgpu_check.cli import lint
+
         return lint.main(arguments[1:])
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 import mgpu_check.suite
-from mgpu_check.cli import accept
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.engine.remote.variables import launched_process_of
 from mgpu_check.pytest_plugin.session import PRELOAD
@@ -97,6 +96,8 @@ def settings_of(arguments: Sequence[str]) -> Settings:
     if arguments and arguments[0] == "pytest":
         words = list(arguments[1:])
     elif arguments and arguments[0] == "accept":
+        from mgpu_check.cli import accept  # here: other commands do without an acceptance
+
         words = accept.in_pytests_words(arguments[1:])
     else:  # the suite has an ini file of its own
         words = ["-c", str(Path(mgpu_check.suite.__file__).with_name("pytest.ini")), *arguments]

@@ -19,6 +19,7 @@ __all__ = [
     "Part",
     "Subject",
     "SubjectKind",
+    "Unit",
     "Work",
     "median_and_spread",
 ]
@@ -27,7 +28,24 @@ Outcome = Literal["passed", "failed", "skipped", "unknown"]
 """Skipped: the device does not have what the check is about. Unknown: nobody knows whether it is right."""
 
 SubjectKind = Literal["gpu", "copy", "upload", "download", "group", "host"]
+Unit = Literal["B/s", "FLOP/s", "s"]
 PartKind = Literal["gpu", "link", "host-link", "host"]
+
+
+_NAMES: Mapping[SubjectKind | PartKind, str] = {
+    "gpu": "GPU {first}",
+    "copy": "copy GPU {first} -> GPU {last}",
+    "upload": "copy host -> GPU {first}",
+    "download": "copy GPU {first} -> host",
+    "group": "group of GPUs {all}",
+    "link": "link GPU {first} -> GPU {last}",
+    "host-link": "link host - GPU {first}",
+    "host": "host {first}",
+}
+
+
+def _named(kind: SubjectKind | PartKind, members: Sequence[int]) -> str:
+    return _NAMES[kind].format(first=members[0], last=members[-1], all=", ".join(map(str, members)))
 
 
 @dataclass(frozen=True, order=True)
@@ -44,16 +62,7 @@ class Subject:
     members: tuple[int, ...]
 
     def __str__(self) -> str:
-        first = self.members[0]
-        names = {
-            "gpu": f"GPU {first}",
-            "copy": f"copy GPU {first} -> GPU {self.members[-1]}",
-            "upload": f"copy host -> GPU {first}",
-            "download": f"copy GPU {first} -> host",
-            "group": "group of GPUs " + ", ".join(map(str, self.members)),
-            "host": f"host {first}",
-        }
-        return names[self.kind]
+        return _named(self.kind, self.members)
 
 
 @dataclass(frozen=True, order=True)
@@ -70,14 +79,7 @@ class Part:
     members: tuple[int, ...]
 
     def __str__(self) -> str:
-        first = self.members[0]
-        names = {
-            "gpu": f"GPU {first}",
-            "link": f"link GPU {first} -> GPU {self.members[-1]}",
-            "host-link": f"link host - GPU {first}",
-            "host": f"host {first}",
-        }
-        return names[self.kind]
+        return _named(self.kind, self.members)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ class Measurement(Entry):
     """
 
     quantity: str
-    unit: Literal["B/s", "FLOP/s", "s"]
+    unit: Unit
     value: float
     repeats: int
     size: int

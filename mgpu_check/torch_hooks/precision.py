@@ -7,12 +7,13 @@ what was set by the newer one (``fp32_precision``) and has no name in it. What i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["Precision", "exact", "kept", "put_back"]
+__all__ = ["Precision", "exact", "kept", "put_back", "repeatable"]
 
 _ABOVE = (("generic", "all"), ("cuda", "all"), ("mkldnn", "all"))
 _OPERATORS = tuple((backend, operator) for backend in ("cuda", "mkldnn") for operator in ("matmul", "conv", "rnn"))
@@ -66,6 +67,23 @@ def exact() -> None:
             _set(*setting, "ieee")
     for name in _REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
+
+
+@contextmanager
+def repeatable(tf32: bool = False) -> Iterator[None]:
+    """Round float32 as float32, or in products and convolutions as TF32; let cuDNN choose the same kernels each time."""
+    cudnn = torch.backends.cudnn
+    before, chosen = kept(), (cudnn.deterministic, cudnn.benchmark)
+    try:
+        exact()
+        cudnn.deterministic, cudnn.benchmark = True, False
+        if tf32:
+            torch.set_float32_matmul_precision("high")
+            torch._C._set_cudnn_allow_tf32(True)
+        yield
+    finally:
+        put_back(before)
+        cudnn.deterministic, cudnn.benchmark = chosen
 
 
 def _above(setting: tuple[str, str]) -> tuple[str, str]:

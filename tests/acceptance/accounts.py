@@ -6,8 +6,9 @@ import itertools
 import math
 from dataclasses import replace
 
-from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Sample, Verdict
+from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Verdict
 from mgpu_check.devices.observations import Measurement, Observation, Outcome, Part, Subject, Work
+from mgpu_check.devices.telemetry.values import TelemetrySample
 
 CHECKS = ("inventory", "memory", "compute", "links", "collectives", "training", "health", "performance")
 MODEL = "NVIDIA H100 80GB HBM3"
@@ -72,7 +73,7 @@ def measurements(numbers: tuple[int, ...]) -> list[Measurement]:
     return found
 
 
-def samples(numbers: tuple[int, ...], seconds: float, every: float = 1.0) -> tuple[Sample, ...]:
+def samples(numbers: tuple[int, ...], seconds: float, every: float = 1.0) -> tuple[TelemetrySample, ...]:
     """Telemetry of GPUs that warm up under load."""
     found = []
     for at in (every * n for n in range(int(seconds / every))):
@@ -89,7 +90,7 @@ def samples(numbers: tuple[int, ...], seconds: float, every: float = 1.0) -> tup
                 "pcie_replays": 0,
                 "ecc_corrected": None,
             }
-            found.append(Sample(at, number, values))
+            found.append(TelemetrySample(at, number, values))
     return tuple(found)
 
 

@@ -79,28 +79,36 @@ def test_what_can_be_planted_is_listed(command: Command) -> None:
     assert lines[place + 1] == "    copies over a link bring zeros"
 
 
+@pytest.fixture
+def spoiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Have runs begin with this code, as a plugin of pytest."""
+
+    def spoiled(code: str) -> None:
+        (tmp_path / "spoiling.py").write_text(code)
+        monkeypatch.setenv("PYTEST_ADDOPTS", "-p spoiling")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    return spoiled
+
+
 def test_a_check_that_returns_at_once_leaves_the_node_undecided(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, spoiled: Callable[[str], None]
 ) -> None:
     """Every check of memory is called, and does nothing: that is no pass."""
-    (tmp_path / "idle.py").write_text(
+    spoiled(
         "from mgpu_check.acceptance.node import Node\n\n"
         "def nothing(*_):\n    return []\n\n"
         "for name in ('on_ranks', 'in_node_process'):\n"
         "    real = getattr(Node, name)\n"
         "    setattr(Node, name, lambda self, check, fn, *args, real=real, **more: real(self, check, nothing, **more))\n"
     )
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p idle")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     text = command(*NODE, "-k", "memory", code=2)
     assert "memory did less than its least work on GPU 0, GPU 1: 0 of " in text
     assert "INCONCLUSIVE" in text
 
 
-def test_an_error_of_a_check_itself_leaves_the_node_undecided(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "broken.py").write_text(
+def test_an_error_of_a_check_itself_leaves_the_node_undecided(command: Command, spoiled: Callable[[str], None]) -> None:
+    spoiled(
         "from mgpu_check.acceptance.node import Node\n\n"
         "real = Node.on_ranks\n\n"
         "def on_ranks(self, check, fn, *args, **more):\n"
@@ -108,8 +116,6 @@ def test_an_error_of_a_check_itself_leaves_the_node_undecided(
         "    return found if check != 'memory' else found[0][7**7]\n\n"
         "Node.on_ranks = on_ranks\n"
     )
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-p broken")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     text = command(*NODE, "-k", "memory and random", "-x", code=2)
     assert "test_memory_holds_what_is_written[random] could not run: an error of the check itself, shown above" in text
     assert "interrupted" not in text  # by -x it is not

@@ -5,45 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 import mgpu_check
 from mgpu_check.acceptance import arithmetic
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.checks.computing.evidence import bits
 from mgpu_check.checks.computing.prepared import OPERATIONS
-from mgpu_check.devices.observations import Entry, Observation, Subject
-from mgpu_check.rank_side.rank import Rank
+from mgpu_check.devices.observations import Subject
 from mgpu_check.specs.compute import ComputeCase
+from tests.acceptance.nodes import Node
 
 CASES = [ComputeCase(name, "float32", 32, 5, 3) for name in ("softmax of random numbers", "sum of two")]
-
-
-class Nodes:
-    """A node whose ranks are this process, one after the other."""
-
-    def __init__(self, models):
-        self.gpus = [Gpu(number, 0, number, model, f"uuid-{number}") for number, model in enumerate(models)]
-        self.numbers = [gpu.number for gpu in self.gpus]
-        self.seen = []
-
-    def on_ranks(self, check, fn, *args, gpus=None, timeout=None):
-        chosen = self.numbers if gpus is None else gpus
-        results = []
-        for index, gpu in enumerate(chosen):
-            result = fn(Rank(index, len(chosen), index, 0, torch.device("cuda", gpu)), *args)
-            if isinstance(result, list):
-                result = [item.on(chosen) if isinstance(item, Entry) else item for item in result]
-                self.record(item for item in result if isinstance(item, Entry))
-            results.append(result)
-        return results
-
-    def record(self, entries):
-        self.seen += entries
-
-    @property
-    def failed(self):
-        return [entry for entry in self.seen if isinstance(entry, Observation) and entry.outcome == "failed"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,14 +42,14 @@ def spoil(monkeypatch, name, *gpus):
 
 
 def test_who_agrees_passes():
-    node = Nodes("AAAA")
+    node = Node("AAAA")
     arithmetic.compute(node, CASES)
-    assert node.failed == [] and len(node.seen) == 8
+    assert node.failed == [] and len(node.entries) == 8
 
 
 def test_the_odd_one_is_named_and_its_elements_are_found(monkeypatch):
     spoil(monkeypatch, "softmax of random numbers", 2)
-    node = Nodes("AAAA")
+    node = Node("AAAA")
     arithmetic.compute(node, CASES)
     (entry,) = node.failed
     assert entry.subject == Subject("gpu", (2,))
@@ -90,7 +61,7 @@ def test_the_odd_one_is_named_and_its_elements_are_found(monkeypatch):
 
 def test_two_that_differ_are_both_named(monkeypatch):
     spoil(monkeypatch, "softmax of random numbers", 1)
-    node = Nodes("AABB")
+    node = Node("AABB")
     arithmetic.compute(node, CASES)
     assert [entry.subject.members for entry in node.failed] == [(0,), (1,)]
     assert node.failed[0].seen == "no majority among 2 GPUs of its model, which give different bits"
@@ -98,7 +69,7 @@ def test_two_that_differ_are_both_named(monkeypatch):
 
 def test_where_there_is_no_majority_an_oracle_decides(monkeypatch):
     spoil(monkeypatch, "sum of two", 1)
-    node = Nodes("AABB")
+    node = Node("AABB")
     arithmetic.compute(node, CASES)
     assert [entry.subject.members for entry in node.failed] == [(1,)]
     assert "wrong in the first result" in node.failed[0].seen
@@ -106,6 +77,6 @@ def test_where_there_is_no_majority_an_oracle_decides(monkeypatch):
 
 def test_what_an_oracle_has_seen_is_not_said_again_by_the_vote(monkeypatch):
     spoil(monkeypatch, "sum of two", 1)
-    node = Nodes("AAAA")
+    node = Node("AAAA")
     arithmetic.compute(node, CASES)
     assert [entry.subject.members for entry in node.failed] == [(1,)]

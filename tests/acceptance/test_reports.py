@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 
 from mgpu_check.acceptance import account as account_module
-from mgpu_check.acceptance.account import Account, CheckRun, Sample, Verdict
+from mgpu_check.acceptance.account import Account, CheckRun, Verdict
 from mgpu_check.acceptance.report import junit, markdown, page
 from mgpu_check.acceptance.report.files import check_paths, clear, write
 from mgpu_check.acceptance.report.health import health_of
@@ -23,6 +23,7 @@ from mgpu_check.acceptance.report.text import lines
 from mgpu_check.acceptance.report.values import SCHEMA, read, to_json
 from mgpu_check.devices import observations as observations_module
 from mgpu_check.devices.observations import Measurement, Observation, Subject, Work
+from mgpu_check.devices.telemetry.values import TelemetrySample
 from tests.acceptance import accounts
 
 # XML and Markdown escape what they quote; HTML, too.
@@ -69,7 +70,7 @@ def test_the_schema_has_what_an_account_has():
         "host": account_module.Host,
         "gpu": account_module.Gpu,
         "check": account_module.CheckRun,
-        "sample": account_module.Sample,
+        "sample": TelemetrySample,
         "accusation": account_module.Accusation,
         "verdict": account_module.Verdict,
         "subject": observations_module.Subject,
@@ -474,7 +475,7 @@ def test_checks_that_have_not_begun_stand_last():
 
 def test_health_counts_what_has_grown_in_this_run_only():
     values = [{"ecc_corrected": 5, "pcie_replays": n, "throttle": "power cap, idle", "power": None} for n in (7, 9, 12)]
-    rows = health_of([Sample(float(at), 0, value) for at, value in enumerate(values)])
+    rows = health_of([TelemetrySample(float(at), 0, value) for at, value in enumerate(values)])
     assert ("packets sent again over PCIe", "5 more in this run, now 12 packets", True) in rows
     assert not [row for row in rows if row[0].startswith(("corrected", "clocks held", "power"))]
     assert ("not known to the device", "power", False) in rows

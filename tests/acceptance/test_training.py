@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.departures import Departure, Divided, departures, elements_that_differ, judge
 from mgpu_check.acceptance.training import train_alike
 from mgpu_check.checks import parallel_training
 from mgpu_check.checks.digests import digests
-from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.faults.hardware.registry import hardware_text, planted_from
 from mgpu_check.faults.registry import planted
@@ -20,6 +18,7 @@ from mgpu_check.simulated.hardware import Defect, Hardware, cells
 from mgpu_check.simulated.hardware import planted as on_hardware
 from mgpu_check.specs.models import TrainingSpec
 from mgpu_check.specs.transformer import PRECISIONS, Trained, TransformerCase
+from tests.acceptance.nodes import Node
 
 CASE = TransformerCase(steps=3)
 NAMES = ("loss", "a", "b")
@@ -102,32 +101,8 @@ def test_a_digest_sees_every_bit(dtype):
     assert swapped[0] != before[0] and signs
 
 
-class Devices:
-    """What a check needs of the fixture `node`, with ranks in this process, one after the other."""
-
-    level = "quick"
-
-    def __init__(self, count: int) -> None:
-        self.gpus = tuple(Gpu(number, 0, number, "G", f"GPU-{number}", 16 << 20) for number in range(count))
-        self.numbers = list(range(count))
-        self.entries: list[Observation] = []
-
-    def on_ranks(self, check, fn, *args, gpus=None, environment=None):
-        chosen = self.numbers if gpus is None else list(gpus)
-        results = []
-        for index, gpu in enumerate(chosen):
-            result = fn(Rank(index, len(chosen), index, 0, torch.device("cuda", gpu)), *args)
-            if isinstance(result, list):
-                result = [one.on(chosen) if isinstance(one, Observation) else one for one in result]
-                self.record(one for one in result if isinstance(one, Observation))
-            results.append(result)
-        return results
-
-    def record(self, entries):
-        self.entries += entries
-
-    def failed(self):
-        return {(one.subject.kind, one.subject.members) for one in self.entries if one.outcome == "failed"}
+def subjects(node: Node) -> set[tuple[str, tuple[int, ...]]]:
+    return {(one.subject.kind, one.subject.members) for one in node.failed}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -151,9 +126,9 @@ def test_right_gpus_train_alike(precision):
         precision, ("sgd", "adamw")[place % 2], bool(place // 2), bool((place + 1) // 2 % 2), steps=3, seed=place
     )
     with hardware():
-        node = Devices(2)
+        node = Node("G" * 2)
         train_alike(node, case)
-        alone = Devices(1)
+        alone = Node("G" * 1)
         train_alike(alone, case)
     assert [one.outcome for one in node.entries] == ["passed"] * 2
     assert all(one.work.operations == 3 and one.work.seconds > 0 for one in node.entries)
@@ -176,9 +151,9 @@ def test_right_gpus_train_alike(precision):
 )
 def test_what_is_broken_is_accused(count, fault, accused):
     with hardware(fault):
-        node = Devices(count)
+        node = Node("G" * count)
         train_alike(node, CASE)
-    assert accused in node.failed(), node.entries
+    assert accused in subjects(node), node.entries
 
 
 class Off(Defect):
@@ -191,10 +166,10 @@ class Off(Defect):
 
 def test_of_two_that_differ_by_the_lowest_bit_nobody_is_accused():
     """Neither differs from itself, nor is it further from the host than rounding leads."""
-    node = Devices(2)
+    node = Node("G" * 2)
     with on_hardware(Hardware([Off()], 16 << 20)):
         train_alike(node, CASE)
-    assert node.failed() == {("group", (0, 1))}
+    assert subjects(node) == {("group", (0, 1))}
     assert "none has a majority: step 1, " in node.entries[-1].seen
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mgpu_check import pages
-from mgpu_check.acceptance.account import CheckRun, Sample
+from mgpu_check.acceptance.account import CheckRun
 from mgpu_check.checks.health import THROTTLED
+from mgpu_check.devices.telemetry.values import TelemetrySample
 
 __all__ = ["PANELS", "Grid", "Scale", "heat_map", "over_time", "reasons"]
 
@@ -118,7 +119,7 @@ def _cell_colours(value: float | None, most: float, scale: str) -> tuple[str, st
 
 
 def over_time(
-    samples: Sequence[Sample], checks: Sequence[CheckRun], accused: Collection[int], name: str, title: str
+    samples: Sequence[TelemetrySample], checks: Sequence[CheckRun], accused: Collection[int], name: str, title: str
 ) -> str:
     """Return temperature, power and clocks of GPUs over time, with a bar for each check, as an ``<svg>`` element.
 
@@ -128,7 +129,7 @@ def over_time(
     """
     from matplotlib.figure import Figure
 
-    by_gpu: dict[int, list[Sample]] = {}
+    by_gpu: dict[int, list[TelemetrySample]] = {}
     for sample in samples:
         by_gpu.setdefault(sample.gpu, []).append(sample)
     wrong = sorted(set(accused) & set(by_gpu))
@@ -186,7 +187,7 @@ def _number(value: object) -> float | None:
     return float(value) if right and isinstance(value, (int, float)) else None
 
 
-def _curve(samples: Sequence[Sample], key: str, scale: float) -> tuple[list[float], list[float]]:
+def _curve(samples: Sequence[TelemetrySample], key: str, scale: float) -> tuple[list[float], list[float]]:
     every = max(1, math.ceil(len(samples) / _POINTS))
     chosen = samples[::every]
     values = (_number(sample.values.get(key)) for sample in chosen)
@@ -201,7 +202,7 @@ def _look(number: int, accused: Sequence[int]) -> Mapping[str, Any]:
     return {"color": pages.colour(f"series{number % pages.SERIES}"), "linewidth": 1.3, "linestyle": dash}
 
 
-def _throttled(axes: Any, by_gpu: Mapping[int, Sequence[Sample]], scale: float) -> None:
+def _throttled(axes: Any, by_gpu: Mapping[int, Sequence[TelemetrySample]], scale: float) -> None:
     """Mark where a GPU's clocks were held down."""
     at, clocks = [], []
     for mine in by_gpu.values():
@@ -216,7 +217,7 @@ def _throttled(axes: Any, by_gpu: Mapping[int, Sequence[Sample]], scale: float) 
         axes.set_title("Triangles: clocks are held down", loc="right", pad=6, color=pages.colour("wrong"))
 
 
-def reasons(sample: Sample) -> list[str]:
+def reasons(sample: TelemetrySample) -> list[str]:
     """Return the reasons for which clocks are held down, of those that are a sign of a defect."""
     parts = str(sample.values.get("throttle") or "").split(", ")
     return [part for part in parts if part in THROTTLED]

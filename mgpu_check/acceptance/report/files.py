@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from mgpu_check import pages
 from mgpu_check.acceptance.account import Account
+from mgpu_check.acceptance.documents import write_whole
 from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 
 __all__ = ["check_paths", "check_place", "clear", "write"]
@@ -68,8 +70,7 @@ def check_place(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{path} is a directory; give the name of a file in it, such as {path / 'report.html'}")
     try:
-        _begun(path).touch()
-        _begun(path).unlink()
+        tempfile.TemporaryFile(dir=path.absolute().parent).close()
     except OSError as error:
         raise ValueError(
             f"{path} cannot be written: {error.strerror}; choose a directory that you may write to"
@@ -94,17 +95,7 @@ def write(path: Path | str, account: Account) -> None:
     path = Path(path)
     if path.suffix.lower() == ".html":
         pages.require(f"the report {path.name}")
-    content = _writer(path)(account)
-    begun = _begun(path)
-    try:
-        begun.write_text(content, encoding="utf-8", errors="backslashreplace")
-        begun.replace(path)
-    finally:
-        begun.unlink(missing_ok=True)
-
-
-def _begun(path: Path) -> Path:
-    return path.with_name(f".{path.name}.begun")
+    write_whole(path, _writer(path)(account))
 
 
 def _writer(path: Path) -> Callable[[Account], str]:

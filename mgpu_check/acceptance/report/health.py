@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from mgpu_check.acceptance.account import Gpu, Sample
+from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.report.figures import reasons
 from mgpu_check.acceptance.report.view import bytes_text
 from mgpu_check.devices.telemetry.fields import FIELDS, field_of, peer_of
+from mgpu_check.devices.telemetry.values import TelemetrySample
 
 __all__ = ["facts_of", "health_of"]
 
@@ -40,7 +41,7 @@ def facts_of(gpu: Gpu) -> list[tuple[str, str]]:
     return rows
 
 
-def health_of(samples: Sequence[Sample]) -> list[tuple[str, str, bool]]:
+def health_of(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
     """Return what is to be said of a GPU's health: name, value, and whether that is a bad sign.
 
     Args:
@@ -72,7 +73,7 @@ def health_of(samples: Sequence[Sample]) -> list[tuple[str, str, bool]]:
     return rows
 
 
-def _counters(samples: Sequence[Sample]) -> list[tuple[str, str, bool]]:
+def _counters(samples: Sequence[TelemetrySample]) -> list[tuple[str, str, bool]]:
     grown = []
     known = False
     for name, field in FIELDS.items():
@@ -84,6 +85,6 @@ def _counters(samples: Sequence[Sample]) -> list[tuple[str, str, bool]]:
     return grown or ([("counters of errors", "none grew", False)] if known else [])
 
 
-def _numbers(samples: Sequence[Sample], name: str) -> list[float]:
+def _numbers(samples: Sequence[TelemetrySample], name: str) -> list[float]:
     values = (sample.values.get(name) for sample in samples)
     return [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]

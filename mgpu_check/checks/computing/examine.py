@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ import mgpu_check.checks.computing.elementwise
 import mgpu_check.checks.computing.layers
 import mgpu_check.checks.computing.ordering
 import mgpu_check.checks.computing.products
-import mgpu_check.checks.computing.reductions  # noqa: F401 - each registers its operations
+import mgpu_check.checks.computing.reductions  # noqa: F401  # each of them registers its operations
 from mgpu_check.checks.computing.evidence import (
     bits,
     differing,
@@ -64,7 +63,7 @@ def pieces_of_result(rank: Rank, case: ComputeCase, wanted: int, equal: bool) ->
     Returns:
         whether that came to be, and a digest for each of at most 64 pieces of the last result.
     """
-    with torch.cuda.device(rank.device), torch.no_grad(), _arithmetic(case.dtype):
+    with torch.cuda.device(rank.device), torch.no_grad(), precision.repeatable(tf32=case.dtype == "tf32"):
         prepared = OPERATIONS[case.operation](case, rank.device)
         for _ in range(case.repeats):
             result = _last[rank.device] = prepared.call()
@@ -95,7 +94,7 @@ class _Seen:
 
 def examine_case(case: ComputeCase, device: torch.device, subject: Subject) -> list[Entry | Ballot]:
     """Do one case on a device; see `examine_arithmetic`."""
-    with _arithmetic(case.dtype):
+    with precision.repeatable(tf32=case.dtype == "tf32"):
         try:
             prepared = OPERATIONS[case.operation](case, device)
         except Unsupported as error:
@@ -169,19 +168,3 @@ def _counted(evidence: dict[str, Any]) -> str:
     errors = evidence["errors"]
     where = f", the first at {evidence['indices'][0]}" if evidence.get("indices") else ""
     return f"{errors} element{'s' * (errors != 1)} of {evidence.get('elements', '?')}{where},"
-
-
-@contextmanager
-def _arithmetic(dtype: str) -> Iterator[None]:
-    """Round float32 as float32, but TF32 where it is asked for; let cuDNN choose the same kernels each time."""
-    kept = precision.kept(), torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
-    try:
-        precision.exact()
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-        if dtype == "tf32":
-            torch.set_float32_matmul_precision("high")
-            torch._C._set_cudnn_allow_tf32(True)
-        yield
-    finally:
-        precision.put_back(kept[0])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = kept[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 
 import torch
@@ -54,7 +55,7 @@ _SPOIL: dict[str, Callable[[torch.Tensor, Chance], None]] = {
 }
 
 
-class _Spoiled(Defect):
+class _Spoiled(Defect, abc.ABC):
     """Some copies bring something else.
 
     Parameters: above (bytes), path ("engine", "kernel", "any"), load (other copies under way), every, probability, seed.
@@ -68,9 +69,9 @@ class _Spoiled(Defect):
         self.chance = Chance(parameters)
         self._spoil = _SPOIL[what]
 
+    @abc.abstractmethod
     def concerns(self, copy: Copy) -> bool:
         """Return whether a copy goes over this."""
-        raise NotImplementedError
 
     def copied(self, copy: Copy) -> None:
         given = self.parameters

@@ -1,0 +1,40 @@
+"""What a check needs of the fixture `node`, with ranks in this process, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mgpu_check.acceptance.account import Gpu
+from mgpu_check.devices.observations import Entry, Observation
+from mgpu_check.rank_side.rank import Rank
+
+
+class Node:
+    """A node with a GPU of each of these models."""
+
+    level = "quick"
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self.gpus = [Gpu(number, 0, number, model, f"uuid-{number}", 16 << 20) for number, model in enumerate(models)]
+        self.numbers = [gpu.number for gpu in self.gpus]
+        self.entries: list[Entry] = []
+
+    def on_ranks(self, check, fn, *args, gpus=None, timeout=None, environment=None):
+        chosen = self.numbers if gpus is None else list(gpus)
+        results = []
+        for index, gpu in enumerate(chosen):
+            result = fn(Rank(index, len(chosen), index, 0, torch.device("cuda", gpu)), *args)
+            if isinstance(result, list):
+                result = [item.on(chosen) if isinstance(item, Entry) else item for item in result]
+                self.record(item for item in result if isinstance(item, Entry))
+            results.append(result)
+        return results
+
+    def record(self, entries):
+        self.entries += entries
+
+    @property
+    def failed(self) -> list[Observation]:
+        return [entry for entry in self.entries if isinstance(entry, Observation) and entry.outcome == "failed"]
