@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.acceptance.account import EXIT_CODES, Account
-from mgpu_check.acceptance.floors import CHECKS
+from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.node import Node
 from mgpu_check.acceptance.plan import Plan, soak_of
 from mgpu_check.acceptance.report.live import Live

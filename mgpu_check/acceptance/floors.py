@@ -7,26 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mgpu_check.acceptance.account import Gpu
+from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.devices.observations import Observation, Outcome, Subject, Work
 from mgpu_check.option_values import LEVELS
 
-__all__ = ["CHECKS", "Done", "account_of_work", "floors"]
-
-CHECKS = ("inventory", "memory", "compute", "links", "collectives", "training", "soak", "performance", "health")
-"""All checks, in the order in which they run; a soak only where it was asked for."""
+__all__ = ["Done", "account_of_work", "floors"]
 
 _SHARE_OF_MEMORY = 0.75
 """Of the memory that was to be tested, in case something else has taken some since it was counted."""
-
-_OPERATIONS = {
-    "inventory": (1, 1, 1),
-    "compute": (40, 400, 4000),
-    "links": (4, 20, 200),
-    "collectives": (20, 200, 2000),
-    "training": (12, 150, 4000),
-    "health": (2, 2, 2),
-}
-"""Least number of operations for each subject at each level."""
 
 _PASSES = (1, 2, 8)
 
@@ -57,9 +45,10 @@ def floors(gpus: Sequence[Gpu], level: str, memory_share: float, soak: float | N
     place = LEVELS.index(level)
     each = [Subject("gpu", (gpu.number,)) for gpu in gpus]
     found: dict[str, dict[Subject, Work]] = {}
-    for check, counts in _OPERATIONS.items():
-        subjects = _ways(gpus) if check == "links" else each
-        found[check] = dict.fromkeys(subjects, Work(operations=counts[place]))
+    for name, check in CHECKLIST.items():
+        if check.least is not None:
+            subjects = _ways(gpus) if name == "links" else each
+            found[name] = dict.fromkeys(subjects, Work(operations=check.least[place]))
     found["memory"] = {
         subject: Work(bytes=int(gpu.memory * memory_share * _SHARE_OF_MEMORY * _PASSES[place]))
         for subject, gpu in zip(each, gpus, strict=True)

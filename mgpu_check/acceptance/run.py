@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mgpu_check.acceptance import floors
 from mgpu_check.acceptance.account import Account, Accusation, CheckRun, Gpu, Host, Kind, Verdict
 from mgpu_check.acceptance.advice import advice_for
+from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.acceptance.ledger import Ledger
 from mgpu_check.acceptance.localisation import Look, look_again
 from mgpu_check.acceptance.node import Node
@@ -198,7 +199,7 @@ class Run:
             verdicts={host.number: self._of_host(verdict, host, gpus) for host in self.hosts},
             hosts=self.hosts,
             gpus=gpus,
-            checks=tuple(self._check_run(check, done[check]) for check in floors.CHECKS if check in done),
+            checks=tuple(self._check_run(check, done[check]) for check in CHECKS if check in done),
             observations=observations,
             measurements=tuple(self.ledger.measurements()),
             samples=tuple(self.node.telemetry.samples()) if self.node and self.node.telemetry else (),

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.devices.observations import Observation, Outcome, Subject
 from mgpu_check.engine.failures import NODE, Account, Who
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 
 __all__ = ["Trouble", "observations_of"]
-
-_ALONE = ("inventory", "memory", "compute", "health", "performance")
-"""Checks in which no rank waits for another, or has anything from it."""
 
 _OF_GROUPS = "DistBackendError"
 _OF_DEVICES = ("AcceleratorError", _OF_GROUPS, "DeferredCudaCallError")
@@ -50,7 +48,7 @@ def observations_of(error: BaseException, check: str, what: str, gpus: Sequence[
         return None
     what = what.strip("_").replace("_", " ")
     # Who waits for others, or dies of what others have sent, is not known from here: whoever calls asks each GPU by itself.
-    alone = len(gpus) == 1 or check in _ALONE
+    alone = len(gpus) == 1 or CHECKLIST[check].alone
     for rank, died in account.died.items():
         whose = "its process" if alone else Who(len(gpus))([rank])
         _add(trouble, check, rank if alone else NODE, gpus, f"{whose} died in {what}: {died.cause}", lost=alone)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mgpu_check.acceptance.checklist import CHECKLIST
 from mgpu_check.devices.observations import Observation, Part, Subject
 
 __all__ = ["Explanation", "Suspect", "explain"]
@@ -23,9 +24,6 @@ _AGAINST_DATA = 1.1  # of a link, where the data point at one of its GPUs and no
 _SPOILED = 0.3  # at most, for a part of which all else was seen to be right
 _UNEXPLAINED = 10.0
 _MOST_SETS = 20_000
-
-_OF_UPLOADS = ("training", "compute", "collectives", "soak")
-"""Checks whose data come from the host: a wrong link to the host makes them fail, too."""
 
 Key = tuple[str, Subject, tuple[int, ...]]
 """What tells observations apart for their explanation: check, subject, suspects."""
@@ -107,7 +105,7 @@ def _explains(part: Part, check: str, subject: Subject, suspects: tuple[int, ...
     if part.kind == "host-link":
         if subject.kind in ("upload", "download"):
             return members == part.members
-        return check in _OF_UPLOADS and subject.kind in ("gpu", "group") and part.members[0] in members
+        return CHECKLIST[check].over_the_host and subject.kind in ("gpu", "group") and part.members[0] in members
     if subject.kind == "copy":
         return members == part.members
     both = set(part.members) <= set(members)

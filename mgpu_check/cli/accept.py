@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 import mgpu_check.acceptance
-from mgpu_check.acceptance.floors import CHECKS
+from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
 from mgpu_check.cli.suite import asks_for_gpus, run, without_number
 from mgpu_check.engine.remote import current

@@ -1,0 +1,39 @@
+"""The checks of an acceptance: their order, the least work of each, and what else the verdict must know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["CHECKLIST", "CHECKS", "Check"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is known of a check before it runs.
+
+    Attributes:
+        least: least number of operations for each subject at each level; None where its floor is none of operations.
+        alone: no rank waits for another in it, or has anything from it.
+        over_the_host: its data come from the host, or go there: a wrong link to the host makes it fail, too.
+    """
+
+    least: tuple[int, int, int] | None = None
+    alone: bool = False
+    over_the_host: bool = False
+
+
+CHECKLIST: Mapping[str, Check] = {
+    "inventory": Check((1, 1, 1), alone=True),
+    "memory": Check(alone=True),
+    "compute": Check((40, 400, 4000), alone=True, over_the_host=True),
+    "links": Check((4, 20, 200)),
+    "collectives": Check((20, 200, 2000), over_the_host=True),
+    "training": Check((12, 150, 4000), over_the_host=True),
+    "soak": Check(over_the_host=True),
+    "performance": Check(alone=True),
+    "health": Check((2, 2, 2), alone=True),
+}
+"""All checks, in the order in which they run; a soak only where it was asked for."""
+
+CHECKS = tuple(CHECKLIST)
