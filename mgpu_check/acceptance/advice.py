@@ -23,11 +23,8 @@ def advice_for(part: Part, failed: Sequence[Observation]) -> str:
     told = [str(entry.evidence["advice"]) for entry in failed if entry.evidence.get("advice")]
     if told:  # by a check that knows what it has seen
         return f"drain the node; {told[0]}"
-    checks = {entry.check for entry in failed}
-    if checks == {"performance"}:
+    if {entry.check for entry in failed} == {"performance"}:
         return (
             "look at clocks, throttle reasons, power and cooling, and at the width of its links; " + _ADVICE[part.kind]
         )
-    if checks == {"inventory"}:
-        return "bring firmware, driver and settings to those of the others, and run again"
     return _ADVICE[part.kind]

@@ -120,3 +120,10 @@ def test_an_error_of_a_check_itself_leaves_the_node_undecided(command: Command, 
     assert "test_memory_holds_what_is_written[random] could not run: an error of the check itself, shown above" in text
     assert "interrupted" not in text  # by -x it is not
     assert "IndexError" in text
+
+
+def test_where_no_gpu_answers_any_more_the_rest_is_skipped_and_unknown(command: Command) -> None:
+    text = command("accept", "--gpus=1", "--simulate", "--gpu-level=quick", "--plant=lost:device=0", code=1)
+    assert "the check itself" not in text and "firmware" not in text
+    assert "compute did less than its least work on GPU 0: 0 of 40 operations" in text
+    assert "  do: drain the node, reset this GPU and run again; if it fails again, send it back" in text
