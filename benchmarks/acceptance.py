@@ -1,12 +1,13 @@
 """Whether an acceptance names the part that is broken: on simulated GPUs whose hardware has a defect, planted on purpose.
 
     python benchmarks/acceptance.py matrix [FAULT ...] [--level=quick|standard] [-k NAME] [--own] [--json=FILE]
-    python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--seed=0] [--json=FILE]
+    python benchmarks/acceptance.py draws [--faults=500] [--healthy=300] [--gpus=4] [--seed=0] [--json=FILE]
 
 ``matrix`` plants each fault once, with its defaults, and prints by which checks it was seen, which part was accused, and
 after how long; ``--own`` runs only the checks that must see it, and no healthy node. ``draws`` draws faults, their devices,
-sizes, dtypes and seeds, and plants none as often as is asked for. All runs are in one process, on 4 GPUs, one after the other. The exit code is 0 if each planted
-fault was REJECTED, its part and no other accused, and each healthy node ACCEPTED.
+sizes, dtypes and seeds, and plants none as often as is asked for. All runs are in one process, one after the other; the file
+of ``--json`` is written after each. The exit code is 0 if each planted fault was REJECTED, its part and no other accused, and
+each healthy node ACCEPTED. On 2 GPUs that differ no majority tells which of them is wrong: plant on 3 or more.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ import mgpu_check.acceptance
 from mgpu_check.cli.suite import run as run_suite
 from mgpu_check.faults.hardware.registry import HardwareFault, all_hardware_faults, planted_from
 
-GPUS = 4
 LEVELS = ("quick", "standard", "long")
 
 
@@ -67,9 +67,10 @@ class Outcome:
 class Repeated:
     """A pytest plugin that runs all tests of the acceptance once for each case, as a run of its own with its own verdict."""
 
-    def __init__(self, cases: Sequence[tuple[str, int]], own: bool = False) -> None:
+    def __init__(self, cases: Sequence[tuple[str, int]], own: bool = False, kept: Path | None = None) -> None:
         self.cases = cases
         self.own = own
+        self.kept = kept
         self.outcomes: list[Outcome] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -81,6 +82,8 @@ class Repeated:
                 outcome = self._one(session, planted, seed)
                 self.outcomes.append(outcome)
                 print(outcome.line(), file=shown, flush=True)
+                if self.kept:
+                    self.kept.write_text(json.dumps([dataclasses.asdict(one) for one in self.outcomes], indent=1))
         finally:
             writer._file = shown
         return True
@@ -135,10 +138,10 @@ _SIZES: dict[tuple[str, Any], tuple[int, ...]] = {
 """Parameter and its default -> values that must be found as soon."""
 
 
-def drawn(faults: Sequence[HardwareFault], chosen: random.Random) -> str:
+def drawn(faults: Sequence[HardwareFault], gpus: int, chosen: random.Random) -> str:
     """Draw a fault, its device or link, and sizes, dtype and seed where others must be found as soon."""
     fault = chosen.choice(faults)
-    device, peer = chosen.sample(range(GPUS), 2)
+    device, peer = chosen.sample(range(gpus), 2)
     values: dict[str, Any] = {
         "device": device,
         "peer": peer,
@@ -174,7 +177,7 @@ def cases_of(given: argparse.Namespace) -> Iterator[tuple[str, int]]:
     kinds = [True] * given.faults + [False] * given.healthy
     chosen_from.shuffle(kinds)
     for number, planted in enumerate(kinds):
-        yield (drawn(quick, chosen_from) if planted else ""), given.seed + number
+        yield (drawn(quick, given.gpus, chosen_from) if planted else ""), given.seed + number
 
 
 def main() -> int:
@@ -190,15 +193,14 @@ def main() -> int:
     parser.add_argument("--own", action="store_true", help="run only the checks that must see the fault")
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--healthy", type=int, default=300)
+    parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="keep the outcomes in this file")
     given = parser.parse_intermixed_args()
-    repeated = Repeated(list(cases_of(given)), given.own)
-    options = [f"--gpus={GPUS}", "--simulate", f"--gpu-level={given.level}", "--no-summary", "--tb=no"]
+    repeated = Repeated(list(cases_of(given)), given.own, given.json)
+    options = [f"--gpus={given.gpus}", "--simulate", f"--gpu-level={given.level}", "--no-summary", "--tb=no"]
     run_suite(options, [repeated], mgpu_check.acceptance)
     outcomes = repeated.outcomes
-    if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1))
     planted = [one for one in outcomes if one.planted]
     healthy = [one for one in outcomes if not one.planted]
     print(
