@@ -26,15 +26,19 @@ class Fault:
     """A generator function: what stands before its ``yield`` plants the fault, what follows takes it out."""
     caught_by: tuple[str, ...]
     """The checks of the suite that must catch it; others may."""
+    condition: str = ""
+    """When it strikes, such as "float16 only" or "above 64 Ki elements"; empty where it always does."""
 
 
 _faults: dict[str, Fault] = {}
 
 
 def fault(
-    property: str, summary: str, *, caught_by: tuple[str, ...]
+    property: str, summary: str, *, caught_by: tuple[str, ...], condition: str = ""
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     """Register the decorated generator function as a fault that the checks `caught_by` of `property` must catch.
+
+    A fault that strikes only some calls says which in `condition`: a size, a dtype, a device, a rank, one call in so many.
 
     Raises:
         ValueError: `property` is none of `PROPERTIES`, or a fault of that name exists.
@@ -46,7 +50,7 @@ def fault(
         name = plant.__name__.replace("_", "-")
         if name in _faults and _faults[name].plant.__module__ != plant.__module__:
             raise ValueError(f"fault: {name!r} is registered already, by {_faults[name].plant.__module__}")
-        _faults[name] = Fault(name, property, summary, plant, caught_by)
+        _faults[name] = Fault(name, property, summary, plant, caught_by, condition)
         return plant
 
     return register
