@@ -31,6 +31,10 @@ def test_an_unknown_command_is_refused(command):
     assert "'device' is no command; choose one of accept, compare, devices, pytest, selftest, simulate" in text
 
 
+def test_an_unknown_option_is_refused_in_the_name_of_the_command(command):
+    assert "mgpu-check selftest: error: unrecognized arguments: --such" in command("selftest", "--such", code=4)
+
+
 def test_one_property_from_anywhere(command, tmp_path):
     text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial")
     assert "SIMULATED node of 3 GPUs on cpu" in text

@@ -69,6 +69,9 @@ class CommandLine:
     arguments: tuple[str, ...]
     omits: str = ""
 
+    def pytest_addoption(self, parser: pytest.Parser) -> None:
+        parser.prog = " ".join(("mgpu-check", *self.words))
+
     def as_typed(self, word: str) -> str:
         """Return a word of `arguments` as users write it."""
         return f"--{word.removeprefix(self.omits)}" if self.omits and word.startswith(self.omits) else word
