@@ -24,10 +24,11 @@ def limit(share: float | None) -> None:
     _share = share
 
 
-def examples(count: int) -> settings:
+def examples(count: int, *, quick: int | None = None) -> settings:
     """Hypothesis settings for a packaged property of `count` examples.
 
-    They are as many at the level "standard", a quarter at "quick" but not below 25, and ten times as many at "long".
+    They are as many at the level "standard", ten times as many at "long", and `quick` of them at "quick": where that is
+    not given a quarter, but not below 25.
 
     There is no deadline, because the first example of a world size starts its ranks; and no example database, because
     an acceptance run leaves no files where it was started.
@@ -36,7 +37,10 @@ def examples(count: int) -> settings:
     share = _LEVELS[active().gpu_level]
     if _share is not None:
         share, phases = _share, (Phase.explicit, Phase.generate)
-    count = round(count * share) if share > 1 else min(count, max(_FEWEST, round(count * share)))
+    if share >= 1:
+        count = round(count * share)
+    else:
+        count = min(count, max(_FEWEST, round(count * share)) if quick is None else quick)
     return settings(
         max_examples=count,
         phases=phases,

@@ -151,3 +151,5 @@ def test_selftest_fails_where_a_check_catches_nothing(command):
 def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_140, of_5):
     monkeypatch.setattr(budget, "active", lambda: resolve({"gpu_level": level}, {}, {}))
     assert (budget.examples(140).max_examples, budget.examples(5).max_examples) == (of_140, of_5)
+    given = budget.examples(140, quick=3).max_examples, budget.examples(2, quick=3).max_examples
+    assert given == ((3, 2) if level == "quick" else (of_140, of_140 // 70))
