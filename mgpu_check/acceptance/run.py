@@ -48,9 +48,18 @@ class Run:
 
     Attributes:
         broken: names of tests that have ended by an error of their own.
+
+    Raises:
+        ValueError: defects are to be planted, and the GPUs are those of several hosts.
     """
 
     def __init__(self, session: GpuSession, plan: Plan, command: str, seed: int | None) -> None:
+        hosts = {slot.host for slot in session.pool.slots}
+        if plan.planted and len(hosts) > 1:
+            raise ValueError(
+                f"--plant: {plan.planted[0].text} is planted in the simulated GPUs of one host, and this run has "
+                f"{len(hosts)}; leave it out, or run on one host"
+            )
         self.session = session
         self.plan = plan
         self.command = command

@@ -6,11 +6,14 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mgpu_check.acceptance.plan import Plan
+from mgpu_check.acceptance.run import Run
+from mgpu_check.devices.placement import Slot
 from mgpu_check.pytest_plugin.report.replay import CommandLine
 from mgpu_check.settings import resolve
 
@@ -47,6 +50,13 @@ def test_a_wrong_value_is_refused_by_the_name_that_was_typed(given: dict[str, An
     typed = CommandLine(("accept",), (), "--accept-").as_typed
     with pytest.raises(ValueError, match=re.escape(told)):
         Plan.of(resolve({"gpus": "2", "simulate": "cpu", **given}, {}, {}, typed))
+
+
+def test_nothing_is_planted_on_several_hosts() -> None:
+    plan = Plan.of(resolve({"gpus": "2", "simulate": "cpu", "accept_plant": ["slow-gpu"]}, {}, {}))
+    session: Any = SimpleNamespace(pool=SimpleNamespace(slots=(Slot(0, 0), Slot(1, 0))))
+    with pytest.raises(ValueError, match=r"--plant: slow-gpu.* is planted in the simulated GPUs of one host.* has 2;"):
+        Run(session, plan, "mgpu-check accept", None)
 
 
 @pytest.mark.parametrize(
