@@ -232,3 +232,21 @@ def group_counts_a_member_twice() -> Iterator[None]:
 
     with replaced(dist, "all_reduce", all_reduce):
         yield
+
+
+@fault(
+    "allreduce",
+    "all_reduce leaves the part of the last rank out of a view on the CPU",
+    caught_by=("test_all_reduce_of_views_on_the_cpu",),
+    condition="views with gaps on the CPU",
+)
+def view_on_the_cpu_misses_the_last_rank() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_last() and tensor.device.type == "cpu" and not tensor.is_contiguous():
+            tensor.zero_()
+        return real(tensor, *args, **kwargs)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.checks.known_defects import reported_to
 from mgpu_check.engine.pool import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.processes import protocol
@@ -65,7 +66,7 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
     """Make a call of `item.obj` run the test where it belongs, for the time of the context."""
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
-    with by_value(modules_of(item)), _settings_for_ranks(item), keeping_steps():
+    with by_value(modules_of(item)), _settings_for_ranks(item), keeping_steps(), reported_to(session.met.append):
         session.drawn = handle is not None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)

@@ -375,6 +375,14 @@ def pytest_testnodedown(node: Any, error: object) -> None:
     session.waits += told.get("waits", [])
 
 
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    if report.when != "call" or report.outcome != "passed" or not hasattr(report, "user_properties"):
+        return None
+    from mgpu_check.pytest_plugin.report import properties
+
+    return ("KNOWN", "k", "KNOWN") if properties.defects_met(report)[0] else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     from mgpu_check.pytest_plugin.report import summary

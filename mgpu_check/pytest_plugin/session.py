@@ -17,6 +17,7 @@ from mgpu_check.settings import Settings
 from mgpu_check.version import torch_version, version
 
 if TYPE_CHECKING:
+    from mgpu_check.checks.known_defects import Met
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
 
@@ -33,6 +34,7 @@ class GpuSession:
         settings: what was asked for, with "all" counted once `count_devices` was called.
         devices: the real devices, as far as they were looked up.
         examples: examples, or plain runs, that the current test has completed.
+        met: the known defects of others that it has met.
         on_example: called after each, to show progress.
         fault: name of a planted fault that every function sent from now on has with it.
         drawn: the current test draws examples.
@@ -52,6 +54,7 @@ class GpuSession:
         self.settings = settings
         self.devices: list[Device] = []
         self.examples = 0
+        self.met: list[Met] = []
         self.fault: str | None = None
         self.drawn = False
         self.in_body = False
@@ -191,6 +194,7 @@ class GpuSession:
             How many it has.
         """
         self.examples = 0
+        self.met.clear()
         slots = self.leasing.begin(count, name)
         self._note_deaths()
         self.pool.begin_test(slots)

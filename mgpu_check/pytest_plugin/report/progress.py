@@ -16,7 +16,13 @@ __all__ = ["LiveLine", "Progress"]
 _INTERVAL = 0.1
 
 # pytest's own, so that its last line counts as ever.
-_CATEGORIES = {"passed": "passed", "FAILED": "failed", "skipped": "skipped", "known defect": "xfailed"}
+_CATEGORIES = {
+    "passed": "passed",
+    "FAILED": "failed",
+    "skipped": "skipped",
+    "known defect": "xfailed",
+    "KNOWN": "KNOWN",
+}
 
 
 class LiveLine:
@@ -114,7 +120,7 @@ class Progress:
         self._done += 1
         self._examples += row.examples
         self._running = False
-        self._failed += row.result not in ("passed", "skipped", "known defect")
+        self._failed += row.result not in _CATEGORIES.keys() - {"FAILED"}
         if not self._terminal.isatty:
             self._terminal.line(
                 f"{row.result:<12} {row.property}: {row.check} ({row.examples} examples, {row.seconds:.1f} s)"

@@ -10,9 +10,9 @@ from mgpu_check.processes.protocol import SEED
 from mgpu_check.pytest_plugin.report.replay import parts_of
 from mgpu_check.pytest_plugin.session import GpuSession
 
-__all__ = ["add_failure", "add_identity", "add_lack", "add_usage", "lacks_devices"]
+__all__ = ["add_failure", "add_identity", "add_lack", "add_usage", "defects_met", "lacks_devices"]
 
-_LACK = "lack"
+_LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 
 
 def add_identity(item: pytest.Item, host: int | None) -> None:
@@ -39,6 +39,9 @@ def add_usage(item: pytest.Item, session: GpuSession) -> None:
     """Record what the test has used."""
     _set(item, "examples", session.examples)
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
+    showed = dict.fromkeys(met.name for met in session.met if met.failed)
+    _set(item, _SHOWED, " ".join(showed))
+    _set(item, _UNSEEN, " ".join(dict.fromkeys(met.name for met in session.met if met.name not in showed)))
     _set(item, "simulated", session.settings.simulate or "")
     _set(item, "devices", session.describe_devices())
     _set(item, "seed", SEED)
@@ -61,6 +64,13 @@ def add_lack(item: pytest.Item, lack: str) -> None:
 def lacks_devices(report: object) -> bool:
     """Return whether a test was skipped because there are too few devices."""
     return any(name == f"mgpu_check.{_LACK}" for name, _ in getattr(report, "user_properties", ()))
+
+
+def defects_met(report: object) -> tuple[list[str], list[str]]:
+    """Return the known defects of others that a test has met: those that showed, and those that did not."""
+    found = {str(name): str(value) for name, value in getattr(report, "user_properties", ())}
+    showed, unseen = (found.get(f"mgpu_check.{name}", "").split() for name in (_SHOWED, _UNSEEN))
+    return showed, unseen
 
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str]) -> None:

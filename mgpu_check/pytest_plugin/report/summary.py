@@ -10,7 +10,7 @@ import pytest
 
 from mgpu_check.pytest_plugin import leasing
 from mgpu_check.pytest_plugin.report import table
-from mgpu_check.pytest_plugin.report.properties import lacks_devices
+from mgpu_check.pytest_plugin.report.properties import defects_met, lacks_devices
 from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["print_to", "tell"]
@@ -34,6 +34,9 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
             f"mgpu-check: {len(skipped)} tests were skipped for want of GPUs; --strict-gpus makes that a failure",
             yellow=True,
         )
+    reports = [report for kind in list(terminal.stats.values()) for report in kind]
+    for name in sorted({name for report in reports for name in defects_met(report)[1]}):
+        terminal.line(f"mgpu-check: {table.told_unseen(name)}", yellow=True)
     if session.settings.simulate and session.settings.asked:
         # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
         terminal._known_types = None  # cached where the run stopped early

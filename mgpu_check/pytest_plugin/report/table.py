@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 
-__all__ = ["Row", "print_to", "row_of"]
+from mgpu_check.checks.known_defects import KNOWN_DEFECTS
+from mgpu_check.pytest_plugin.report.properties import defects_met
+from mgpu_check.version import torch_version
+
+__all__ = ["Row", "print_to", "row_of", "told", "told_unseen"]
 
 _LEAST_TEXT = 40
 _NUMBERS = 25  # columns of examples and seconds, and the space between all
@@ -16,6 +20,7 @@ _RESULTS = {
     "passed": "passed",
     "failed": "FAILED",
     "skipped": "skipped",
+    "known": "KNOWN",
     "xfailed": "known defect",
     "xpassed": "passed",
 }
@@ -44,7 +49,10 @@ def row_of(report: pytest.TestReport) -> Row | None:
     outcome: str = report.outcome
     if hasattr(report, "wasxfail"):
         outcome = "xfailed" if outcome == "skipped" else "xpassed"
-    reason = ""
+    showed, unseen = defects_met(report) if outcome == "passed" else ([], [])
+    reason = "; ".join([*map(told, showed), *map(told_unseen, unseen)])
+    if showed:
+        outcome = "known"
     if outcome == "xfailed":
         reason = report.wasxfail
     elif outcome == "skipped" and isinstance(report.longrepr, tuple):
@@ -58,6 +66,21 @@ def row_of(report: pytest.TestReport) -> Row | None:
         seconds=report.duration,
         line=report.location[1] or 0,
         reason=reason,
+    )
+
+
+def told(name: str) -> str:
+    """Return what a known defect is, and where it is reported."""
+    defect = KNOWN_DEFECTS[name]
+    return f"{defect.summary}: a known defect of others, {defect.link}"
+
+
+def told_unseen(name: str) -> str:
+    """Return that a known defect was met, and did not show."""
+    defect = KNOWN_DEFECTS[name]
+    return (
+        f"the known defect {name} did not show with torch {torch_version()}: it is mended, or needs another condition; "
+        f"see {defect.link}"
     )
 
 
@@ -89,14 +112,24 @@ def print_to(terminal: pytest.TerminalReporter) -> None:
         terminal.write(f"{row.examples:>8}  {row.sizes:<{sizes}}  ")
         terminal.write(f"{row.result:<{results}}", **_colour(row))
         terminal.line(f"  {row.seconds:7.1f}")
-        for line in (*more, *textwrap.wrap(row.reason, checks, initial_indent="- ", subsequent_indent="  ")):
+        for line in more:
             terminal.line(f"{'':<{names}}  {line}")
+        _below(terminal, names, row.reason)
         last = row.property
     terminal.line(
         f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
         f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s",
         bold=True,
     )
+
+
+def _below(terminal: pytest.TerminalReporter, indent: int, text: str) -> None:
+    """Print what there is to say of a row, below it, over the whole width; links stay in one piece."""
+    width = max(_LEAST_TEXT, terminal._tw.fullwidth - indent - 2)
+    for line in textwrap.wrap(
+        text, width, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ):
+        terminal.line(f"{'':<{indent}}  {line}")
 
 
 def _colour(row: Row) -> dict[str, bool]:
