@@ -1,59 +1,98 @@
-"""`mgpu-check selftest`: plant every fault, run the checks of its property, print who catches what."""
+"""`mgpu-check selftest`: plant every fault, run the checks that must catch it, print who catches what."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator, Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from mgpu_check.cli.codes import WRONG_USAGE
+from mgpu_check.cli.selftest_matrix import CAUGHT, ERROR, PASSED, SKIPPED, of_properties
 from mgpu_check.cli.suite import asks_for_gpus, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
 from mgpu_check.pytest_plugin.report.replay import CommandLine
+from mgpu_check.pytest_plugin.session import FirstFailure
 
 __all__ = ["Selftest", "main"]
 
-QUICK = "--quick"
-_SHARE = 0.25  # of the examples that a check draws: enough to catch every fault, as the matrix shows
+_QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
+_SHARE = 3
+"""`--quick` takes one fault of so many."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
-CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the matrix of faults and checks; with `--quick`, each fault only for the checks that must catch it.
+    """Plant each fault for the checks that must catch it, and run every check without any.
+
+    ``--quick`` plants a third of the faults, the same always. ``--all-pairs`` tries each on all checks of its property.
+    ``--seeds=N`` tries each pair with the seeds 0 to N-1, and wants 19 of 20 to catch it.
 
     Returns:
         0 if every check catches all faults that it must, there is one for each check, and every check passes without
-        any; 1 if not; pytest's own exit code where the run itself did not work.
+        any; 1 if not; 4 for a wrong option; pytest's own exit code where the run itself did not work.
     """
-    arguments = [argument for argument in argv if argument != QUICK]
-    quick = len(arguments) < len(argv)
+    ours = {_QUICK, _ALL_PAIRS}
+    arguments = [word for word in argv if word not in ours and not word.startswith(f"{_SEEDS}=")]
+    own = tuple(word for word in argv if word not in arguments)
+    seeds = [word.partition("=")[2] for word in own if word.startswith(_SEEDS)]
+    if _SEEDS in arguments or any(not text.isdecimal() or int(text) < 1 for text in seeds):
+        given = f"={seeds[-1]}" if seeds else ""
+        print(f"mgpu-check selftest: {_SEEDS}{given}: write how many seeds, such as {_SEEDS}=20", file=sys.stderr)
+        return WRONG_USAGE
     if not asks_for_gpus(arguments):
         arguments = ["--gpus=4", "--simulate", *arguments]
     if not any(argument.partition("=")[0] == "--rank-timeout" for argument in arguments):
         arguments.append("--rank-timeout=20")
-    plugin = Selftest(all_faults(), quick)
-    line = ("selftest", QUICK) if quick else ("selftest",)
-    code = run(arguments, [plugin, CommandLine(line, tuple(arguments))])
+    plugin = Selftest(
+        all_faults(), quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0
+    )
+    code = run(arguments, [plugin, CommandLine(("selftest", *own), tuple(arguments))])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
     return 0 if plugin.print_verdict() and code == pytest.ExitCode.OK else 1
 
 
-class Selftest:
-    """A pytest plugin that runs each check once without, and once with each, fault of its property.
+@dataclass(frozen=True)
+class _Try:
+    """One run of a check: with a fault or without, by a seed of its own or by that of the whole run."""
 
-    If `quick`, a check runs without a fault, and with those that it must catch.
+    fault: str | None = None
+    seed: int | None = None
+
+    def __str__(self) -> str:
+        return (self.fault or "no fault") + ("" if self.seed is None else f"-seed{self.seed}")
+
+
+class Selftest:
+    """A pytest plugin that runs each check without a fault, and with those that it must catch.
+
+    A check without a fault draws as many examples as at the level "quick"; with one, as many as at the level of the run,
+    until the first that fails.
+
+    Args:
+        quick: plant a third of the faults only, the same always: which ones depends on their own names alone. Checks that
+            must catch none of them do not run.
+        all_pairs: try each fault on all checks of its property.
+        seeds: try each pair with so many seeds; 0 for that of the run.
     """
 
-    def __init__(self, faults: dict[str, Fault], quick: bool = False) -> None:
+    def __init__(
+        self, faults: dict[str, Fault], *, quick: bool = False, all_pairs: bool = False, seeds: int = 0
+    ) -> None:
         self.faults = faults
+        self.chosen = {name for name in faults if not quick or zlib.crc32(name.encode()) % _SHARE == 0}
         self.quick = quick
-        self.checks: dict[str, list[str]] = {name: [] for name in PROPERTIES}
-        self.cells: dict[tuple[str, str], str] = {}
+        self.all_pairs = all_pairs
+        self.seeds = seeds
+        self.matrices = of_properties(PROPERTIES, faults, self.chosen)
+        self._settings: dict[Any, Any] = {}
 
     def pytest_configure(self, config: pytest.Config) -> None:
         if config.getoption("dist", "no") != "no":
@@ -61,35 +100,56 @@ class Selftest:
                 f"mgpu-check selftest: it plants faults in one process, and cannot share its tests with others: leave out "
                 f"-n {config.getoption('numprocesses', None) or ''}".rstrip()
             )
-        # Here, because pytest wants to see Hypothesis before anybody imports it.
-        from mgpu_check.suite import budget
-
-        budget.limit(_SHARE)
-
-    def pytest_unconfigure(self) -> None:
-        from mgpu_check.suite import budget
-
-        budget.limit(None)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         name = metafunc.module.__name__.rpartition(".test_")[2]
-        mine = [fault for fault in self.faults.values() if fault.property == name]
         check = metafunc.definition.originalname
-        names = [fault.name for fault in mine if check in fault.caught_by or not self.quick]
+        mine = [fault for fault in self.matrices[name].faults if self.all_pairs or check in fault.caught_by]
+        drawn = getattr(metafunc.function, "is_hypothesis_test", False)
+        seeds: Iterable[int | None] = range(self.seeds) if self.seeds and drawn else [None]
+        tries = [_Try(fault.name, seed) for fault in mine for seed in seeds]
+        if tries or not self.quick:
+            tries.insert(0, _Try())
         metafunc.fixturenames.append(_PARAMETER)
-        metafunc.parametrize(_PARAMETER, [None, *names], ids=["no fault", *names])
+        metafunc.parametrize(_PARAMETER, tries, ids=map(str, tries))
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        without = [item for item in items if _try_of(item) is None]  # a parameter without a value: not to be run
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            name, check = self._check_of(item)
-            if check not in self.checks[name]:
-                self.checks[name].append(check)
+            name, check = _check_of(item)
+            if check not in self.matrices[name].checks:
+                self.matrices[name].checks.append(check)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         from mgpu_check.pytest_plugin.stash import SESSION
 
-        item.config.stash[SESSION].fault = _fault_of(item)
+        tried = _try_of(item)
+        assert tried is not None
+        session = item.config.stash[SESSION]
+        session.fault = tried.fault
+        session.first_failure = tried.fault is not None
+        self._draw(item, tried)
+
+    def _draw(self, item: pytest.Item, tried: _Try) -> None:
+        """Have a check draw as many examples, and by the seed, as this try is to."""
+        from hypothesis import Phase, settings
+
+        from mgpu_check.suite import budget
+
+        function: Any = getattr(item, "function", None)
+        made = self._settings.setdefault(function, getattr(function, "_hypothesis_internal_use_settings", None))
+        if made is None:
+            return
+        level = "quick" if tried.fault is None else None
+        function._hypothesis_internal_use_settings = settings(
+            budget.at_level(made, level), phases=(Phase.explicit, Phase.generate)
+        )
+        function._hypothesis_internal_use_seed = tried.seed
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
@@ -98,20 +158,27 @@ class Selftest:
         report = yield
         # The matrix is the table of this run.
         report.user_properties = [entry for entry in report.user_properties if entry[0] != "mgpu_check.property"]
-        fault = _fault_of(item)
-        if fault is None:
+        tried = _try_of(item)
+        if tried is None or tried.fault is None:
             return report
-        key = fault, self._check_of(item)[1]
+        outcome = None
         if report.skipped:
-            self.cells[key] = SKIPPED
+            outcome = SKIPPED
         elif report.failed and report.when != "setup" and call.excinfo is not None:
-            self.cells[key] = CAUGHT if _is_finding(call.excinfo.value) else ERROR
+            outcome = CAUGHT if _is_finding(call.excinfo.value) else ERROR
             report.outcome = "passed"  # of the check, which did what it is there for
             report.longrepr = None
             report.sections.clear()
-            report.user_properties.append((_CELL, self.cells[key]))
+            report.user_properties.append((_CELL, outcome))
+            if report.when == "call" and isinstance(call.excinfo.value, FirstFailure):
+                from mgpu_check.pytest_plugin.stash import FAILED
+
+                item.stash[FAILED] = False  # its ranks are as warm as before, unless they are broken
         elif report.when == "call":
-            self.cells[key] = PASSED
+            outcome = PASSED
+        if outcome is not None:
+            name, check = _check_of(item)
+            self.matrices[name].add(tried.fault, check, outcome)
         return report
 
     @pytest.hookimpl(tryfirst=True)
@@ -119,71 +186,50 @@ class Selftest:
         cell = str(dict(report.user_properties).get(_CELL, ""))
         return ("caught" if cell == CAUGHT else "no finding", cell, cell) if cell and report.when == "call" else None
 
-    def _check_of(self, item: pytest.Item) -> tuple[str, str]:
-        assert isinstance(item, pytest.Function)
-        return item.module.__name__.rpartition(".test_")[2], item.originalname
-
     def print_verdict(self) -> bool:
         """Print the matrix, and what is wrong with it; whether nothing is."""
-        for name in PROPERTIES:
-            if self.checks[name]:
-                self._print_matrix(name)
-        caught = sum(cell == CAUGHT for cell in self.cells.values())
+        tried = [matrix for matrix in self.matrices.values() if matrix.checks]
+        for matrix in tried:
+            print("\n".join(matrix.lines()))
+        caught, pairs = sum(matrix.pairs_caught for matrix in tried), sum(len(matrix.cells) for matrix in tried)
+        how = f" by 19 of 20 of the seeds 0 to {self.seeds - 1}" if self.seeds else ""
         print(
-            f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; {caught} of {len(self.cells)} pairs are caught"
+            f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; "
+            f"{caught} of {pairs} pairs are caught{how}"
         )
-        wrong = [line for name in PROPERTIES if self.checks[name] for line in self._not_proven(name)]
-        if not any(self.checks.values()):
+        wrong = [line for matrix in tried for line in matrix.not_proven()]
+        if not tried:
             wrong.append("no check was run")
         for line in wrong:
             print(f"NOT PROVEN: {line}")
-        counts = f"{len(self.faults)} faults, {sum(map(len, self.checks.values()))} checks"
-        print(f"selftest: {counts}: " + ("every fault is caught, every check catches one" if not wrong else "FAILED"))
+        some = f"{len(self.chosen)} of {len(self.faults)} faults" if self.quick else f"{len(self.faults)} faults"
+        counts = f"{some}, {sum(len(matrix.checks) for matrix in tried)} checks"
+        each = "every fault is caught" + ("" if self.quick else ", every check catches one")
+        print(f"selftest: {counts}: " + (each if not wrong else "FAILED"))
         sys.stdout.flush()
         return not wrong
-
-    def _faults_of(self, name: str) -> list[Fault]:
-        return [fault for fault in self.faults.values() if fault.property == name]
-
-    def _print_matrix(self, name: str) -> None:
-        """Print what came of each pair of check and fault of a property."""
-        checks, faults = self.checks[name], self._faults_of(name)
-        width = max(len(fault.name) for fault in faults)
-        print(f"\n{name}")
-        for number, check in enumerate(checks, 1):
-            print(f"  {number:>2}  {check}")
-        print(f"  {'':<{width}} {''.join(f'{number:>3}' for number in range(1, len(checks) + 1))}")
-        for fault in faults:
-            row = "".join(f"{self.cells.get((fault.name, check), ' '):>3}" for check in checks)
-            print(f"  {fault.name:<{width}} {row}   {fault.summary}")
-
-    def _not_proven(self, name: str) -> Iterator[str]:
-        """Yield what the matrix of a property lacks."""
-        checks, faults = self.checks[name], self._faults_of(name)
-        for fault in faults:
-            for check in fault.caught_by:
-                if self.cells.get((fault.name, check), CAUGHT) != CAUGHT:
-                    yield f"{check} does not catch the fault {fault.name}, which it must"
-            if not any(self._caught(fault, check) for check in checks):
-                yield f"no check of {name} catches the fault {fault.name}"
-        for check in checks:
-            if not any(self._caught(fault, check) for fault in faults):
-                yield f"{check} catches no fault of {name}"
-
-    def _caught(self, fault: Fault, check: str) -> bool:
-        return self.cells.get((fault.name, check)) == CAUGHT
 
 
 def _is_finding(error: BaseException) -> bool:
     """Return whether a check has reported something wrong, rather than broken down over the fault's own code."""
+    if isinstance(error, FirstFailure):
+        return _is_finding(error.failure)
     if isinstance(error, BaseExceptionGroup):
         return any(_is_finding(part) for part in error.exceptions)
-    if isinstance(error, RankFailure) and error.__cause__ is not None:
+    if isinstance(error, (RankDied, RankHang)):
+        return True
+    if isinstance(error, RankFailure):
         return isinstance(error.__cause__, AssertionError)
-    return isinstance(error, (RankDied, RankHang))
+    return isinstance(error, AssertionError)  # a check that compares in the pytest process what ranks have returned
 
 
-def _fault_of(item: pytest.Item) -> str | None:
+def _check_of(item: pytest.Item) -> tuple[str, str]:
+    assert isinstance(item, pytest.Function)
+    return item.module.__name__.rpartition(".test_")[2], item.originalname
+
+
+def _try_of(item: pytest.Item) -> _Try | None:
     with contextlib.suppress(AttributeError):
-        return item.callspec.params.get(_PARAMETER)  # type: ignore[attr-defined,no-any-return]
+        found = item.callspec.params.get(_PARAMETER)  # type: ignore[attr-defined]
+        return found if isinstance(found, _Try) else None
     return None

@@ -23,7 +23,7 @@ from mgpu_check.pytest_plugin.report.example import blob_of_this, is_final, keep
 from mgpu_check.pytest_plugin.report.replay import BLOB
 from mgpu_check.pytest_plugin.requirements import Needs
 from mgpu_check.pytest_plugin.serialization import bare, by_value
-from mgpu_check.pytest_plugin.session import GpuSession
+from mgpu_check.pytest_plugin.session import FirstFailure, GpuSession
 
 __all__ = ["Absent", "modules_of", "running"]
 
@@ -171,8 +171,10 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
             if drawn:
                 setattr(hang, BLOB, blob_of_this())
             raise
-        except RankFailure as failure:
-            if drawn and is_final():
+        except AssertionError as failure:
+            if session.first_failure:
+                raise FirstFailure(failure) from failure
+            if drawn and isinstance(failure, RankFailure) and is_final():
                 session.explain(failure)  # now: the ranks know their last failure only, and others may follow
             raise
         session.count_example()

@@ -21,10 +21,21 @@ if TYPE_CHECKING:
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
 
-__all__ = ["PRELOAD", "GpuSession", "TooFewDevices"]
+__all__ = ["PRELOAD", "FirstFailure", "GpuSession", "TooFewDevices"]
 
 # What assertion rewriting refers to in every test that it rewrote.
 PRELOAD = ("mgpu_check.pytest_plugin.in_rank",)
+
+
+class FirstFailure(BaseException):
+    """The first example of a test has failed, in a run that wants no more of it: see `GpuSession.first_failure`.
+
+    No ``Exception``, because Hypothesis would run the example again.
+    """
+
+    def __init__(self, failure: AssertionError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
 
 
 class GpuSession:
@@ -37,6 +48,7 @@ class GpuSession:
         met: the known defects of others that it has met.
         on_example: called after each, to show progress.
         fault: name of a planted fault that every function sent from now on has with it.
+        first_failure: end a test at the first example that fails, by `FirstFailure`, for who asks only whether one does.
         drawn: the current test draws examples.
         in_body: it is the body of a test that runs, and no fixture.
         remarks: lines for the end of the run.
@@ -56,6 +68,7 @@ class GpuSession:
         self.examples = 0
         self.met: list[Met] = []
         self.fault: str | None = None
+        self.first_failure = False
         self.drawn = False
         self.in_body = False
         self.remarks: list[str] = []

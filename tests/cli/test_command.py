@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mgpu_check.cli.selftest import CAUGHT, PASSED, Selftest
+from mgpu_check.cli.selftest import Selftest
+from mgpu_check.cli.selftest_matrix import CAUGHT, PASSED, Matrix
 from mgpu_check.faults.registry import all_faults
 from mgpu_check.settings import resolve
 from mgpu_check.suite import budget
@@ -102,11 +104,44 @@ def test_devices_says_what_there_is(command, monkeypatch):
     assert "no GPU is visible" in text
 
 
-@pytest.mark.parametrize("quick", [("--quick",), pytest.param((), marks=pytest.mark.slow)], ids=["quick", "all pairs"])
-def test_selftest_of_one_property_proves_each_check(command, quick):
-    text = command("selftest", *quick, "-k", "test_mismatch")
+@pytest.mark.parametrize(
+    "pairs", [(), pytest.param(("--all-pairs",), marks=pytest.mark.slow)], ids=["those that must", "all pairs"]
+)
+def test_selftest_of_one_property_proves_each_check(command, pairs):
+    text = command("selftest", *pairs, "-k", "test_mismatch")
     assert "selftest: " in text
     assert "every fault is caught, every check catches one" in text
+
+
+def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
+    text = command(
+        "selftest", "--quick", "--seeds=3", "-k", "gpu_scalars_are_no_numbers", code=1
+    )  # others are left out
+    assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
+    assert "1 of 1 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
+
+
+@pytest.mark.parametrize("seeds", ["--seeds=0", "--seeds=few", "--seeds"])
+def test_selftest_refuses_a_number_of_seeds_that_is_none(command, seeds):
+    assert "write how many seeds, such as --seeds=20" in command("selftest", seeds, code=4)
+
+
+def test_the_third_that_selftest_takes_does_not_depend_on_other_faults():
+    faults = all_faults()
+    chosen = Selftest(faults, quick=True).chosen
+    assert len(faults) / 5 < len(chosen) < len(faults) / 2
+    some = dict(list(faults.items())[::2])
+    assert Selftest(some, quick=True).chosen == chosen & some.keys()
+
+
+@pytest.mark.parametrize(("caught", "of", "enough"), [(19, 20, True), (18, 20, False), (5, 5, True), (4, 5, False)])
+def test_a_check_must_catch_a_fault_by_19_of_20_seeds(caught, of, enough):
+    one = next(iter(all_faults().values()))
+    matrix = Matrix(one.property, [one], list(one.caught_by[:1]))
+    for number in range(of):
+        matrix.add(one.name, one.caught_by[0], CAUGHT if number < caught else PASSED)
+    assert (list(matrix.not_proven()) == []) is enough
+    assert any(f"{one.name} " in line and f" {caught} " in line for line in matrix.lines())
 
 
 def test_selftest_does_not_share_its_tests(command):
@@ -129,12 +164,13 @@ def test_selftest_of_no_check_at_all_fails(capsys):
 def test_selftest_fails_where_a_check_misses_what_it_must_catch(capsys):
     """Though another catches it, and it catches others."""
     selftest = Selftest(all_faults())
-    selftest.checks["scatter"] = ["test_shards_cover_the_batch", "test_gather_restores_the_batch"]
-    for fault in selftest.faults.values():
-        if fault.property == "scatter":
-            selftest.cells |= {(fault.name, check): CAUGHT for check in selftest.checks["scatter"]}
+    scatter = selftest.matrices["scatter"]
+    scatter.checks += ["test_shards_cover_the_batch", "test_gather_restores_the_batch"]
+    for fault in scatter.faults:
+        for check in scatter.checks:
+            scatter.add(fault.name, check, CAUGHT)
     assert selftest.print_verdict()
-    selftest.cells["shards-swapped", "test_shards_cover_the_batch"] = PASSED
+    scatter.cells["shards-swapped", "test_shards_cover_the_batch"] = [PASSED]
     assert not selftest.print_verdict()
     assert (
         "test_shards_cover_the_batch does not catch the fault shards-swapped, which it must" in capsys.readouterr().out

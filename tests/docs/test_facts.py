@@ -40,7 +40,13 @@ def test_the_options_of_the_commands_that_pages_show_exist(pytestconfig: pytest.
     of_pytest = {
         name for group in [*parser._groups, parser._anonymous] for one in group.options for name in one.names()
     }
-    of_pytest |= {"--quick", "--reports", "--collect-only"}  # of selftest, and of the examples' own conftest
+    of_pytest |= {
+        "--quick",
+        "--all-pairs",
+        "--seeds",
+        "--reports",
+        "--collect-only",
+    }  # of selftest, and of the examples' own conftest
     known = {
         "accept": of_pytest
         | {f"--{option.name.removeprefix('accept_').replace('_', '-')}" for option in OPTIONS.values()},
