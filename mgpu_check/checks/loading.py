@@ -1,0 +1,353 @@
+"""Loaders: each batch holds the samples that its sampler named, in order, whoever collated, pinned and sent it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import random
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.data.graph_settings  # each worker process imports it, unless it has it from here
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    get_worker_info,
+    random_split,
+)
+
+from mgpu_check.checks.numbered import Numbered, assert_batch, indices_of
+from mgpu_check.checks.sampling import assert_shares, batches_of
+from mgpu_check.errors import ShardError
+from mgpu_check.recipes import loading
+
+__all__ = [
+    "assert_batches",
+    "assert_last_batches",
+    "assert_partitions",
+    "assert_pinned_batches",
+    "assert_resumes",
+    "assert_worker_seeds",
+    "assert_workers_in_order",
+    "torchs_own_warnings",
+    "workers_ending",
+]
+
+_MILLION = 300_000
+"""Features of a large sample: 1.2 MB of float32."""
+
+
+@contextmanager
+def torchs_own_warnings() -> Iterator[None]:
+    """Let pass what torch says of more workers than cores, and of empty parts."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        warnings.filterwarnings("ignore", message="Length of split at index")
+        yield
+
+
+@contextmanager
+def workers_ending(loader: DataLoader[Any]) -> Iterator[None]:
+    """End workers that persist with the context, also where a check fails: what has failed would keep them, and its ranks."""
+    try:
+        yield
+    finally:
+        running: Any = loader._iterator
+        if running is not None:
+            running._shutdown_workers()
+
+
+def assert_batches(
+    batches: Iterable[Any],
+    expected: Sequence[Sequence[int]],
+    dataset: Numbered,
+    what: str,
+    device: torch.device | str = "cpu",
+    pinned: bool = False,
+) -> None:
+    """Assert that these batches come, and no others; see `assert_batch`."""
+    __tracebackhide__ = True
+    count = 0
+    for number, batch in enumerate(batches):
+        if number >= len(expected):
+            raise ShardError(f"{what}: more than {len(expected)} batches come; the next holds {indices_of(batch)}")
+        assert_batch(batch, expected[number], dataset, f"{what}: batch {number} of {len(expected)}", device, pinned)
+        count = number + 1
+    if count < len(expected):
+        raise ShardError(f"{what}: {count} batches come, expected {len(expected)}; {expected[count]} is missing")
+
+
+def assert_last_batches() -> None:
+    """Assert that loaders over shares of 1 and of 3 ranks give each sample of the share, also in a last batch that is not full.
+
+    For datasets of 0 to 17 samples and batches of 1 to 32, with ``drop_last`` of the loader and without; ``len`` is how many come.
+
+    Raises:
+        ShardError: naming sizes, rank and batch.
+    """
+    __tracebackhide__ = True
+    for length, batch_size, drop_last, world in itertools.product(
+        (0, 1, 2, 3, 5, 8, 9, 17), (1, 2, 3, 4, 8, 32), (False, True), (1, 3)
+    ):
+        for rank in range(world):
+            sampler: Any = DistributedSampler(range(length), world, rank, shuffle=False)  # type: ignore[arg-type]
+            whole: Any = range(length)
+            loader = DataLoader(whole, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
+            expected = batches_of(sampler, batch_size, drop_last)
+            got = [batch.tolist() for batch in loader]
+            what = f"loader of rank {rank} of {world} over {length} samples, {batch_size=}, {drop_last=}"
+            if got != expected:
+                raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank,))
+            if len(loader) != len(expected):
+                raise ShardError(f"{what}: len is {len(loader)}, but {len(expected)} batches come", ranks=(rank,))
+
+
+def _told(worker: int) -> None:
+    """Note in a worker that it was initialized."""
+    told = get_worker_info()
+    assert told is not None
+    told.dataset.initialized = worker  # type: ignore[attr-defined]
+
+
+class _Telling(Numbered):
+    """Samples that say which worker has made them, and how it was initialized."""
+
+    initialized = -1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        worker = get_worker_info()
+        own = None if worker is None else (worker.id, worker.num_workers, worker.dataset is self, self.initialized)
+        return {**super().__getitem__(index), "worker": own}
+
+
+def _listed(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return samples
+
+
+@torchs_own_warnings()
+def assert_workers_in_order(seed: int) -> None:
+    """Assert that batches come in the order of the sampler, whichever of several worker processes makes them.
+
+    Over two epochs of workers that persist, with batches that take one worker far longer than the other (1.2 MB, and 10 bytes); each
+    worker knows its number and has been given to ``worker_init_fn``. What a worker raises comes out where its batch would have come.
+
+    Raises:
+        ShardError: naming epoch and batch.
+    """
+    __tracebackhide__ = True
+    dataset = Numbered(7, features=3, large=_MILLION // 3)
+    sampler: Any = DistributedSampler(dataset, 1, 0, seed=seed)
+    loader = DataLoader(
+        dataset, batch_size=1, sampler=sampler, num_workers=2, persistent_workers=True, prefetch_factor=3
+    )
+    with workers_ending(loader):
+        for epoch in (0, 1):
+            sampler.set_epoch(epoch)
+            assert_batches(
+                loader, [[one] for one in sampler], dataset, f"loader with 2 persistent workers, epoch {epoch}"
+            )
+    telling = _Telling(7, broken=6)
+    whole = DataLoader(telling, batch_size=2, num_workers=3, collate_fn=_listed, worker_init_fn=_told)
+    what = "loader with 3 workers"
+    batches = iter(whole)
+    for number in range(3):
+        for sample in next(batches):
+            worker = number % 3
+            if sample["worker"] != (worker, 3, True, worker):
+                raise ShardError(
+                    f"{what}: sample {sample['number']} knows worker, workers, whether the dataset is its own, and what "
+                    f"worker_init_fn was given as {sample['worker']}, expected {(worker, 3, True, worker)}"
+                )
+    try:
+        next(batches)
+    except LookupError as error:
+        # Its frames hold it and the iterator: those that the garbage collector finds in a cycle wait 5 s for each worker.
+        error.__traceback__ = None
+        if type(error) is not LookupError or "sample 6 cannot be read" not in str(error):
+            raise ShardError(
+                f"{what}: a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
+            ) from None
+    else:
+        raise ShardError(f"{what}: a worker raised LookupError, but a batch came")
+
+
+class _Seeds(Numbered):
+    """Samples that are the seeds and the random numbers of who makes them."""
+
+    def __getitem__(self, index: int) -> Any:
+        worker = get_worker_info()
+        assert worker is not None
+        return worker.id, worker.seed, torch.initial_seed(), torch.rand(4).tolist(), random.random()
+
+
+@torchs_own_warnings()
+def assert_worker_seeds(seed: int) -> None:
+    """Assert that workers are seeded with a base seed and their number: anew in each epoch, and again alike by the same generator.
+
+    So augmentations differ between workers and epochs, and a run can be repeated. Python's generator is seeded, too.
+    Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
+
+    Raises:
+        ShardError: naming worker, epoch and seeds.
+    """
+    __tracebackhide__ = True
+    epochs = []
+    for run in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        torch.manual_seed(run)  # it is the generator that counts
+        loader = DataLoader(_Seeds(4), batch_size=1, num_workers=2, collate_fn=_listed, generator=generator)
+        epochs += [[next(iter(batch)) for batch in loader] for _ in range(2 - run)]
+    for epoch, workers in zip((0, 1, 0), epochs, strict=True):
+        base = workers[0][1]
+        for number, (worker, told, initial, numbers, _) in enumerate(workers[:2]):
+            if not (number == worker and told == initial == base + worker):
+                raise ShardError(
+                    f"epoch {epoch}: worker {worker} is seeded with {initial} and told {told}, expected {base} + {number}"
+                )
+            right = torch.rand(4, generator=torch.Generator().manual_seed(told)).tolist()
+            if numbers != right:
+                raise ShardError(
+                    f"epoch {epoch}: worker {worker}, seeded with {told}, draws {numbers}, expected {right}"
+                )
+        if workers[0][4] == workers[1][4]:
+            raise ShardError(f"epoch {epoch}: Python's random numbers are the same in both workers: {workers[0][4]}")
+    if epochs[0] != epochs[2]:
+        raise ShardError(f"generators of one seed give workers other seeds or numbers: {epochs[0]}, then {epochs[2]}")
+    if epochs[0][0][1] == epochs[1][0][1]:
+        raise ShardError(f"epochs 0 and 1 have workers of the same seeds: {epochs[0][0][1]}")
+
+
+@torchs_own_warnings()
+def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
+    """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, and changes no bit; also on the way to devices.
+
+    With a worker process and without, for batches of 2.4 MB and of some bytes. Each batch goes to the next of `devices` by a copy that
+    does not block, and is compared there.
+
+    Raises:
+        ShardError: naming loader, batch, field and device.
+    """
+    __tracebackhide__ = True
+    for features, workers, length in ((4, 0, 9), (_MILLION, 0, 2), (_MILLION, 1, 3)):
+        dataset = Numbered(length, features=features)
+        loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
+        what = f"pinned loader, {workers} workers, {features} features"
+        expected = batches_of(range(length), 2, False)
+        batches = list(loader)
+        assert_batches(batches, expected, dataset, what, pinned=True)
+        for number, batch in enumerate(batches):
+            device = devices[number % len(devices)]
+            there = _sent(batch, device)
+            assert_batch(there, expected[number], dataset, f"{what}: batch {number}, copied to {device}", device)
+
+
+def _sent(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: _sent(part, device) for name, part in batch.items()}
+    return [_sent(part, device) for part in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+@torchs_own_warnings()
+def assert_partitions(seed: int) -> None:
+    """Assert that datasets are divided in disjoint parts that all ranks agree on: by hand, and by `random_split`.
+
+    And that what stands in a part, or behind the seam of a `ConcatDataset`, is the sample that it is to be.
+
+    Raises:
+        ShardError: naming the split, part and sample.
+    """
+    __tracebackhide__ = True
+    for length, sizes in itertools.product((0, 1, 5, 10, 23), ((1.0,), (0.5, 0.5), (0.7, 0.2, 0.1), (0.25,) * 4)):
+        dataset = Numbered(length)
+        ways: dict[str, Any] = {
+            "partitions": lambda data, parts: loading.partitions(data, parts, seed),
+            "random_split": lambda data, parts: random_split(data, parts, torch.Generator().manual_seed(seed)),
+        }
+        for name, divide in ways.items():
+            seen = []
+            for rank in range(2):
+                torch.manual_seed(rank)
+                seen.append([list(part.indices) for part in divide(dataset, sizes)])
+            what = f"{name} of {length} samples in {sizes}"
+            if seen[0] != seen[1]:
+                raise ShardError(f"{what}, of one seed: rank 0 has {seen[0]}, rank 1 has {seen[1]}", ranks=(1,))
+            every = sorted(itertools.chain.from_iterable(seen[0]))
+            if every != list(range(length)):
+                raise ShardError(f"{what}: the parts are {seen[0]}, which is not each sample once")
+            wrong = [at for at, size in enumerate(sizes) if abs(len(seen[0][at]) - size * length) >= len(sizes)]
+            if wrong:
+                raise ShardError(f"{what}: part {wrong[0]} has {len(seen[0][wrong[0]])} samples", ranks=wrong)
+            assert_shares([every], length, drop_last=False, what=what)
+            for part in divide(dataset, sizes):
+                for place, index in enumerate(part.indices):
+                    if part[place]["number"] != index:
+                        raise ShardError(
+                            f"{what}: place {place} holds sample {part[place]['number']}, expected {index}"
+                        )
+    parts = [Subset(Numbered(20), range(start, stop)) for start, stop in ((0, 3), (3, 3), (3, 4), (4, 11))]
+    joined: ConcatDataset[Any] = ConcatDataset(parts)
+    got = [sample["number"] for sample in (joined[place] for place in (*range(len(joined)), -1, -11))]
+    if got != [*range(11), 10, 0]:
+        raise ShardError(
+            f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected those in order"
+        )
+
+
+def assert_resumes(seed: int) -> None:
+    """Assert that an epoch which is broken off after any batch and gone on with gives the rest of it, and the next epoch all.
+
+    In three ways: by skipping what was seen, with the epoch that a checkpoint says; by a sampler that has a state of its own; and by the
+    state of the generator that a `RandomSampler` draws from, saved and loaded as in a checkpoint.
+
+    Raises:
+        ShardError: naming way, rank, epoch and batch.
+    """
+    __tracebackhide__ = True
+    world, length, size, epoch = 2, 11, 2, 2
+    dataset = Numbered(length)
+    for rank in range(world):
+        sampler: Any = loading.ResumableSampler(dataset, world, rank, seed=seed)
+        sampler.set_epoch(epoch)
+        whole = [indices_of(batch) for batch in DataLoader(dataset, size, sampler=sampler)]
+        for seen in range(len(whole) + 1):
+            what = f"loader of rank {rank} of {world}, epoch {epoch}, after {seen} of {len(whole)} batches"
+            again: Any = loading.ResumableSampler(dataset, world, rank, seed=seed)
+            again.load_state_dict({"epoch": epoch, "start": 0})
+            skipped = itertools.islice(DataLoader(dataset, size, sampler=again), seen, None)
+            assert_batches(skipped, whole[seen:], dataset, f"{what}, skipped")
+            state = _checkpointed(sampler.state_dict(min(seen * size, len(sampler))))
+            again = loading.ResumableSampler(dataset, world, rank, seed=seed)
+            again.load_state_dict(state)
+            loader = DataLoader(dataset, size, sampler=again)
+            if len(loader) != len(whole) - seen:
+                raise ShardError(f"{what}, resumed: len is {len(loader)}, expected {len(whole) - seen}", ranks=(rank,))
+            assert_batches(loader, whole[seen:], dataset, f"{what}, resumed")
+            assert_batches(loader, whole, dataset, f"{what}, gone through again")
+    for seen in (0, 1, 5, 6):
+        generator = torch.Generator().manual_seed(seed)
+        list(RandomSampler(dataset, generator=generator))
+        state = _checkpointed(generator.get_state())
+        whole = list(BatchSampler(RandomSampler(dataset, generator=generator), size, drop_last=False))
+        restored = torch.Generator()
+        restored.set_state(state)
+        rest = itertools.islice(DataLoader(dataset, batch_sampler=_with(dataset, restored, size)), seen, None)
+        assert_batches(rest, whole[seen:], dataset, f"loader with a generator, after {seen} of {len(whole)} batches")
+
+
+def _with(dataset: Numbered, generator: torch.Generator, size: int) -> Any:
+    return BatchSampler(RandomSampler(dataset, generator=generator), size, drop_last=False)
+
+
+def _checkpointed(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()))

@@ -1,0 +1,129 @@
+"""Loaders of all ranks of a world: together they give each sample once, each rank on its device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from mgpu_check.checks.loading import assert_batches, torchs_own_warnings, workers_ending
+from mgpu_check.checks.numbered import Numbered, assert_batch, indices_of
+from mgpu_check.checks.sampling import assert_shares, batches_of
+from mgpu_check.errors import ShardError
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.loading import SharedStream
+
+__all__ = ["assert_loaders_cover", "assert_samplers_of_ranks", "assert_streams_cover"]
+
+_BATCH = 3
+
+
+def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
+    """Assert that a `DistributedSampler` that is told nothing knows this rank and the world, and that all ranks agree.
+
+    For a dataset that divides by the ranks and others, shuffled and not, while torch's global generators differ.
+
+    Raises:
+        ShardError: naming rank and sample.
+    """
+    __tracebackhide__ = True
+    torch.manual_seed(seed + rank.index)
+    for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
+        sampler: Any = DistributedSampler(range(length), shuffle=shuffle, drop_last=drop_last, seed=seed)  # type: ignore[arg-type]
+        what = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
+        if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
+            raise ShardError(
+                f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of {sampler.num_replicas}",
+                ranks=(rank.index,),
+            )
+        sampler.set_epoch(1)
+        assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, what=what)
+
+
+def _of_all(own: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+@torchs_own_warnings()
+def assert_loaders_cover(rank: Rank, seed: int) -> None:
+    """Assert that the ranks' loaders give each sample once an epoch, on their devices, bit for bit, and as many batches each.
+
+    As training code loads: a worker that persists, pinned memory, copies that do not block, and an epoch told to the sampler.
+
+    Raises:
+        ShardError: naming rank, epoch, batch, field and sample.
+    """
+    __tracebackhide__ = True
+    dataset = Numbered(5 * rank.size + 2)
+    sampler: Any = DistributedSampler(dataset, seed=seed)
+    loader = DataLoader(dataset, _BATCH, sampler=sampler, num_workers=1, persistent_workers=True, pin_memory=True)
+    with workers_ending(loader):
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            shares = _loaded(rank, loader, batches_of(sampler, _BATCH, False), dataset, epoch)
+            what = f"loaders of {rank.size} ranks, epoch {epoch}"
+            assert_shares(_of_all(shares), len(dataset), drop_last=False, what=what)
+
+
+def _loaded(rank: Rank, loader: Any, expected: list[list[int]], dataset: Numbered, epoch: int) -> list[int]:
+    """Go through an epoch on this rank, and return which samples came."""
+    share: list[int] = []
+    count = 0
+    what = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
+    for number, batch in enumerate(loader):
+        if number >= len(expected):
+            raise ShardError(f"{what}: more than {len(expected)} batches come", ranks=(rank.index,))
+        there = {name: _moved(part, rank.device) for name, part in batch.items()}
+        assert_batch(there, expected[number], dataset, f"{what}: batch {number}", rank.device)
+        share += indices_of(there)
+        count += 1
+    if count < len(expected):
+        raise ShardError(f"{what}: {count} batches come, expected {len(expected)}", ranks=(rank.index,))
+    return share
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.to(device, non_blocking=True)
+    return [_moved(one, device) for one in part] if isinstance(part, list) else part
+
+
+@torchs_own_warnings()
+def assert_streams_cover(rank: Rank) -> None:
+    """Assert that an iterable dataset that ranks and their workers share gives each sample once, also in last batches.
+
+    With two workers and with none; each worker has a last batch of its own, which is there unless ``drop_last`` drops it.
+
+    Raises:
+        ShardError: naming rank, workers, and the batches.
+    """
+    __tracebackhide__ = True
+    dataset = Numbered(7 * rank.size + 3)
+    for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):
+        stream: Any = SharedStream(dataset, rank.index, rank.size)
+        own, step = max(1, workers), rank.size * max(1, workers)
+        of_workers = [
+            batches_of(range(rank.index * own + worker, len(dataset), step), _BATCH, drop_last) for worker in range(own)
+        ]
+        # By turns, as long as each has some.
+        turns = itertools.zip_longest(*of_workers)
+        expected = [batch for turn in turns for batch in turn if batch is not None]
+        what = f"stream of rank {rank.index} of {rank.size} with {workers} workers, {drop_last=}"
+        loader = DataLoader(stream, _BATCH, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0)
+        with workers_ending(loader):
+            seen = list(loader)
+        got = [indices_of(batch) for batch in seen]
+        if got != expected:
+            raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank.index,))
+        assert_batches(seen, expected, dataset, what)
+        if not drop_last:
+            every = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(_of_all(got))))
+            if every != list(range(len(dataset))):
+                raise ShardError(
+                    f"{what}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
+                )

@@ -1,0 +1,267 @@
+"""Samplers: which samples of a dataset each rank is given, in which order, in which epoch.
+
+What must hold is what the documentation of `torch.utils.data.distributed.DistributedSampler` promises: shares that exclude
+each other; with ``drop_last`` the tail is dropped so that all are of one size, without it extra samples are added for that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler
+
+from mgpu_check.errors import ShardError
+
+__all__ = [
+    "assert_batch_sampler_covers",
+    "assert_orders_are_likely",
+    "assert_sampler_covers",
+    "assert_sampler_shuffles",
+    "assert_shares",
+    "batches_of",
+]
+
+WORLDS = (*range(1, 10), 16)
+LENGTHS = (*range(19), 31, 32, 33)
+LARGE = ((1000, (3, 8)), (4097, (2, 7)))
+"""Longer datasets, and the world sizes that they are looked at with."""
+
+BATCH_SIZES = (1, 2, 3, 4, 5, 7, 8, 16, 64)
+_ORDERED = 13  # samples; of their 13! orders two are the same by a chance of 2e-10
+_PERMUTED = 4
+_EXPECTED = 60
+_MOST_UNEVEN = 102.0
+"""Of the statistic of 24 orders, each expected 60 times: chi-squared with 23 degrees of freedom exceeds it by a chance below 1e-11.
+
+Source: the tail of the distribution, ``scipy.stats.chi2.sf(102, 23)`` = 6.3e-12.
+"""
+
+
+def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, what: str) -> None:
+    """Assert that `shares` of ranks are disjoint parts of ``range(length)``, up to the padding that is documented.
+
+    All are of one size: ceil(length / ranks), or with `drop_last` the floor of that. Without it each sample is there, and
+    the ranks * ceil(length / ranks) - length places that are left over hold samples again, each as often as any other, or once
+    more. With it no sample is there twice. No share holds a sample twice.
+
+    Raises:
+        ShardError: naming rank, sample, and the counts. Its ``ranks`` are those at fault.
+    """
+    __tracebackhide__ = True
+    world = len(shares)
+    size = length // world if drop_last else math.ceil(length / world)
+    for rank, share in enumerate(shares):
+        if len(share) != size:
+            raise ShardError(
+                f"{what}: rank {rank} of {world} has {len(share)} of {length} samples, expected {size}", ranks=(rank,)
+            )
+        wrong = next((one for one in share if type(one) is not int or not 0 <= one < length), None)
+        if wrong is not None:
+            raise ShardError(
+                f"{what}: rank {rank} of {world} has {wrong!r}, which is none of {length} samples", ranks=(rank,)
+            )
+        if len(set(share)) < len(share):
+            twice = next(one for one, count in Counter(share).items() if count > 1)
+            raise ShardError(f"{what}: rank {rank} of {world} has sample {twice} twice", ranks=(rank,))
+    counts = Counter(itertools.chain.from_iterable(shares))
+    least = 0 if drop_last else size * world // max(length, 1)
+    most = 1 if drop_last else math.ceil(size * world / max(length, 1))
+    for sample in range(length):
+        if not least <= counts[sample] <= most:
+            holders = [rank for rank, share in enumerate(shares) if sample in share]
+            expected = f"{least}" if least == most else f"{least} or {most}"
+            raise ShardError(
+                f"{what}: sample {sample} of {length} is there {counts[sample]} times over {world} ranks "
+                f"(on {', '.join(f'rank {rank}' for rank in holders) or 'none'}), expected {expected}",
+                ranks=holders,
+            )
+
+
+def assert_sampler_covers() -> None:
+    """Assert that `DistributedSampler` shares out datasets of each small length, and of some larger ones, among 1 to 9 and 16 ranks.
+
+    With ``drop_last`` and without, shuffled and not, in two epochs. Without shuffling, rank r has the samples r, r + ranks, and so on;
+    padding begins again at the first: code that puts gathered predictions back in order stands on that.
+
+    Raises:
+        ShardError: naming the arguments of the sampler, rank and sample.
+    """
+    __tracebackhide__ = True
+    small = itertools.product(LENGTHS, WORLDS)
+    large = ((length, world) for length, worlds in LARGE for world in worlds)
+    for (length, world), drop_last, shuffle in itertools.product([*small, *large], (False, True), (False, True)):
+        dataset = range(length)
+        samplers: list[Any] = [
+            DistributedSampler(dataset, world, rank, shuffle=shuffle, drop_last=drop_last)  # type: ignore[arg-type]
+            for rank in range(world)
+        ]
+        for epoch in (0, 3) if shuffle else (0,):
+            what = f"DistributedSampler of {length} samples, {drop_last=}, {shuffle=}, {epoch=}"
+            shares = []
+            for rank, sampler in enumerate(samplers):
+                sampler.set_epoch(epoch)
+                shares.append(list(sampler))
+                if len(sampler) != len(shares[-1]):
+                    raise ShardError(
+                        f"{what}: rank {rank} of {world} has {len(shares[-1])} samples, but len(sampler) is {len(sampler)}",
+                        ranks=(rank,),
+                    )
+            assert_shares(shares, length, drop_last=drop_last, what=what)
+            if not shuffle:
+                _assert_in_turn(shares, length, what)
+
+
+def _assert_in_turn(shares: Sequence[Sequence[int]], length: int, what: str) -> None:
+    world = len(shares)
+    for rank, share in enumerate(shares):
+        expected = [(rank + world * place) % length for place in range(len(share))]
+        if list(share) != expected:
+            place = next(at for at, (one, other) in enumerate(zip(share, expected, strict=True)) if one != other)
+            raise ShardError(
+                f"{what}: sample {place} of rank {rank} of {world} is {share[place]}, expected {expected[place]}: "
+                f"ranks take samples in turn",
+                ranks=(rank,),
+            )
+
+
+def assert_sampler_shuffles(world: int, seed: int) -> None:
+    """Assert that `set_epoch` and ``seed``, and nothing else, choose the order of a shuffled `DistributedSampler`.
+
+    The order differs between epochs and between seeds, is the same when an epoch is gone through again, on a sampler made anew and on
+    each rank, and has nothing to do with torch's global generator, which differs between ranks, and which is left as it was.
+
+    Raises:
+        ShardError: naming rank, epochs and what is wrong.
+    """
+    __tracebackhide__ = True
+    length = _ORDERED * world + 1
+    orders: dict[tuple[int, int], list[list[int]]] = {}
+    for own_seed, epoch in itertools.product((seed, seed + 17), (0, 1, 2, 5)):
+        what = f"DistributedSampler of {length} samples, seed={own_seed}, {epoch=}"
+        shares = []
+        for rank in range(world):
+            torch.manual_seed(rank)
+            before = torch.get_rng_state()
+            sampler: Any = DistributedSampler(range(length), world, rank, seed=own_seed)  # type: ignore[arg-type]
+            sampler.set_epoch(epoch)
+            shares.append(list(sampler))
+            if not torch.equal(before, torch.get_rng_state()):
+                raise ShardError(f"{what}: rank {rank} draws from torch's global generator", ranks=(rank,))
+            sampler.set_epoch(epoch + 1)
+            list(sampler)
+            sampler.set_epoch(epoch)
+            if list(sampler) != shares[-1]:
+                raise ShardError(
+                    f"{what}: rank {rank} of {world} goes through the epoch again in another order", ranks=(rank,)
+                )
+        assert_shares(shares, length, drop_last=False, what=what)
+        for rank, share in enumerate(shares):
+            if share == sorted(share):
+                raise ShardError(f"{what}: rank {rank} of {world} is not shuffled", ranks=(rank,))
+        for (other_seed, other), known in orders.items():
+            # torch draws from seed + epoch, so that an epoch of one seed may well be another of another seed: none of these is.
+            same = [rank for rank in range(world) if shares[rank] == known[rank]]
+            if same:
+                raise ShardError(
+                    f"{what}: rank {same[0]} of {world} has the order of epoch {other} with seed={other_seed}",
+                    ranks=same,
+                )
+        orders[own_seed, epoch] = shares
+
+
+def assert_orders_are_likely(seed: int) -> None:
+    """Assert that over many epochs each order of four samples comes about as often as any other.
+
+    By Pearson's statistic over 1,440 epochs: a sampler whose orders are equally likely fails by a chance below 1e-11.
+
+    Raises:
+        ShardError: with the order that comes most often, and the statistic.
+    """
+    __tracebackhide__ = True
+    sampler: Any = DistributedSampler(range(_PERMUTED), 1, 0, seed=seed)  # type: ignore[arg-type]
+    orders = list(itertools.permutations(range(_PERMUTED)))
+    counts: Counter[tuple[int, ...]] = Counter()
+    for epoch in range(_EXPECTED * len(orders)):
+        sampler.set_epoch(epoch)
+        counts[tuple(sampler)] += 1
+    statistic = sum((counts[order] - _EXPECTED) ** 2 / _EXPECTED for order in orders)
+    if statistic > _MOST_UNEVEN:
+        order, count = counts.most_common(1)[0]
+        raise ShardError(
+            f"DistributedSampler of {_PERMUTED} samples, {seed=}: over {_EXPECTED * len(orders)} epochs {len(counts)} of {len(orders)} "
+            f"orders come, {list(order)} {count} times, expected {_EXPECTED}: its shuffling is not uniform (chi-squared "
+            f"{statistic:.0f}, expected at most {_MOST_UNEVEN:.0f})"
+        )
+
+
+def batches_of(indices: Iterable[int], batch_size: int, drop_last: bool) -> list[list[int]]:
+    """Return `indices` in batches of `batch_size`; the last may be smaller, unless it is dropped."""
+    every = list(indices)
+    batches = [every[start : start + batch_size] for start in range(0, len(every), batch_size)]
+    return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
+
+
+class _Once:
+    """Hands out an order that it has, as often as asked: what a sampler draws anew would be another one."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def assert_batch_sampler_covers(seed: int) -> None:
+    """Assert that `BatchSampler` cuts the order of its sampler in batches, for each small length and batch size.
+
+    Over sequential, random and subset samplers, a rank's `DistributedSampler`, and any iterable. Batches are new lists, because users
+    change them. ``len`` is how many come, and a second iteration gives as many.
+
+    Raises:
+        ShardError: naming the sampler, batch size, and the batch that is wrong.
+    """
+    __tracebackhide__ = True
+    generator = torch.Generator().manual_seed(seed)
+    for length, batch_size, drop_last in itertools.product(range(19), BATCH_SIZES, (False, True)):
+        samplers: list[Any] = [SequentialSampler(range(length)), SubsetRandomSampler(range(length), generator)]
+        samplers.append(DistributedSampler(range(length), 3, length % 3, seed=seed, drop_last=drop_last))  # type: ignore[arg-type]
+        if length:
+            samplers.append(RandomSampler(range(length), generator=generator))
+            samplers.append(RandomSampler(range(length), True, length + 1, generator))
+        for sampler in samplers:
+            order = list(sampler)
+            _assert_cut(_Once(order), order, batch_size, drop_last, type(sampler).__name__)
+            if len(sampler) != len(order):
+                raise ShardError(
+                    f"{type(sampler).__name__} of {length} samples: len is {len(sampler)}, but {len(order)} come"
+                )
+
+
+def _assert_cut(sampler: Any, order: list[int], batch_size: int, drop_last: bool, name: str) -> None:
+    batches = BatchSampler(sampler, batch_size, drop_last)
+    what = f"BatchSampler over {name} of {len(order)} samples, {batch_size=}, {drop_last=}"
+    expected = batches_of(order, batch_size, drop_last)
+    for _ in range(2):
+        got = list(batches)
+        if got != expected:
+            wrong = next(
+                (at for at, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                min(len(got), len(expected)),
+            )
+            raise ShardError(f"{what}: batch {wrong}: expected {_at(expected, wrong)}, got {_at(got, wrong)}")
+    if len(batches) != len(expected):
+        raise ShardError(f"{what}: len is {len(batches)}, but {len(expected)} batches come")
+    if len({id(batch) for batch in got}) < len(got):
+        raise ShardError(f"{what}: two batches are one list, so a change of one changes the other")
+
+
+def _at(batches: Sequence[Sequence[int]], number: int) -> str:
+    return str(batches[number]) if number < len(batches) else "none"

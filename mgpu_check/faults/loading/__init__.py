@@ -1,0 +1,7 @@
+"""Defects of samplers, loaders and their workers, and of what divides datasets."""
+
+from __future__ import annotations
+
+from mgpu_check.faults.loading import datasets, samplers, workers
+
+__all__ = ["datasets", "samplers", "workers"]

@@ -1,0 +1,278 @@
+"""Defects of samplers: `DistributedSampler`, `BatchSampler`, and how many batches a loader says it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+)
+
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+Change = Callable[[Any, list[int]], list[int]]
+
+
+def _sampler_changed(change: Change) -> Any:
+    """`DistributedSampler`, whose ranks are given other samples."""
+    real = DistributedSampler.__iter__
+    return replaced(DistributedSampler, "__iter__", lambda self: iter(change(self, list(real(self)))))
+
+
+@fault(
+    "loading",
+    "without padding, the last ranks have a sample fewer than the first",
+    caught_by=("test_sampler_covers_the_dataset",),
+    condition="lengths that do not divide by the ranks",
+)
+def padding_left_out() -> Iterator[None]:
+    """In a loop with collectives the first ranks would wait forever."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        short = not self.drop_last and self.rank >= (len(self.dataset) % self.num_replicas or self.num_replicas)
+        return share[:-1] if short else share
+
+    with _sampler_changed(change):
+        yield
+
+
+@fault(
+    "loading",
+    "padding repeats one sample for all ranks that need one",
+    caught_by=("test_sampler_covers_the_dataset",),
+    condition="two samples of padding or more, which takes three ranks",
+)
+def padding_of_one_sample() -> Iterator[None]:
+    """That sample weighs more than its share in an evaluation."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        padded = not self.drop_last and 0 < len(self.dataset) % self.num_replicas <= self.rank
+        if not padded:
+            return share
+        whole = next(iter(torch.randperm(len(self.dataset), generator=_of(self)).tolist())) if self.shuffle else 0
+        return [*share[:-1], whole]
+
+    with _sampler_changed(change):
+        yield
+
+
+def _of(sampler: Any) -> torch.Generator:
+    return torch.Generator().manual_seed(sampler.seed + sampler.epoch)
+
+
+@fault(
+    "loading",
+    "with drop_last, the tail is dropped although it divides by the ranks",
+    caught_by=("test_sampler_covers_the_dataset",),
+    condition="drop_last, and lengths that divide by the ranks",
+)
+def tail_dropped_where_it_divides() -> Iterator[None]:
+    """Each rank has a sample fewer than there is for it."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        return share[:-1] if self.drop_last and len(self.dataset) % self.num_replicas == 0 else share
+
+    with _sampler_changed(change):
+        yield
+
+
+@fault(
+    "loading",
+    "the last rank takes the samples of the rank before it",
+    caught_by=("test_sampler_covers_the_dataset",),
+    condition="worlds of 5 ranks and more",
+)
+def last_rank_like_the_one_before() -> Iterator[None]:
+    """As where ranks are counted up to a fixed number."""
+    real = DistributedSampler.__init__
+
+    def changed(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *rest: Any, **named: Any) -> None:
+        real(self, dataset, num_replicas, rank, *rest, **named)
+        if self.num_replicas >= 5 and self.rank == self.num_replicas - 1:
+            self.rank -= 1
+
+    with replaced(DistributedSampler, "__init__", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "ranks have blocks of the dataset, not samples in turn",
+    caught_by=("test_sampler_covers_the_dataset",),
+    condition="not shuffled",
+)
+def blocks_in_place_of_turns() -> Iterator[None]:
+    """What code gathers of the ranks, and puts in order by turns, is in another order."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        if self.shuffle or not len(self.dataset):
+            return share
+        start = self.rank * self.num_samples
+        return [place % len(self.dataset) for place in range(start, start + self.num_samples)]
+
+    with _sampler_changed(change):
+        yield
+
+
+@fault(
+    "loading",
+    "set_epoch is ignored: each epoch has the order of the second",
+    caught_by=("test_sampler_shuffles_by_seed_and_epoch",),
+    condition="epochs after the second",
+)
+def later_epochs_ignored() -> Iterator[None]:
+    """The first two epochs are shuffled as they should be."""
+
+    def set_epoch(self: Any, epoch: int) -> None:
+        self.epoch = min(epoch, 1)
+
+    with replaced(DistributedSampler, "set_epoch", set_epoch):
+        yield
+
+
+@fault(
+    "loading",
+    "samplers shuffle by torch's global generator, which differs between ranks",
+    caught_by=("test_samplers_know_their_rank",),
+    condition="shuffled",
+)
+def shuffled_by_the_global_generator() -> Iterator[None]:
+    """Shares overlap, and samples are missed."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        if not self.shuffle or not share:
+            return share
+        order = torch.randperm(len(self.dataset)).tolist()
+        return [order[(self.rank + self.num_replicas * place) % len(order)] for place in range(len(share))]
+
+    with _sampler_changed(change):
+        yield
+
+
+@fault(
+    "loading",
+    "samplers draw a number from torch's global generator, which a run then cannot repeat",
+    caught_by=("test_sampler_shuffles_by_seed_and_epoch",),
+)
+def global_generator_moved_on() -> Iterator[None]:
+    """The shares are right; dropout and augmentations of ranks change with how often they are asked for."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        torch.rand(1)
+        return share
+
+    with _sampler_changed(change):
+        yield
+
+
+@fault(
+    "loading",
+    "a sampler shuffles by rotating the dataset",
+    caught_by=("test_every_order_is_as_likely",),
+    condition="shuffled",
+)
+def rotated_in_place_of_shuffled() -> Iterator[None]:
+    """Neighbours stay neighbours, in each epoch."""
+    real = torch.randperm
+
+    def rotated(n: int, *args: Any, **named: Any) -> torch.Tensor:
+        order = real(n, *args, **named)
+        return (order[0] + torch.arange(n)) % n if n else order
+
+    with replaced(torch, "randperm", rotated):
+        yield
+
+
+@fault(
+    "loading",
+    "one order in four comes twice as often: the last sample stays behind",
+    caught_by=("test_every_order_is_as_likely",),
+    condition="one epoch in four",
+)
+def last_sample_stays_behind() -> Iterator[None]:
+    """A shuffle whose last step is left out now and then."""
+
+    def change(self: Any, share: list[int]) -> list[int]:
+        if self.shuffle and self.epoch % 4 == 3 and self.num_replicas == 1:
+            return [one for one in share if one != len(share) - 1] + [len(share) - 1] * bool(share)
+        return share
+
+    with _sampler_changed(change):
+        yield
+
+
+@fault(
+    "loading",
+    "a sampler that is told nothing counts the machine's GPUs, not the ranks",
+    caught_by=("test_samplers_know_their_rank",),
+    condition="worlds smaller than the number of GPUs",
+)
+def devices_counted_for_ranks() -> Iterator[None]:
+    """Samples of GPUs without a rank are missed."""
+    real = DistributedSampler.__init__
+
+    def changed(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *rest: Any, **named: Any) -> None:
+        devices = torch.cuda.device_count()
+        count = max(devices, dist.get_world_size()) if num_replicas is None and dist.is_initialized() else num_replicas
+        if count == 1:  # with a single GPU there is none without a rank
+            count = 2
+        real(self, dataset, count, rank, *rest, **named)
+
+    with replaced(DistributedSampler, "__init__", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "a last batch of one sample is left out",
+    caught_by=("test_batch_samplers_cut_in_batches",),
+    condition="one sample is left over",
+)
+def last_batch_of_one_left_out() -> Iterator[None]:
+    """As programs do where BatchNorm needs two samples."""
+    real = BatchSampler.__iter__
+
+    def changed(self: Any) -> Iterator[list[int]]:
+        return (batch for batch in real(self) if len(batch) > 1 or self.batch_size == 1)
+
+    with replaced(BatchSampler, "__iter__", changed):
+        yield
+
+
+@fault("loading", "batch samplers hand out one list, filled anew", caught_by=("test_batch_samplers_cut_in_batches",))
+def one_list_for_all_batches() -> Iterator[None]:
+    """Who keeps a batch keeps the last one."""
+    real = BatchSampler.__iter__
+
+    def changed(self: Any) -> Iterator[list[int]]:
+        held: list[int] = []
+        for batch in real(self):
+            held[:] = batch
+            yield held
+
+    with replaced(BatchSampler, "__iter__", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "len of a loader leaves out a last batch that is not full",
+    caught_by=("test_last_batches_are_loaded",),
+    condition="batches that do not divide the share",
+)
+def len_without_the_last_batch() -> Iterator[None]:
+    """A schedule that counts steps by it ends too early."""
+    real = DataLoader.__len__
+
+    def changed(self: Any) -> int:
+        full = len(self.sampler) // self.batch_size if self.batch_size else real(self)
+        return full if not self.drop_last else real(self)
+
+    with replaced(DataLoader, "__len__", changed):
+        yield

@@ -1,0 +1,255 @@
+"""Defects of what makes batches: worker processes, what collates, and what pins."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    dataloader,
+    get_worker_info,
+)
+from torch.utils.data._utils import collate, fetch, pin_memory, worker
+
+from mgpu_check.faults.registry import fault
+from mgpu_check.rank_side.rank import current_rank
+from mgpu_check.recipes import loading
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@fault(
+    "loading",
+    "the second worker loads the samples behind those that it is asked for",
+    caught_by=("test_workers_keep_the_order",),
+    condition="the second of several workers",
+)
+def second_worker_off_by_one() -> Iterator[None]:
+    """One process in so many has another idea of where the dataset begins."""
+    real = fetch._MapDatasetFetcher.fetch
+
+    def changed(self: Any, wanted: Any) -> Any:
+        told = get_worker_info()
+        if told is not None and told.id == 1:
+            wanted = [(one + 1) % len(self.dataset) for one in wanted]
+        return real(self, wanted)
+
+    with replaced(fetch._MapDatasetFetcher, "fetch", changed):
+        yield
+
+
+def _in_workers(change: Callable[[list[Any]], None]) -> Any:
+    """The loop of worker processes, with other arguments: 8 is the base seed, 10 the number of the worker, 11 of all."""
+    real = worker._worker_loop
+
+    def loop(*args: Any) -> None:
+        changed = list(args)
+        change(changed)
+        real(*changed)
+
+    return replaced(worker, "_worker_loop", loop)
+
+
+@fault(
+    "loading",
+    "all workers have the seed of the first",
+    caught_by=("test_workers_are_seeded_apart",),
+    condition="two workers or more",
+)
+def workers_seeded_alike() -> Iterator[None]:
+    """Augmentations repeat in each worker."""
+
+    def change(args: list[Any]) -> None:
+        args[8] -= args[10]
+
+    with _in_workers(change):
+        yield
+
+
+@fault(
+    "loading",
+    "workers have the same seeds in each epoch",
+    caught_by=("test_workers_are_seeded_apart",),
+    condition="epochs after the first",
+)
+def workers_seeded_once() -> Iterator[None]:
+    """Each sample is augmented in one way only."""
+
+    def change(args: list[Any]) -> None:
+        args[8] = 1234
+
+    with _in_workers(change):
+        yield
+
+
+@fault(
+    "loading",
+    "all workers take themselves for the first",
+    caught_by=("test_streams_are_shared",),
+    condition="two workers or more, of an iterable dataset",
+)
+def workers_take_themselves_for_the_first() -> Iterator[None]:
+    """An iterable dataset that is divided by worker repeats what the first has, and misses the rest."""
+    real = get_worker_info
+
+    class First:
+        def __init__(self, told: Any) -> None:
+            self.id, self.num_workers = 0, told.num_workers
+
+    def told_wrongly() -> Any:
+        told = real()
+        return None if told is None else First(told)
+
+    with replaced(loading, "get_worker_info", told_wrongly):
+        yield
+
+
+@fault(
+    "loading",
+    "a stream's last batch is dropped, where it is not full",
+    caught_by=("test_streams_are_shared",),
+    condition="the last batch of an iterable dataset",
+)
+def last_batch_of_a_stream_dropped() -> Iterator[None]:
+    """As with ``drop_last``, which was not asked for."""
+    real = fetch._IterableDatasetFetcher.__init__
+
+    def changed(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:
+        real(self, dataset, auto_collation, collate_fn, True)
+
+    with replaced(fetch._IterableDatasetFetcher, "__init__", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "persistent workers begin the second epoch with what was in flight: its first batch is that of the first epoch",
+    caught_by=("test_loaders_of_ranks_cover_the_dataset",),
+    condition="epochs after the first, of workers that persist",
+)
+def stale_first_batch() -> Iterator[None]:
+    """What was sent to workers before the sampler was told the epoch is not taken back."""
+    kind = dataloader._MultiProcessingDataLoaderIter
+    real_reset, real_next = kind._reset, kind._next_index
+
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        self._asked = 0
+        real_reset(self, loader, first_iter)
+
+    def next_index(self: Any) -> Any:
+        index = real_next(self)
+        self._asked += 1
+        if self._asked > 1:
+            return index
+        self._first_of_all = getattr(self, "_first_of_all", index)
+        return self._first_of_all
+
+    with replaced(kind, "_reset", reset), replaced(kind, "_next_index", next_index):
+        yield
+
+
+@fault(
+    "loading",
+    "batches above 1 MiB come from workers with their last bytes zero",
+    caught_by=("test_workers_keep_the_order",),
+    condition="above 1 MiB, in workers",
+)
+def large_batches_of_workers_cut() -> Iterator[None]:
+    """Shared memory that is a page too small."""
+    real = collate.collate_tensor_fn
+
+    def changed(batch: Any, *, collate_fn_map: Any = None) -> Any:
+        whole = real(batch, collate_fn_map=collate_fn_map)
+        if get_worker_info() is not None and whole.nbytes > 1 << 20:
+            whole.view(-1)[-4:] = 0
+        return whole
+
+    with _collating(torch.Tensor, changed):
+        yield
+
+
+@contextlib.contextmanager
+def _collating(kind: type, function: Any) -> Iterator[None]:
+    """Have samples of a type collated by `function`."""
+    before = collate.default_collate_fn_map[kind]
+    collate.default_collate_fn_map[kind] = function
+    try:
+        yield
+    finally:
+        collate.default_collate_fn_map[kind] = before
+
+
+@fault(
+    "loading",
+    "Python's floats are collated in float32",
+    caught_by=("test_batches_are_pinned",),
+    condition="Python's floats only",
+)
+def floats_collated_in_float32() -> Iterator[None]:
+    """They are float64, and a label may need each digit of it."""
+
+    def changed(batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        return torch.tensor(batch, dtype=torch.float32).double()
+
+    with _collating(float, changed):
+        yield
+
+
+@fault(
+    "loading",
+    "tensors in lists are not pinned",
+    caught_by=("test_batches_are_pinned",),
+    condition="tensors in lists",
+)
+def lists_not_pinned() -> Iterator[None]:
+    """Their copies block; nothing is wrong with what they bring."""
+    real = pin_memory.pin_memory
+
+    def changed(data: Any, device: Any = None) -> Any:
+        return data if isinstance(data, list) else real(data, device)
+
+    with replaced(pin_memory, "pin_memory", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "copies from pinned memory that do not block leave out what is beyond the first MiB",
+    caught_by=("test_batches_are_pinned",),
+    condition="above 1 MiB, pinned and non_blocking",
+)
+def large_pinned_copies_cut() -> Iterator[None]:
+    """As where the source is used again before the copy is done."""
+    to = torch.Tensor.to
+
+    def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        made = to(self, *args, **named)
+        if named.get("non_blocking") and made.device.type == "cuda" and self.nbytes > 1 << 20 and self.is_pinned():
+            made = made.clone()
+            made.view(-1)[(1 << 20) // made.element_size() :] = 0
+        return made
+
+    with replaced(torch.Tensor, "to", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "batches that the last rank loads land on the first GPU",
+    caught_by=("test_loaders_of_ranks_cover_the_dataset",),
+    condition="the last rank only",
+)
+def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
+    """As where `set_device` came too late."""
+    to = torch.Tensor.to
+
+    def changed(self: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+        rank = current_rank()
+        if named.get("non_blocking") and rank is not None and rank.index == rank.size - 1:
+            # Of a world of one, the first GPU is the right one.
+            args = (torch.device("cuda", 0) if rank.index else torch.device("cpu"), *args[1:])
+        return to(self, *args, **named)
+
+    with replaced(torch.Tensor, "to", changed):
+        yield

@@ -1,0 +1,143 @@
+"""Loading: over all ranks each sample is loaded once an epoch, in the order of its sampler, by whatever workers.
+
+What is small is enumerated, each length with each world size; only seeds are drawn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+
+from mgpu_check import strategies
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.suite.budget import examples
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check import Ranks
+
+
+def test_sampler_covers_the_dataset(gpus: tuple[torch.device, ...]) -> None:
+    """`DistributedSampler` gives the ranks disjoint shares, up to its padding, for every length and world size."""
+    from mgpu_check.checks.sampling import assert_sampler_covers
+
+    assert_sampler_covers()
+
+
+@examples(20, quick=2)
+@given(world=strategies.world_sizes(), seed=strategies.seeds())
+def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], world: int, seed: int) -> None:
+    """A sampler's order follows from seed and `set_epoch` alone, alike on all ranks."""
+    from mgpu_check.checks.sampling import assert_sampler_shuffles
+
+    assert_sampler_shuffles(world, seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A shuffling sampler gives every order as often as any other, over many epochs."""
+    from mgpu_check.checks.sampling import assert_orders_are_likely
+
+    assert_orders_are_likely(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_samplers_know_their_rank(ranks: Ranks, seed: int) -> None:
+    """A sampler that is told nothing takes rank and world size from the process group, in worlds of every size."""
+    for size in range(1, ranks.size + 1):
+        ranks.run(_samplers, seed, size=size)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_batch_samplers_cut_in_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """`BatchSampler` cuts the order of any sampler in batches, for every length and batch size."""
+    from mgpu_check.checks.sampling import assert_batch_sampler_covers
+
+    assert_batch_sampler_covers(seed)
+
+
+def test_last_batches_are_loaded(gpus: tuple[torch.device, ...]) -> None:
+    """A loader gives all of its share, in a smaller last batch unless that is dropped, and says how many come."""
+    from mgpu_check.checks.loading import assert_last_batches
+
+    assert_last_batches()
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_workers_keep_the_order(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Batches of several workers come in the sampler's order, whole, epoch by epoch; what a worker raises comes out."""
+    from mgpu_check.checks.loading import assert_workers_in_order
+
+    assert_workers_in_order(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Workers have seeds of their own in each epoch, and the same again from the same generator."""
+    from mgpu_check.checks.loading import assert_worker_seeds
+
+    assert_worker_seeds(seed)
+
+
+def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
+    """`pin_memory` pins every tensor of a batch; batches of bytes and of megabytes reach the devices unchanged."""
+    from mgpu_check.checks.loading import assert_pinned_batches
+
+    assert_pinned_batches(gpus)
+
+
+@examples(5, quick=1)
+@given(seed=strategies.seeds())
+def test_datasets_are_divided(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Parts of a dataset, divided by hand or by `random_split`, are disjoint, cover it, and are the same on all ranks."""
+    from mgpu_check.checks.loading import assert_partitions
+
+    assert_partitions(seed)
+
+
+@examples(5, quick=1)
+@given(seed=strategies.seeds())
+def test_epochs_are_resumed(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """An epoch broken off after any batch goes on with the rest of it, by epoch, sampler state or generator state."""
+    from mgpu_check.checks.loading import assert_resumes
+
+    assert_resumes(seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_loaders_of_ranks_cover_the_dataset(ranks: Ranks, seed: int) -> None:
+    """The loaders of all ranks give each sample once an epoch, each batch whole on the rank's device."""
+    for size in sorted({1, ranks.size}):
+        ranks.run(_loaders, seed, size=size)
+
+
+def test_streams_are_shared(ranks: Ranks) -> None:
+    """An iterable dataset shared among ranks and workers gives each sample once, last batches included."""
+    for size in sorted({1, ranks.size}):
+        ranks.run(_streams, size=size)
+
+
+def _samplers(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.loading_on_ranks import assert_samplers_of_ranks
+
+    assert_samplers_of_ranks(rank, seed)
+
+
+def _loaders(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.loading_on_ranks import assert_loaders_cover
+
+    assert_loaders_cover(rank, seed)
+
+
+def _streams(rank: Rank) -> None:
+    from mgpu_check.checks.loading_on_ranks import assert_streams_cover
+
+    assert_streams_cover(rank)
