@@ -1,7 +1,7 @@
 """Allreduce written by hand: on the devices of one process, and over point-to-point messages between ranks.
 
-The one over devices is what the chapter on multiple GPUs of *Dive into Deep Learning* teaches; ring and tree are the
-two algorithms that collective libraries are made of.
+The one over devices is what the chapter on multiple GPUs of *Dive into Deep Learning* teaches; ring, tree and recursive halving
+and doubling are the algorithms that collective libraries are made of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-__all__ = ["allreduce", "chunks", "reduce_broadcast", "ring_allreduce", "tree_allreduce"]
+__all__ = [
+    "allreduce",
+    "chunks",
+    "halving_doubling_allreduce",
+    "reduce_broadcast",
+    "ring_allreduce",
+    "tree_allreduce",
+]
 
 
 def allreduce(data: Sequence[torch.Tensor]) -> None:
@@ -56,13 +63,20 @@ def ring_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 def _shift(flat: torch.Tensor, out: slice, into: slice, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Send the chunk `out` to the right while the chunk `into` comes from the left; what has come."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    return _exchange(flat, out, (rank + 1) % size, into, (rank - 1) % size, group)
+
+
+def _exchange(
+    flat: torch.Tensor, out: slice, target: int, into: slice, source: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Send the chunk `out` to rank `target` while the chunk `into` comes from rank `source`; what has come."""
     sent, received = flat[out].clone(), torch.empty_like(flat[into])
     transfers = []
     # Chunks may be empty, on both ends alike; there is nothing to send then.
     if sent.numel():
-        transfers.append(dist.P2POp(dist.isend, sent, _global_rank((rank + 1) % size, group), group))
+        transfers.append(dist.P2POp(dist.isend, sent, _global_rank(target, group), group))
     if received.numel():
-        transfers.append(dist.P2POp(dist.irecv, received, _global_rank((rank - 1) % size, group), group))
+        transfers.append(dist.P2POp(dist.irecv, received, _global_rank(source, group), group))
     for work in dist.batch_isend_irecv(transfers) if transfers else ():
         work.wait()
     return received
@@ -94,6 +108,42 @@ def tree_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
         dist.recv(flat, parent, group)
     for child in reversed(children):
         dist.send(flat, _global_rank(child, group), group)
+    tensor.detach().copy_(flat.reshape(tensor.shape))
+
+
+def halving_doubling_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Sum `tensor` over the ranks of `group` into each of them, in place, by recursive halving and doubling.
+
+    Partners at distances n/2, n/4, …, 1 exchange halves of what they still hold and add up the half that they keep; then
+    they exchange what they have, at distances 1, …, n/2. Ranks past the largest power of two hand their part to one
+    below it first, and get the sum from there in the end. R. Rabenseifner, *Optimization of Collective Reduction Operations*, ICCS 2004.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    flat = tensor.detach().reshape(-1).clone()
+    if not flat.numel():
+        return
+    power = 1 << (size.bit_length() - 1)
+    if rank >= power:
+        dist.send(flat, _global_rank(rank - power, group), group)
+        dist.recv(flat, _global_rank(rank - power, group), group)
+    else:
+        if rank + power < size:
+            received = torch.empty_like(flat)
+            dist.recv(received, _global_rank(rank + power, group), group)
+            flat += received
+        held, rounds, distance = slice(0, flat.numel()), [], power // 2
+        while distance:
+            middle = (held.start + held.stop) // 2
+            kept, given = slice(held.start, middle), slice(middle, held.stop)
+            if rank & distance:
+                kept, given = given, kept
+            flat[kept] += _exchange(flat, given, rank ^ distance, kept, rank ^ distance, group)
+            rounds.append((rank ^ distance, kept, given))
+            held, distance = kept, distance // 2
+        for partner, kept, given in reversed(rounds):
+            flat[given] = _exchange(flat, kept, partner, given, partner, group)
+        if rank + power < size:
+            dist.send(flat, _global_rank(rank + power, group), group)
     tensor.detach().copy_(flat.reshape(tensor.shape))
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "shardwise_step",
     "split",
     "summed_loss",
+    "train",
     "train_batch",
     "train_step",
     "unsynchronized",
@@ -33,6 +34,7 @@ __all__ = [
 
 Forward = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
 Shard = tuple[torch.Tensor, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -140,6 +142,7 @@ def train_batch(
     inputs: torch.Tensor,
     labels: torch.Tensor,
     rate: float,
+    loss: Loss = summed_loss,
 ) -> None:
     """Take one step by hand on as many devices as there are replicas of the parameters.
 
@@ -148,14 +151,37 @@ def train_batch(
     """
     devices = [next(iter(replica.values())).device for replica in replicas]
     shards = zip(split(inputs, len(devices)), split(labels, len(devices)), devices, replicas, strict=True)
-    losses = [summed_loss(forward(x.to(device), own), y.to(device)) for x, y, device, own in shards]
-    for loss in losses:
-        loss.backward()
+    losses = [loss(forward(x.to(device), own), y.to(device)) for x, y, device, own in shards]
+    for own_loss in losses:
+        own_loss.backward()
     with torch.no_grad():
         for name in replicas[0]:
             reducing.allreduce([_gradient(replica[name]) for replica in replicas])
         for replica in replicas:
             sgd(replica, rate, len(inputs))
+
+
+def train(
+    forward: Forward,
+    parameters: Mapping[str, torch.Tensor],
+    devices: Sequence[torch.device],
+    batches: Sequence[Shard],
+    *,
+    rate: float,
+    epochs: int = 1,
+    loss: Loss = summed_loss,
+) -> list[dict[str, torch.Tensor]]:
+    """Train replicas of `parameters` on `devices` by `train_batch`, batch after batch; return the replicas.
+
+    The loop of the chapter on multiple GPUs of *Dive into Deep Learning*. `parameters` stay as they are.
+    """
+    replicas = replicate(parameters, devices)
+    for _ in range(epochs):
+        for inputs, labels in batches:
+            for replica in replicas:
+                clear(replica)
+            train_batch(forward, replicas, inputs, labels, rate, loss)
+    return replicas
 
 
 def _gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,15 @@ from mgpu_check.specs.tensors import TensorSpec
 from mgpu_check.strategies.batches import batch_sizes, batches, splits
 from mgpu_check.strategies.operators import operator_cases
 from mgpu_check.strategies.tensors import dtypes, layouts, seeds, shapes, tensors
-from mgpu_check.strategies.worlds import all_devices, device_counts, device_pairs, places, world_sizes
+from mgpu_check.strategies.worlds import (
+    all_devices,
+    device_counts,
+    device_orders,
+    device_pairs,
+    places,
+    world_pairs,
+    world_sizes,
+)
 
 __all__ = [
     "BatchSpec",
@@ -25,6 +33,7 @@ __all__ = [
     "batch_sizes",
     "batches",
     "device_counts",
+    "device_orders",
     "device_pairs",
     "dtypes",
     "layouts",
@@ -34,5 +43,6 @@ __all__ = [
     "shapes",
     "splits",
     "tensors",
+    "world_pairs",
     "world_sizes",
 ]

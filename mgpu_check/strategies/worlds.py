@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from mgpu_check import settings
 from mgpu_check.devices.placement import Slot, WorldSize, slots_for, spread
 
-__all__ = ["all_devices", "all_pairs", "device_counts", "device_pairs", "places", "world_sizes"]
+__all__ = [
+    "all_devices",
+    "all_pairs",
+    "device_counts",
+    "device_orders",
+    "device_pairs",
+    "places",
+    "world_pairs",
+    "world_sizes",
+]
 
 T = TypeVar("T")
 
@@ -86,9 +95,43 @@ def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[in
     return _when_drawn(lambda: _worlds(least, most))
 
 
+def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw two world sizes for one example, the largest first; one, where there is no other.
+
+    For checks of few examples: the first has the largest, and the one below it, of which one is odd.
+    """
+
+    def make() -> st.SearchStrategy[tuple[int, ...]]:
+        per_host = settings.active().per_host
+        if len(per_host) >= 2:
+            return st.lists(_worlds(least, most), min_size=2, max_size=2, unique=True).map(tuple)
+        largest = min(_devices(), _devices() if most is None else most)
+        if largest <= least:
+            return _up_to(least, most, _devices(), "world_pairs").map(lambda size: (size,))
+        return st.sampled_from([(largest, other) for other in range(largest - 1, least - 1, -1)])
+
+    return _when_drawn(make)
+
+
 def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
     """Draw numbers of devices to spread work over, like `world_sizes`; in a run on several hosts, of one host."""
     return _when_drawn(lambda: _up_to(least, most, _devices_in_one_process(), "device_counts"))
+
+
+def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw different devices of one host, by index, in any order: `least` of them to all (or `most`).
+
+    The first example has as many as there are, the last one first.
+    """
+
+    def make() -> st.SearchStrategy[tuple[int, ...]]:
+        there = _devices_in_one_process()
+        sizes = _up_to(least, most, there, "device_orders")
+        largest = min(there, there if most is None else most)
+        shuffled = st.permutations(range(there - 1, -1, -1))
+        return st.tuples(shuffled, sizes).map(lambda drawn: tuple(drawn[0][: largest + least - drawn[1]]))
+
+    return _when_drawn(make)
 
 
 def all_devices() -> st.SearchStrategy[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -90,3 +91,18 @@ def test_splits_cover_the_sizes_that_matter(run_with: Callable[[int], None], cou
         assert any(0 < size < devices for size, devices in spread)
         assert any(size > devices and size % devices for size, devices in spread)
         assert {split.dim for split in found} >= {0, 1, -1}
+
+
+def test_pairs_of_worlds_begin_with_the_largest_and_the_one_below(run_with):
+    run_with(4)
+    assert drawn(strategies.world_pairs()) == {(4, 3), (4, 2), (4, 1)}
+    assert drawn(strategies.world_pairs(), 1) == {(4, 3)}
+    assert drawn(strategies.world_pairs(least=2, most=3)) == {(3, 2)}
+    assert drawn(strategies.world_pairs(least=4)) == {(4,)}
+
+
+def test_orders_of_devices_are_not_ascending_only(run_with):
+    run_with(3)
+    found = drawn(strategies.device_orders(least=2))
+    assert drawn(strategies.device_orders(least=2), 1) == {(2, 1, 0)}
+    assert found == {order for size in (2, 3) for order in itertools.permutations(range(3), size)}

@@ -1,0 +1,79 @@
+"""Exact training on one device, and what another way to train must have in common with it: every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["ADAM_RATE", "adam_tolerance", "assert_same", "one_device", "seen", "sgd", "weighted"]
+
+ADAM_RATE = 0.25
+"""The learning rate of Adam, about as large as the parameters: what rounds is seen in proportion to both."""
+
+
+def weighted(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Return the loss of exact training: the sum of the outputs, each times a number."""
+    return (outputs * factors).sum()
+
+
+def sgd(training: ExactTraining, model: nn.Module) -> torch.optim.SGD:
+    """Return the optimizer of a training, for the parameters of `model`."""
+    return torch.optim.SGD(model.parameters(), lr=training.rate, momentum=training.momentum)
+
+
+def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """Copy gradients and parameters to the CPU, by names that tell the step, counted from 1."""
+    found = {}
+    for name, value in model.named_parameters():
+        found[f"step {step}: gradient of {name}"] = copied(
+            torch.zeros_like(value) if value.grad is None else value.grad
+        )
+        found[f"step {step}: {name}"] = copied(value)
+    return found
+
+
+def one_device(training: ExactTraining, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """Train on the CPU in float64; return outputs, gradients and parameters after each step.
+
+    Args:
+        model: what to train instead of the model of `training`; it is changed.
+    """
+    model = (training.model() if model is None else model).double()
+    optimizer = sgd(training, model)
+    found = {}
+    for step, (inputs, factors) in enumerate(training.batches(), 1):
+        optimizer.zero_grad()
+        outputs = model(inputs.double())
+        weighted(outputs, factors.double()).backward()
+        optimizer.step()
+        found[f"step {step}: outputs"] = copied(outputs)
+        found |= seen(model, step)
+    return found
+
+
+def assert_same(
+    got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str, rank: int | None = None
+) -> None:
+    """Assert that results are those of exact training on one device.
+
+    Raises:
+        GradientMismatch: a result is missing, or has another value; the first of them, and the element that is worst.
+    """
+    __tracebackhide__ = True
+    assert_gradients_agree(got, expected, tolerance=dict.fromkeys(expected, 0.0), rank=rank, what=what)
+
+
+def adam_tolerance(values: Mapping[str, torch.Tensor], rate: float) -> dict[str, torch.Tensor]:
+    """Return how far float32 rounding may lead parameters and moments in a step or two of Adam by given gradients.
+
+    Each element goes through some fifteen operations that round once each (decay, two moments, their corrections, root,
+    quotient, product, difference), none of which cancels but the last, whose result is about as large as the parameter and
+    the rate together: 32 unit roundoffs of 2^-24.
+    """
+    return {name: (value.double().abs() + rate) * 2.0**-19 for name, value in values.items()}

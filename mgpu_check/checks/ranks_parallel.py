@@ -1,0 +1,200 @@
+"""Parallelism by hand between ranks, against one device: to the bit, on exact data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.allreduce import assert_allreduce_matches
+from mgpu_check.checks.exact_training import assert_same, one_device, seen, sgd, weighted
+from mgpu_check.errors import AllreduceMismatch, CheckFailure
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes import allreduce, parameter_server, pipeline, tensor_parallel
+from mgpu_check.recipes import training as recipe
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = [
+    "assert_allreduce_by_hand_matches",
+    "assert_parameter_server_agrees",
+    "assert_pipeline_agrees",
+    "assert_tensor_parallel_agrees",
+]
+
+RECIPES = ("ring_allreduce", "tree_allreduce", "halving_doubling_allreduce", "reduce_broadcast")
+_LARGE = 65_537  # one past 64 Ki, a border of transports
+_SOME = 4_097
+_DTYPES = ("float32", "int64", "float64", "bfloat16", "int32", "uint8", "float16", "int8")
+
+
+def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
+    """Assert that each hand-written allreduce gives the exact sum: sizes around the world size, 4,096 and 64 Ki. A
+    collective.
+
+    Sizes to which no chunk is fair come in several dtypes, which `seed` chooses.
+
+    Raises:
+        AllreduceMismatch: a sum is wrong on this rank; names the algorithm, dtype, size and element.
+    """
+    __tracebackhide__ = True
+    sizes = (0, rank.size - 1, 2 * rank.size + 1, _SOME, _LARGE)
+    found: list[CheckFailure] = []
+    for number, elements in enumerate(sizes):
+        dtype: torch.dtype = getattr(torch, _DTYPES[(seed + number) % len(_DTYPES)])
+        parts = _terms(elements, dtype, rank.size, seed + number)
+        for name in RECIPES:
+            tensor = parts[rank.index].to(rank.device, copy=True)
+            getattr(allreduce, name)(tensor)
+            try:
+                # Compare cheaply first: an examination of each element takes longer than the sum.
+                if not torch.equal(copied(tensor), sum(parts)):  # type: ignore[arg-type]
+                    assert_allreduce_matches({rank.index: tensor}, parts, what=f"{name} on {rank.device}")
+            except AllreduceMismatch as mismatch:
+                # The other ranks go on to the next one, which they enter together.
+                found.append(mismatch)
+    if found:
+        raise found[0]
+
+
+def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[torch.Tensor]:
+    """Make small whole numbers whose sum every dtype holds; those of a rank, and of neighbours, differ."""
+    most = min(120, 254 if dtype == torch.bfloat16 else 120) // count
+    index = torch.arange(elements)
+    return [((index * 7 + rank * 5 + seed) % max(1, most) + 1).to(dtype) for rank in range(count)]
+
+
+def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that ranks that train by a parameter server have the parameters of one device after each step. A collective.
+
+    Once with one server, once with the parameters divided among all ranks. The momentum is kept where a parameter lives.
+
+    Raises:
+        GradientMismatch: a parameter of this rank has another value.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    for name, homes in (("one server", [0] * 99), ("a sharded server", [key % rank.size for key in range(99)])):
+        velocity: dict[int, torch.Tensor] = {}
+
+        def update(value: torch.Tensor, gradient: torch.Tensor, kept: dict[int, torch.Tensor] = velocity) -> None:
+            moved = kept.get(value.data_ptr())
+            kept[value.data_ptr()] = gradient if moved is None else training.momentum * moved + gradient
+            value -= training.rate * kept[value.data_ptr()]
+
+        model = training.model().to(rank.device)
+        parameters = list(model.parameters())
+        got: dict[str, torch.Tensor] = {}
+        with full_precision():
+            for step, (inputs, factors) in enumerate(training.batches(), 1):
+                model.zero_grad()
+                x = recipe.split(inputs, rank.size)[rank.index].to(rank.device)
+                y = recipe.split(factors, rank.size)[rank.index].to(rank.device)
+                weighted(model(x), y).backward()
+                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+                parameter_server.push_and_pull(parameters, gradients, update, homes[: len(parameters)])
+                got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
+        assert_same(got, {key: expected[key] for key in got}, f"{name}, on {rank.device}", rank.index)
+
+
+def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that two linear layers, divided by columns and rows among ranks, train as on one device. A collective.
+
+    Once as they are used, with the hidden activations divided, and once with these gathered and divided again. The widths
+    need not be multiples of the world size.
+
+    Raises:
+        GradientMismatch: outputs, the gradient of the inputs, or this rank's parts of gradients and parameters differ.
+    """
+    __tracebackhide__ = True
+    hidden = allreduce.chunks(training.widths[1], rank.size)[rank.index]
+    parts = {"0.weight": (hidden,), "0.bias": (hidden,), "2.weight": (slice(None), hidden), "2.bias": (slice(None),)}
+    expected = _with_gradient_of_inputs(training)
+    for name, value in expected.items():
+        expected[name] = value[parts.get(name.split()[-1], (slice(None),))]
+    for gather in (False, True):
+        first, second = training.layers()
+        model = nn.Sequential(
+            tensor_parallel.ColumnLinear(first, rank.device, gather=gather),
+            nn.ReLU(),
+            tensor_parallel.RowLinear(second, rank.device, divide=gather),
+        )
+        optimizer = sgd(training, model)
+        got: dict[str, torch.Tensor] = {}
+        with full_precision():
+            for step, (inputs, factors) in enumerate(training.batches(), 1):
+                optimizer.zero_grad()
+                x = inputs.to(rank.device, copy=True).requires_grad_()
+                outputs = model(x)
+                weighted(outputs, factors.to(rank.device)).backward()
+                optimizer.step()
+                assert x.grad is not None
+                got |= {f"step {step}: outputs": copied(outputs), f"step {step}: gradient of inputs": copied(x.grad)}
+                got |= seen(model, step)
+        how = "gathered between" if gather else "divided between"
+        assert_same(got, expected, f"tensor parallelism, {how}, on {rank.device}", rank.index)
+
+
+def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]:
+    model = training.model()
+    asked: list[torch.Tensor] = []
+
+    def require(module: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        asked.append(given[0].requires_grad_())
+
+    model.register_forward_pre_hook(require)
+    expected = one_device(training, model)
+    for step, inputs in enumerate(asked, 1):
+        assert inputs.grad is not None
+        expected[f"step {step}: gradient of inputs"] = copied(inputs.grad)
+    return expected
+
+
+def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Rank) -> None:
+    """Assert that a pipeline by hand, a stage on each rank, trains as one device does. A collective.
+
+    The model must have as many linear layers as there are ranks. Micro-batches may be of different sizes.
+
+    Raises:
+        GradientMismatch: this rank's outputs, gradients or parameters differ.
+    """
+    __tracebackhide__ = True
+    layers = training.layers()
+    if len(layers) != rank.size:
+        raise ValueError(f"assert_pipeline_agrees: {len(layers)} layers for {rank.size} ranks; give one for each")
+    last = rank.index == rank.size - 1
+    own = layers[rank.index]
+    stage = nn.Sequential(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
+    optimizer = sgd(training, stage)
+    got: dict[str, torch.Tensor] = {}
+    with full_precision():
+        for step, (inputs, factors) in enumerate(training.batches(), 1):
+            optimizer.zero_grad()
+            targets = [part.to(rank.device) for part in recipe.split(factors, micro_batches)]
+            outputs = pipeline.gpipe_step(
+                stage,
+                rank.index,
+                rank.size,
+                recipe.split(inputs, micro_batches),
+                lambda out, number, targets=targets: weighted(out, targets[number]),  # type: ignore[misc]
+                width=training.widths[rank.index],
+                device=rank.device,
+            )
+            optimizer.step()
+            got |= seen(stage, step)
+            if last:
+                got[f"step {step}: outputs"] = copied(torch.cat(outputs))
+    assert_same(got, stage_of(one_device(training), rank.index, last), f"pipeline on {rank.device}", rank.index)
+
+
+def stage_of(expected: dict[str, torch.Tensor], stage: int, last: bool) -> dict[str, torch.Tensor]:
+    """Choose what one stage of a pipeline must have, whose linear layer it calls 0."""
+    chosen = {}
+    for name, value in expected.items():
+        if name.endswith("outputs"):
+            if last:
+                chosen[name] = value
+        elif name.split()[-1].startswith(f"{2 * stage}."):
+            head, _, key = name.rpartition(" ")
+            chosen[f"{head} 0.{key.partition('.')[2]}"] = value
+    return chosen

@@ -1,0 +1,121 @@
+"""Torch's own tensor parallelism and pipelining, against one device: to the bit, on exact data."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from mgpu_check.checks.exact_training import assert_same, one_device, seen, sgd, weighted
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.ranks_parallel import stage_of
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["SCHEDULES", "assert_parallelized_modules_agree", "assert_schedule_agrees"]
+
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
+
+
+def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that `parallelize_module`, by columns and then by rows, trains as one device does. A collective.
+
+    The hidden width must be a multiple of the world size. Once with inputs that all ranks hold, and once with inputs and
+    outputs divided along the batch (sequence parallelism), which then must be a multiple, too.
+
+    Raises:
+        GradientMismatch: outputs, gradients or parameters differ.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    expected, tolerance = _with_divided_bias(training, rank.size)
+    for divided in (False, True):
+        layout = Shard(0) if divided else Replicate()
+        plan = {
+            "0": ColwiseParallel(input_layouts=layout),
+            "2": RowwiseParallel(output_layouts=layout, use_local_output=False),
+        }
+        model = parallelize_module(training.model().to(rank.device), mesh, plan)
+        optimizer = sgd(training, model)
+        got: dict[str, torch.Tensor] = {}
+        with full_precision():
+            for step, (inputs, factors) in enumerate(training.batches(), 1):
+                optimizer.zero_grad()
+                x = inputs.chunk(rank.size)[rank.index] if divided else inputs
+                outputs = model(x.to(rank.device))
+                whole = outputs.full_tensor()
+                weighted(whole, factors.to(rank.device)).backward()
+                optimizer.step()
+                got[f"step {step}: outputs"] = copied(whole)
+                for name, value in model.named_parameters():
+                    assert isinstance(value, DTensor)
+                    assert isinstance(value.grad, DTensor)
+                    got[f"step {step}: gradient of {name}"] = copied(value.grad.full_tensor())
+                    got[f"step {step}: {name}"] = copied(value.full_tensor())
+        how = "the batch divided" if divided else "the batch on all ranks"
+        what = f"parallelize_module, {how}, on {rank.device}"
+        assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+
+
+def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Train on one device; return the results, and how far off they may be where each rank adds its part of the bias.
+
+    DTensor divides the bias of a sum over ranks by their number n, which rounds unless that is a power of two. A rank's
+    part of an output is then off by two roundings at most, and the sum of n parts by n - 1 more, each relative to the
+    sum of the magnitudes: (n + 1)·u·(|h|·|W| + |b|), u = 2^-24. No gradient depends on these outputs.
+    """
+    model = training.model()
+    magnitudes: list[torch.Tensor] = []
+
+    def add_up(layer: nn.Linear, given: tuple[torch.Tensor, ...], made: torch.Tensor) -> None:
+        magnitudes.append((given[0].abs() @ layer.weight.abs().T + layer.bias.abs()).detach())
+
+    model[-1].register_forward_hook(add_up)
+    expected = one_device(training, model)
+    tolerance = {name: torch.zeros_like(value) for name, value in expected.items()}
+    if ranks & (ranks - 1):
+        for step, magnitude in enumerate(magnitudes, 1):
+            tolerance[f"step {step}: outputs"] = (ranks + 1) * 2.0**-24 * magnitude
+    return expected, tolerance
+
+
+def assert_schedule_agrees(training: ExactTraining, schedule: str, micro_batches: int, rank: Rank) -> None:
+    """Assert that a schedule of `torch.distributed.pipelining`, a stage on each rank, trains as one device does. A
+    collective.
+
+    The model must have as many linear layers as there are ranks, and `micro_batches` must be a power of two that divides
+    the batch: schedules divide gradients by it.
+
+    Raises:
+        GradientMismatch: this rank's outputs, gradients or parameters differ.
+    """
+    from torch.distributed import pipelining
+
+    __tracebackhide__ = True
+    last = rank.index == rank.size - 1
+    own = training.layers()[rank.index]
+    module = nn.Sequential(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
+    optimizer = sgd(training, module)
+    stage = pipelining.PipelineStage(module, rank.index, rank.size, rank.device)
+
+    def loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        return weighted(outputs, factors) * micro_batches
+
+    runs = getattr(pipelining, schedule)(stage, n_microbatches=micro_batches, loss_fn=loss)
+    got: dict[str, torch.Tensor] = {}
+    with full_precision():
+        for step, (inputs, factors) in enumerate(training.batches(), 1):
+            optimizer.zero_grad()
+            given = (inputs.to(rank.device),) if rank.index == 0 else ()
+            outputs = runs.step(*given, **({"target": factors.to(rank.device)} if last else {}))
+            optimizer.step()
+            got |= seen(module, step)
+            if last:
+                got[f"step {step}: outputs"] = copied(outputs)
+    what = f"{schedule} of {micro_batches} micro-batches, on {rank.device}"
+    assert_same(got, stage_of(one_device(training), rank.index, last), what, rank.index)

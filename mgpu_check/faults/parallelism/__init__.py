@@ -1,0 +1,7 @@
+"""Planted faults of parallelism."""
+
+from __future__ import annotations
+
+from mgpu_check.faults.parallelism import devices, ranks
+
+__all__ = ["devices", "ranks"]

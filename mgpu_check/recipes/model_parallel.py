@@ -1,0 +1,43 @@
+"""Model parallelism written by hand: parts of one model on several devices of a process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+__all__ = ["Branched", "Staged"]
+
+
+class Staged(nn.Module):
+    """Modules one after the other, each on a device of its own; activations move between them."""
+
+    def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.devices = list(devices)
+        self.stages = nn.ModuleList(stage.to(device) for stage, device in zip(stages, devices, strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output of the last stage, on its device, for `x` on any device."""
+        for stage, device in zip(self.stages, self.devices, strict=True):
+            x = stage(x.to(device))
+        return x
+
+
+class Branched(nn.Module):
+    """Modules side by side, each on a device of its own, of one input; their outputs are added up on the last device."""
+
+    def __init__(self, branches: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self.devices = list(devices)
+        self.branches = nn.ModuleList(branch.to(device) for branch, device in zip(branches, devices, strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the outputs, on the last device, for `x` on any device."""
+        end = self.devices[-1]
+        outputs = [branch(x.to(device)) for branch, device in zip(self.branches, self.devices, strict=True)]
+        total: torch.Tensor = outputs[-1]
+        for output in outputs[:-1]:
+            total = total + output.to(end)
+        return total

@@ -1,0 +1,166 @@
+"""Parallelism by hand: every way to divide a step among devices or ranks gives what one device gives.
+
+Data are exact, so the bits of one device are expected, whatever the order of sums; see `mgpu_check.specs.exact_training`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.strategies.exact_training import ExactTraining, exact_trainings
+from mgpu_check.suite.budget import examples
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check import Ranks
+
+TRAININGS = exact_trainings()
+ORDERS = strategies.device_orders()
+
+
+@examples(12, quick=2)
+@given(sizes=strategies.world_pairs(), seed=st.integers(0, 999))
+def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """Ring, tree, halving and doubling, and reduce with broadcast leave the exact sum on every rank, at all sizes."""
+    for size in sizes:
+        ranks.run(_allreduce, seed, size=size)
+
+
+@examples(20, quick=2)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Ranks that push gradients to one server, or to one that is sharded, and pull parameters train as one device."""
+    for size in sizes:
+        ranks.run(_parameter_server, training, size=size)
+
+
+@examples(20, quick=5)
+@given(training=TRAININGS, order=ORDERS)
+def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """A store of parameters on the devices of one process adds up gradients, steps, and gives all the same."""
+    from mgpu_check.checks.devices_parallel import assert_store_agrees
+
+    assert_store_agrees(training, [gpus[index] for index in order])
+
+
+@examples(20, quick=4)
+@given(training=TRAININGS, order=ORDERS)
+def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """Copies of parameters for each device share no memory, on the device that they come from either."""
+    from mgpu_check.checks.devices_parallel import assert_replicas_are_apart
+
+    assert_replicas_are_apart(training, list(gpus))
+    assert_replicas_are_apart(training, [gpus[index] for index in order])
+
+
+@examples(20, quick=4)
+@given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
+def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """The loop of tutorials over batches, the last one smaller, leaves the parameters of one device on all."""
+    from mgpu_check.checks.devices_parallel import assert_training_loop_agrees
+
+    assert_training_loop_agrees(training, list(gpus))
+    assert_training_loop_agrees(training, [gpus[index] for index in order])
+
+
+@pytest.mark.gpus(least=2)
+@examples(16, quick=3)
+@given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
+def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
+    """Parts of a model on two and three devices train as on one, and each parameter stays where it was put."""
+    from dataclasses import replace
+
+    from mgpu_check.checks.devices_parallel import assert_model_parallel_agrees
+
+    for count in range(2, len(order) + 1):
+        deep = replace(training, widths=(6, training.widths[1], *(4,) * (count - 2), 5))
+        assert_model_parallel_agrees(deep, [gpus[index] for index in order[:count]])
+
+
+@examples(16, quick=2)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Linear layers divided by columns and rows, evenly or not, train as on one device."""
+    for size in sizes:
+        ranks.run(_tensor_parallel, training, size=size)
+
+
+@examples(12, quick=1)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device."""
+    from dataclasses import replace
+
+    for size in sizes:
+        ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(16, quick=2)
+@given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS, micro_batches=st.sampled_from((3, 4, 1)))
+def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, micro_batches: int) -> None:
+    """Stages on two, three and four ranks, through which micro-batches of different sizes pass, train as one device."""
+    for size in sizes:
+        ranks.run(_pipeline, _deep(training, size), min(micro_batches, training.batch), size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(8, quick=1)
+@given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
+def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """The schedules GPipe and 1F1B of `torch.distributed.pipelining` train as one device does."""
+    from dataclasses import replace
+
+    for size in sizes:
+        ranks.run(_schedules, replace(_deep(training, size), batch=8), size=size)
+
+
+def _deep(training: ExactTraining, layers: int) -> ExactTraining:
+    from dataclasses import replace
+
+    # Narrow, because every layer takes bits.
+    return replace(training, widths=(4, *((3, 2, 3)[: layers - 1]), 2), batch=min(training.batch, 8))
+
+
+def _allreduce(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.ranks_parallel import assert_allreduce_by_hand_matches
+
+    assert_allreduce_by_hand_matches(rank, seed)
+
+
+def _parameter_server(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.ranks_parallel import assert_parameter_server_agrees
+
+    assert_parameter_server_agrees(training, rank)
+
+
+def _tensor_parallel(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.ranks_parallel import assert_tensor_parallel_agrees
+
+    assert_tensor_parallel_agrees(training, rank)
+
+
+def _parallelized(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.tensor_pipeline import assert_parallelized_modules_agree
+
+    assert_parallelized_modules_agree(training, rank)
+
+
+def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:
+    from mgpu_check.checks.ranks_parallel import assert_pipeline_agrees
+
+    assert_pipeline_agrees(training, micro_batches, rank)
+
+
+def _schedules(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.tensor_pipeline import SCHEDULES, assert_schedule_agrees
+
+    for schedule in SCHEDULES:
+        assert_schedule_agrees(training, schedule, 4, rank)
