@@ -1,0 +1,276 @@
+"""Run cases on each device, compare each result with what is right, and say which devices are wrong in what."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, plain
+
+__all__ = ["Case", "Kind", "Window", "Wrong", "assert_devices_agree", "difference", "named_wrong", "shapes_of"]
+
+Kind = Literal["bits", "values", "numbers", "close"]
+"""How a result is compared.
+
+bits: every bit, those of NaN too; for what moves elements and computes nothing. values: equal, where NaN equals every NaN, and
+the sign of zero counts. numbers: the same without the sign of zero, which no standard fixes for maxima. close: within the
+case's units in the last place of the result's dtype, of the largest element.
+"""
+
+_LISTED = 6
+_ULPS = 64
+"""What "close" allows: sums here have at most 64 terms, each rounded once (N. J. Higham, *Accuracy and Stability of
+Numerical Algorithms*, 2nd ed., section 4.2), and functions are within 2 units (NVIDIA, *CUDA C++ Programming Guide*)."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """An operand that is a view of a larger storage: where it is placed, the storage is copied and viewed there."""
+
+    storage: torch.Tensor
+    view: Callable[[torch.Tensor], torch.Tensor]
+
+
+Operand = torch.Tensor | Window
+
+
+class Places:
+    """Operands on one device: many cases share some, which are copied there once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: dict[int, tuple[Operand, torch.Tensor]] = {}
+
+    def held(self, operand: Operand) -> torch.Tensor:
+        """Return an operand that nobody writes to."""
+        kept = self._held.get(id(operand))
+        if kept is None:
+            kept = self._held[id(operand)] = operand, self.copied(operand)
+        return kept[1]
+
+    def copied(self, operand: Operand) -> torch.Tensor:
+        """Return a copy of an operand."""
+        if isinstance(operand, Window):
+            return operand.view(self.copied(operand.storage))
+        return operand.to(self.device, copy=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator with its operands.
+
+    Attributes:
+        name: of operator and dtype, such as "matmul of float16"; the shapes of the operands are added to it.
+        call: takes the operands, all on one device, and returns a tensor or a sequence of tensors, on that device.
+        operands: on the CPU.
+        kind: how results are compared.
+        expected: what is right, on the CPU; None: what `call` gives there.
+        changes: `call` writes to its operands, so it gets copies of its own.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    operands: tuple[Operand, ...]
+    kind: Kind = "values"
+    expected: torch.Tensor | None = None
+    changes: bool = False
+
+    def on(self, places: Places) -> list[torch.Tensor]:
+        """Return the results on a device."""
+        operands = [places.copied(one) if self.changes else places.held(one) for one in self.operands]
+        return _tensors(self.call(*operands))
+
+    def right(self) -> list[torch.Tensor]:
+        """Return what is right."""
+        if self.expected is not None:
+            return [self.expected]
+        if self.kind == "close":
+            # In float64, so that the reference's own rounding does not count.
+            places = Places(torch.device("cpu"))
+            return _tensors(self.call(*[places.copied(_wider(operand)) for operand in self.operands]))
+        return self.on(Places(torch.device("cpu")))
+
+    def __str__(self) -> str:
+        return f"{self.name}, {shapes_of(self.operands)}" if self.operands else self.name
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """What a device has wrong in a case."""
+
+    device: torch.device
+    case: str
+    what: str
+
+
+def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case]) -> int:
+    """Assert that each case gives on each of `devices` what is right; return how many cases there were.
+
+    Raises:
+        DeviceMismatch: naming the devices that are wrong, the case, the first wrong element with what was expected, and how
+            many cases each has wrong.
+    """
+    __tracebackhide__ = True
+    count, wrong = 0, list[Wrong]()
+    places = [Places(device) for device in devices]
+    for count, case in enumerate(cases, 1):  # noqa: B007
+        right = case.right()
+        for place in places:
+            if what := _judged(case, place, right):
+                wrong.append(Wrong(place.device, str(case), what))
+    if wrong:
+        raise named_wrong(wrong, devices, count)
+    return count
+
+
+def _judged(case: Case, place: Places, right: Sequence[torch.Tensor]) -> str:
+    device = place.device
+    try:
+        got = case.on(place)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except Exception as error:
+        return f"it raised {type(error).__name__}: {error}"
+    if len(got) != len(right):
+        return f"it gave {len(got)} tensors, expected {len(right)}"
+    for number, (one, other) in enumerate(zip(got, right, strict=True)):
+        what = f"its result is on {one.device}" if one.device != device else difference(one, other, case.kind)
+        if what:
+            return f"result {number}: {what}" if len(right) > 1 else what
+    return ""
+
+
+def named_wrong(
+    wrong: Sequence[Wrong], devices: Sequence[torch.device], cases: int, reference: str = "the CPU"
+) -> DeviceMismatch:
+    """Return the error that names who is wrong in what.
+
+    Args:
+        wrong: at least one, in the order of the cases.
+        devices: all that were looked at.
+        cases: how many each of them has done.
+        reference: that with which all others agree.
+    """
+    # The case that the fewest devices have wrong says most; of those the first one.
+    by_case: dict[str, list[Wrong]] = {}
+    for one in wrong:
+        by_case.setdefault(one.case, []).append(one)
+    first = min(by_case.values(), key=len)
+    odd = [one.device for one in first]
+    others = [device for device in devices if device not in {one.device for one in wrong}]
+    who = _who(odd, devices)
+    if len({one.what for one in first}) == 1:
+        text = f"{who} wrong in {first[0].case}: {first[0].what}"
+    else:
+        text = f"{who} wrong in {first[0].case}: " + "; ".join(f"{one.device}: {one.what}" for one in first)
+    if others:
+        text += (
+            f"; the other {len(others)} agree with {reference}"
+            if len(others) > 1
+            else f"; {others[0]} agrees with {reference}"
+        )
+    for device in dict.fromkeys(one.device for one in wrong):
+        names = list(dict.fromkeys(one.case for one in wrong if one.device == device))
+        if len(names) > 1 or len(by_case) > 1:
+            listed = ", ".join(f"[{name}]" for name in names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
+            text += f"\n{device}: {len(names)} of {cases} cases are wrong: {listed}"
+    return DeviceMismatch(text, ranks=sorted({one.device.index for one in wrong if one.device.index is not None}))
+
+
+def _who(odd: Sequence[torch.device], devices: Sequence[torch.device]) -> str:
+    if len(odd) == 1:
+        return f"{odd[0]} alone is" if len(devices) > 1 else f"{odd[0]} is"
+    if len(odd) == len(devices):
+        return f"all {len(devices)} devices are"
+    return f"{', '.join(map(str, odd))} are"
+
+
+def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
+    """Say how a tensor on any device differs from the one expected; "" if it does not."""
+    if got.shape != expected.shape:
+        return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
+    if got.dtype != expected.dtype and kind != "close":
+        return f"expected {_short(expected.dtype)}, got {_short(got.dtype)}"
+    here, there = as_real(plain(got)), as_real(plain(expected))
+    wrong = _wrong(here, there, kind)
+    if wrong is None or not bool(wrong.any()):
+        return ""
+    count, flat = int(wrong.sum()), int(wrong.reshape(-1).to(torch.int8).argmax())
+    index = _index(flat, here.shape)
+    values = [_shown(tensor.reshape(-1)[flat], kind) for tensor in (there, here)]
+    return f"{count} of {here.numel()} elements, the first {index}: expected {values[0]}, got {values[1]}"
+
+
+def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tensor | None:
+    """Return which elements are wrong; None where none is, as most often."""
+    if kind == "close":
+        return _far(got, expected)
+    here, there = _bits(got), _bits(expected)
+    if torch.equal(here, there):
+        return None
+    if kind == "bits" or not got.dtype.is_floating_point:
+        return here != there
+    wrong = (got != expected) & ~(got.isnan() & expected.isnan())
+    if kind == "values":
+        wrong |= (got == 0) & (expected == 0) & (got.signbit() != expected.signbit())
+    return wrong
+
+
+def _far(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    if not got.dtype.is_floating_point:
+        return got != expected
+    scale = float(expected.double().abs().max()) if expected.numel() else 0.0
+    roundoff = torch.finfo(got.dtype).eps
+    # Narrow results are rounded once or twice, from sums in float32.
+    ulps = _ULPS if got.dtype in (torch.float32, torch.float64) else 4
+    return ~((got.double() - expected.double()).abs() <= ulps * roundoff * max(scale, roundoff))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1)
+    return flat.view(INTEGER_OF_SIZE[flat.element_size()])
+
+
+def _shown(value: torch.Tensor, kind: Kind) -> str:
+    number = value.item()
+    if kind == "bits" or (isinstance(number, float) and math.isnan(number)):
+        mask = (1 << 8 * value.element_size()) - 1
+        return f"{number!r} (bits {int(_bits(value).item()) & mask:#x})"
+    return repr(number)
+
+
+def _index(flat: int, shape: torch.Size) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        flat, position = divmod(flat, size)
+        index.append(position)
+    return index[::-1]
+
+
+def _wider(operand: Operand) -> Operand:
+    if isinstance(operand, Window):
+        wider = _wider(operand.storage)
+        assert isinstance(wider, torch.Tensor)
+        return Window(wider, operand.view)
+    return operand.double() if operand.dtype.is_floating_point else operand
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    return [result] if isinstance(result, torch.Tensor) else [one for one in result if isinstance(one, torch.Tensor)]
+
+
+def shapes_of(operands: Sequence[Operand]) -> str:
+    """Return the shapes of operands, such as "64x32 and 32x8"."""
+    shapes = [
+        operand.view(operand.storage).shape if isinstance(operand, Window) else operand.shape for operand in operands
+    ]
+    return " and ".join("x".join(map(str, shape)) or "0-dim" for shape in shapes)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

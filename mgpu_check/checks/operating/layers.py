@@ -1,0 +1,111 @@
+"""Layers of networks, their losses and their gradients, in each floating dtype, against float64 on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from mgpu_check.checks.operating.agreement import Case
+from mgpu_check.checks.operating.values import FLOATS, name_of, significands, small, whole
+
+__all__ = ["layer_cases"]
+
+Function = Callable[..., Any]
+_ROWS, _COLUMNS = 12, 16
+
+_OF_ONE: tuple[tuple[str, Function], ...] = (
+    ("softmax", lambda x: F.softmax(x, dim=1)),
+    ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
+    ("sigmoid", lambda x: torch.sigmoid(x)),
+    ("tanh", lambda x: torch.tanh(x)),
+    ("exp", lambda x: torch.exp(x)),
+    ("log", lambda x: torch.log(x.abs() + 1)),
+    ("gelu", lambda x: F.gelu(x)),
+    ("silu", lambda x: F.silu(x)),
+    ("softplus", lambda x: F.softplus(x)),
+    ("elu", lambda x: F.elu(x)),
+    ("leaky_relu", lambda x: F.leaky_relu(x)),
+    ("layer_norm", lambda x: F.layer_norm(x, (_COLUMNS,), x[0], x[1])),
+    ("group_norm", lambda x: F.group_norm(x.view(3, 4, -1), 2)),
+    ("batch_norm", lambda x: F.batch_norm(x, None, None, training=True)),
+    ("batch_norm of an evaluation", lambda x: F.batch_norm(x, x[0].detach(), x[1].detach().abs() + 0.5)),
+    ("rms_norm", lambda x: F.rms_norm(x, (_COLUMNS,))),
+    ("var", lambda x: torch.var(x, dim=1)),
+    ("std", lambda x: x.std(dim=0)),
+    ("norm 2", lambda x: torch.linalg.vector_norm(x, dim=1)),
+    ("logsumexp", lambda x: torch.logsumexp(x, dim=1)),
+    ("normalize", lambda x: F.normalize(x, dim=1)),
+    ("attention", lambda x: F.scaled_dot_product_attention(*x.view(3, 1, 4, _COLUMNS).unbind())),
+    ("max_pool2d", lambda x: F.max_pool2d(x.view(3, 4, 4, 4), 2)),
+    ("avg_pool2d", lambda x: F.avg_pool2d(x.view(3, 4, 4, 4), 3, 1)),
+    ("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x.view(3, 4, 4, 4), 1)),
+    ("interpolate", lambda x: F.interpolate(x.view(3, 4, 4, 4), scale_factor=2, mode="nearest")),
+    ("mse_loss", lambda x: F.mse_loss(x, x.flip(0))),
+    ("l1_loss", lambda x: F.l1_loss(x, x.flip(0))),
+    ("smooth_l1_loss", lambda x: F.smooth_l1_loss(x, x.flip(0))),
+    ("binary_cross_entropy_with_logits", lambda x: F.binary_cross_entropy_with_logits(x, (x > 0).to(x.dtype))),
+    ("cross_entropy", lambda x: F.cross_entropy(x, torch.arange(_ROWS, device=x.device))),
+    ("nll_loss", lambda x: F.nll_loss(-x.abs(), torch.arange(_ROWS, device=x.device), reduction="sum")),
+    ("dropout of an evaluation", lambda x: F.dropout(x, 0.5, training=False)),
+)
+"""Functions of a matrix, whose numbers are in (-2, 2)."""
+
+
+def layer_cases(seed: int = 0) -> Iterator[Case]:
+    """Yield each function in each dtype, forward; in float32 and float64 the gradients of each, and those of a small network."""
+    for dtype in FLOATS:
+        x = small((_ROWS, _COLUMNS), dtype, seed)
+        for name, call in _OF_ONE:
+            yield Case(f"{name} of {name_of(dtype)}", call, (x,), "close")
+            if dtype in FLOATS[:2]:
+                yield Case(f"gradient of {name} of {name_of(dtype)}", _gradient(call), (x,), "close")
+        weights = small((_COLUMNS, _COLUMNS), dtype, seed + 1), small((_COLUMNS, 3), dtype, seed + 2)
+        yield Case(f"gradients of a network of {name_of(dtype)}", _network, (x, *weights), "close")
+        yield from _exact_gradients(dtype, seed)
+
+
+def _gradient(call: Function) -> Function:
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        result = call(leaf)
+        # Weights that differ, so that no gradient vanishes because those of a row add up to nothing.
+        weights = torch.arange(result.numel(), device=x.device).view(result.shape) % 5
+        (result * weights.to(x.dtype) + result * result).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    return gradient
+
+
+def _network(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> list[torch.Tensor]:
+    """Train a step: the loss, its gradients, and the parameters after it."""
+    leaves = [first.detach().clone().requires_grad_(), second.detach().clone().requires_grad_()]
+    loss = F.mse_loss(torch.tanh(x @ leaves[0] / 8) @ leaves[1] / 4, x[:, :3])
+    gradients = list(torch.autograd.grad(loss, leaves))
+    return [
+        loss.detach(),
+        *gradients,
+        *((leaf - 0.5 * one).detach() for leaf, one in zip(leaves, gradients, strict=True)),
+    ]
+
+
+def _exact_gradients(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    """Yield gradients of moves and of products of whole numbers, which are exact."""
+
+    def product(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
+        return torch.autograd.grad(F.linear(*leaves), leaves, g)
+
+    def taken(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        index = torch.arange(_ROWS, device=x.device) * 5 % _ROWS
+        return torch.autograd.grad(torch.cat([leaf[index], leaf.t().contiguous().t()], dim=1), leaf, g)[0]
+
+    kind = name_of(dtype)
+    operands = [whole(shape, dtype, seed + i) for i, shape in enumerate([(_ROWS, 8), (5, 8), (_ROWS, 5)])]
+    yield Case(f"gradients of a product of {kind}", product, tuple(operands), "numbers")
+    sharp = significands((_ROWS, 8), dtype, seed), significands((_ROWS, 16), dtype, seed + 1)
+    yield Case(f"gradient of moves of {kind}", taken, sharp, "numbers")

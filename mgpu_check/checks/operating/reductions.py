@@ -1,0 +1,106 @@
+"""Reductions, sorting and searching, whose results are exact in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.checks.operating.agreement import Case, Kind, Window
+from mgpu_check.checks.operating.values import BOOL, FLOATS, INTEGERS, anything, name_of, significands, whole
+
+__all__ = ["reduction_cases"]
+
+_NUMBERS = (*FLOATS, *INTEGERS)
+_ALL = (*_NUMBERS, *BOOL)
+_ROWS, _COLUMNS = 17, 32
+_POWERS = 14
+
+Function = Callable[..., Any]
+
+_SUMS: tuple[tuple[str, Function, Sequence[torch.dtype]], ...] = (
+    ("sum", lambda a: torch.sum(a), _ALL),
+    ("sum of rows", lambda a: a.sum(dim=1), _ALL),
+    ("sum of columns", lambda a: a.sum(0, keepdim=True), _ALL),
+    ("sum in its dtype", lambda a: a.sum(dim=1, dtype=a.dtype), _NUMBERS),
+    ("nansum", lambda a: torch.nansum(a, dim=1), FLOATS),
+    ("cumsum", lambda a: torch.cumsum(a, dim=1), _ALL),
+    ("cumsum of columns", lambda a: a.cumsum(0), _NUMBERS),
+    ("mean of rows", lambda a: a.mean(dim=1), FLOATS),
+    ("count_nonzero", lambda a: torch.count_nonzero(a, dim=0), _ALL),
+    ("trace", lambda a: torch.trace(a), FLOATS[:2]),
+    ("diff", lambda a: torch.diff(a, dim=1), _NUMBERS),
+    ("norm 1", lambda a: torch.linalg.vector_norm(a, 1, dim=1), FLOATS),
+    ("norm inf", lambda a: torch.linalg.vector_norm(a, float("inf")), FLOATS),
+)
+
+_ORDERED: tuple[tuple[str, Function, Sequence[torch.dtype], Kind], ...] = (
+    ("max", lambda a: torch.max(a), _ALL, "numbers"),
+    ("min", lambda a: torch.min(a), _ALL, "numbers"),
+    ("amax of rows", lambda a: torch.amax(a, dim=1), _ALL, "numbers"),
+    ("amin of columns", lambda a: torch.amin(a, dim=0), _ALL, "numbers"),
+    ("max of rows", lambda a: torch.max(a, dim=1).values, _NUMBERS, "numbers"),
+    ("any", lambda a: torch.any(a, dim=1), _ALL, "values"),
+    ("all", lambda a: torch.all(a, dim=0), _ALL, "values"),
+    ("sort", lambda a: torch.sort(a, dim=1).values, _NUMBERS, "numbers"),
+    ("sort descending", lambda a: a.sort(dim=0, descending=True).values, _NUMBERS, "numbers"),
+    ("topk", lambda a: torch.topk(a, 5, dim=1).values, _NUMBERS, "numbers"),
+    ("kthvalue", lambda a: torch.kthvalue(a, 3, dim=1).values, _NUMBERS, "numbers"),
+    ("median", lambda a: torch.median(a, dim=1).values, _NUMBERS, "numbers"),
+    ("cummax", lambda a: torch.cummax(a, dim=1).values, _NUMBERS, "numbers"),
+    ("unique", lambda a: torch.unique(a), _NUMBERS, "numbers"),
+)
+
+_PLACES: tuple[tuple[str, Function], ...] = (
+    ("argmax", lambda a: torch.argmax(a, dim=1)),
+    ("argmin", lambda a: torch.argmin(a)),
+    ("argsort", lambda a: torch.argsort(a, dim=1)),
+    ("max indices", lambda a: torch.max(a, dim=0).indices),
+    ("searchsorted", lambda a: torch.searchsorted(a.sort(dim=1).values, a[:, :5].contiguous())),
+)
+
+
+def reduction_cases(seed: int = 0) -> Iterator[Case]:
+    """Yield each reduction in each dtype: of whole numbers, of one sharp number among zeros, of extremes."""
+    shape = _ROWS, _COLUMNS
+    for name, call, dtypes in _SUMS:
+        for dtype in dtypes:
+            # Of integers sums wrap as they do on the CPU, so any number will do.
+            data = whole(shape, dtype, seed) if dtype.is_floating_point else significands(shape, dtype, seed)
+            yield Case(f"{name} of {name_of(dtype)}", call, (data,), "numbers")
+            if dtype.is_floating_point and name != "mean of rows":
+                rows = 1 if name in ("sum", "trace") else _ROWS  # one number per sum
+                yield Case(
+                    f"{name} of one sharp number in {name_of(dtype)}", call, (_alone(dtype, seed, rows),), "numbers"
+                )
+    for dtype in FLOATS:
+        powers = torch.ldexp(torch.ones(shape), whole(shape, torch.float32, seed, 1)).to(dtype)[:, :_POWERS]
+        yield Case(f"prod of {name_of(dtype)}", lambda a: torch.prod(a, dim=1), (powers,), "numbers")
+        yield Case(f"cumprod of {name_of(dtype)}", lambda a: torch.cumprod(a, dim=1), (powers,), "numbers")
+    for dtype in INTEGERS:
+        yield Case(f"prod of {name_of(dtype)}", lambda a: torch.prod(a, dim=1), (significands(shape, dtype, seed),))
+    for name, call, dtypes, kind in _ORDERED:
+        for dtype in dtypes:
+            yield Case(f"{name} of {name_of(dtype)}", call, (_ordered(shape, dtype, seed),), kind)
+    for name, call in _PLACES:
+        for dtype in (*FLOATS[:2], *INTEGERS[:2]):
+            yield Case(f"{name} of {name_of(dtype)}", call, (significands(shape, dtype, seed),))
+    yield Case("bincount", lambda a: torch.bincount(a, minlength=9), (whole((99,), torch.int64, seed, 8).abs(),))
+    gaps = Window(significands((_ROWS, 2 * _COLUMNS), torch.int64, seed), lambda storage: storage[:, ::2])
+    yield Case("sum of int64 with gaps", lambda a: a.sum(dim=0), (gaps,))
+    yield Case("max of int64 with gaps", lambda a: a.amax(dim=1), (gaps,))
+
+
+def _alone(dtype: torch.dtype, seed: int, rows: int) -> torch.Tensor:
+    """Return a matrix of zeros but for one number with all its digits in each of the first `rows`, no two in one column."""
+    matrix = torch.zeros(_ROWS, _COLUMNS, dtype=dtype, device="cpu")
+    places = torch.arange(rows, device="cpu")
+    matrix[places, places] = significands((rows,), dtype, seed)
+    return matrix
+
+
+def _ordered(shape: tuple[int, int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return arbitrary bits, without NaN, whose order is told otherwise."""
+    data = anything(shape[0] * shape[1], dtype, seed)
+    return data.where(data == data, 1).view(shape)

@@ -1,0 +1,5 @@
+"""Defects of single devices: of what they compute, copy, draw, keep and order."""
+
+from mgpu_check.faults.devices import computing
+
+__all__ = ["computing"]

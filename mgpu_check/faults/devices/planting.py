@@ -1,0 +1,64 @@
+"""Plant a defect in one function of torch, or in the hardware of the simulated node, for some of its calls only."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.faults.hardware.defects.compute import Unit
+from mgpu_check.simulated.hardware import Defect, Hardware, planted
+from mgpu_check.torch_hooks.patches import replaced
+
+__all__ = ["altered", "hardware", "last", "on", "unit"]
+
+_MEMORY = 16 << 30
+
+Concerns = Callable[..., bool]
+
+
+def last() -> int:
+    """Return the index of the last device: a defect there is not seen where only the first is looked at."""
+    return torch.cuda.device_count() - 1
+
+
+def on(tensor: object, index: int, *dtypes: torch.dtype) -> bool:
+    """Return whether `tensor` is one, on this device, of one of the dtypes, if any are given."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cuda"
+        and tensor.device.index == index
+        and (not dtypes or tensor.dtype in dtypes)
+    )
+
+
+@contextlib.contextmanager
+def altered(owner: Any, name: str, concerns: Concerns, instead: Callable[..., Any]) -> Iterator[None]:
+    """Have ``owner.name`` give ``instead(function, *arguments)`` for the arguments that `concerns` names."""
+    function = getattr(owner, name)
+    inside = False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside or not concerns(*args, **kwargs):
+            return function(*args, **kwargs)
+        inside = True  # what stands in its place may call it again
+        try:
+            return instead(function, *args, **kwargs)
+        finally:
+            inside = False
+
+    with replaced(owner, name, call):
+        yield
+
+
+def hardware(*defects: Defect) -> contextlib.AbstractContextManager[None]:
+    """Give the simulated node hardware with these defects."""
+    return planted(Hardware(defects, _MEMORY))
+
+
+def unit(operations: Sequence[str], **parameters: Any) -> contextlib.AbstractContextManager[None]:
+    """Have some operators be wrong on one device; see `mgpu_check.faults.hardware.defects.compute.Unit`."""
+    return hardware(Unit({"seed": 0, "pattern": "bits", **parameters}, tuple(operations)))
