@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.checks.replicas import assert_replicas_agree
-from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.numerics.steps import Measurement, full_precision, measure_step
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes import models, reference
@@ -27,6 +29,10 @@ __all__ = [
 ]
 
 Divide = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
+Measure = Callable[..., Measurement[str]]
+"""`measure_step` with all of its arguments but those of the perturbations."""
+
+_PAIRS, _MORE_PAIRS, _MAGNIFIED = 2, 5, 4.0
 
 
 def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
@@ -49,13 +55,13 @@ def assert_data_parallel_agrees(training: TrainingSpec, devices: Sequence[torch.
         shards = len(torch.arange(training.batch).chunk(len(devices)))
         measured = _measured(training, reference.as_inputs(start, batches), first, shards, torch.chunk)
         got = reference.observed(model.module) | _statistics(model.module, 0)
-    others = [name for name in measured.reference if " of rank " in name and not name.endswith(" of rank 0")]
-    assert_gradients_agree(
-        got,
-        measured.without(others),
-        constants={"devices": len(devices), "batch size": training.batch},
-        what=f"DataParallel on {len(devices)} devices",
-    )
+        _assert_as_measured(
+            got,
+            measured,
+            leave_out=lambda name: " of rank " in name and not name.endswith(" of rank 0"),
+            constants={"devices": len(devices), "batch size": training.batch},
+            what=f"DataParallel on {len(devices)} devices",
+        )
 
 
 def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.device]) -> None:
@@ -85,12 +91,12 @@ def assert_step_by_hand_agrees(training: TrainingSpec, devices: Sequence[torch.d
         held = [_with_gradients(replica) for replica in replicas]
         assert_replicas_agree(held, what=f"step by hand on {len(devices)} devices")
         measured = _measured(training, reference.as_inputs(start, batches), devices[0], len(devices), steps.split)
-    assert_gradients_agree(
-        held[0],
-        measured,
-        constants={"devices": len(devices), "batch size": training.batch},
-        what=f"step by hand on {len(devices)} devices",
-    )
+        _assert_as_measured(
+            held[0],
+            measured,
+            constants={"devices": len(devices), "batch size": training.batch},
+            what=f"step by hand on {len(devices)} devices",
+        )
 
 
 def assert_distributed_agrees(
@@ -131,13 +137,13 @@ def assert_distributed_agrees(
             return
         inputs = reference.as_inputs(start, training.batches())
         measured = _measured(training, inputs, rank.device, rank.size, steps.split, evaluation=evaluation)
-    assert_gradients_agree(
-        results | gathered,
-        measured,
-        rank=0,
-        constants={"world size": rank.size, "batch size": training.batch, "micro-batches": training.windows},
-        what=f"DDP on {rank.size} ranks",
-    )
+        _assert_as_measured(
+            results | gathered,
+            measured,
+            rank=0,
+            constants={"world size": rank.size, "batch size": training.batch, "micro-batches": training.windows},
+            what=f"DDP on {rank.size} ranks",
+        )
 
 
 def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> None:
@@ -197,8 +203,8 @@ def _measured(
     divide: Divide,
     *,
     evaluation: bool = False,
-) -> Measurement[str]:
-    """Run on one device; return the results, and how exactly float32 determines them."""
+) -> Measure:
+    """Run on one device; return what measures the results, and how exactly float32 determines them."""
 
     def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
         return reference.on_one_device(
@@ -216,12 +222,28 @@ def _measured(
     together = training.model in ("convnet", "resnet18") and not evaluation
     whole, sharded = run(shards if together else 1), run(shards)
     singles = [sharded(placed)] if together or shards == 1 else [whole(placed), sharded(placed)]
-    return measure_step(
-        whole,
-        inputs,
-        singles=singles,
-        pairs=2 if training.model == "resnet18" else 3,
-    )
+    return functools.partial(measure_step, whole, inputs, singles=singles)
+
+
+def _assert_as_measured(
+    got: Mapping[str, torch.Tensor],
+    measure: Measure,
+    leave_out: Callable[[str], bool] = lambda name: False,
+    **kwargs: Any,
+) -> None:
+    """Assert that the results are those measured; where they are not, measure again before it is said.
+
+    A few perturbations may pass over a ReLU that is within rounding errors of its border: two in about one of a hundred
+    cases. More and larger ones do not; and they grant nothing to what is wrong by other causes.
+    """
+    __tracebackhide__ = True
+    measured = measure(pairs=_PAIRS)
+    measured = measured.without(filter(leave_out, measured.reference))
+    try:
+        assert_gradients_agree(got, measured, **kwargs)
+    except GradientMismatch:
+        again = measure(pairs=_MORE_PAIRS, seed=1, magnified=_MAGNIFIED)
+        assert_gradients_agree(got, measured.wider(again), **kwargs)
 
 
 def _steps(count: int) -> str:

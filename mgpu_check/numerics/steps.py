@@ -67,6 +67,12 @@ class Measurement(Generic[Key]):
             {name: self.amplification[name] for name in kept},
         )
 
+    def wider(self, other: Measurement[Key]) -> Measurement[Key]:
+        """Return the same with what another measurement of the same step grants besides."""
+        tolerance = {name: torch.maximum(value, other.tolerance[name]) for name, value in self.tolerance.items()}
+        amplification = {name: max(value, other.amplification[name]) for name, value in self.amplification.items()}
+        return Measurement(self.reference, tolerance, amplification)
+
 
 def deviations(comparisons: int, false_alarm: float = 1e-9) -> float:
     """Return λ such that of so many comparisons any exceeds λ standard deviations with probability `false_alarm` at
@@ -82,6 +88,7 @@ def measure_step(
     singles: Sequence[Mapping[str, torch.Tensor]] = (),
     pairs: int = PAIRS,
     seed: int = 0,
+    magnified: float = 1.0,
 ) -> Measurement[str]:
     """Measure what `step` gives for `inputs`, and how far rounding in their dtype may lead from it.
 
@@ -93,6 +100,8 @@ def measure_step(
             of the whole batch, of the batch shard by shard; one is computed here, on the CPU, where none is given.
         pairs: how often to perturb, in both directions.
         seed: of the perturbations.
+        magnified: perturb by so many times more, to come to decisions that rounding within operators, which is larger
+            than what is perturbed, may bring about.
 
     Raises:
         ValueError: `inputs` has no floating-point tensor, or `singles` have other results than `step`.
@@ -116,7 +125,7 @@ def measure_step(
         before = generator.get_state()
         for direction in (1, -1):
             generator.set_state(before)
-            with Perturbed(direction * spread, generator, roundoff):
+            with Perturbed(direction * magnified * spread, generator, roundoff):
                 moved.append(step({name: value.clone() for name, value in wide.items()}))
     return assess(reference, ran, moved, roundoff, spread)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -75,34 +75,40 @@ def small_convnet(channels: int = 4, classes: int = 10) -> nn.Sequential:
 class _Residual(nn.Module):
     """Two 3x3 convolutions with BatchNorm around a shortcut."""
 
-    def __init__(self, in_channels: int, channels: int, stride: int = 1) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int, activation: Callable[[], nn.Module]) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, channels, 3, padding=1, stride=stride)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
         self.conv3 = nn.Conv2d(in_channels, channels, 1, stride=stride) if stride > 1 else None
         self.bn1 = nn.BatchNorm2d(channels)
         self.bn2 = nn.BatchNorm2d(channels)
+        self.activation = activation()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.activation(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
-        return F.relu(y + (self.conv3(x) if self.conv3 is not None else x))
+        result: torch.Tensor = self.activation(y + (self.conv3(x) if self.conv3 is not None else x))
+        return result
 
 
-def resnet18(classes: int = 10, in_channels: int = 1, width: int = 64) -> nn.Sequential:
-    """Build ResNet-18 for small images: (batch, in_channels, 28, 28) -> (batch, classes).
+def resnet18(
+    classes: int = 10, in_channels: int = 1, width: int = 64, activation: Callable[[], nn.Module] = nn.ReLU
+) -> nn.Sequential:
+    """Build ResNet-18 for small images: (batch, in_channels, 28, 28), or smaller -> (batch, classes).
 
     The variant of *Dive into Deep Learning*, without the large first kernel, stride and pooling. `width` is the number
     of channels of the first block, doubled by each of the next three; 64 gives 11 million parameters.
     """
 
     def block(inside: int, outside: int, *, first: bool = False) -> nn.Sequential:
-        return nn.Sequential(_Residual(inside, outside, 1 if first else 2), _Residual(outside, outside))
+        return nn.Sequential(
+            _Residual(inside, outside, 1 if first else 2, activation), _Residual(outside, outside, 1, activation)
+        )
 
     return nn.Sequential(
         nn.Conv2d(in_channels, width, 3, padding=1),
         nn.BatchNorm2d(width),
-        nn.ReLU(),
+        activation(),
         block(width, width, first=True),
         block(width, 2 * width),
         block(2 * width, 4 * width),

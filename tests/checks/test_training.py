@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 from torch.nn.parallel import comm
 
-from mgpu_check.checks.training import assert_data_parallel_agrees, assert_step_by_hand_agrees
+from mgpu_check.checks.training import _assert_as_measured, assert_data_parallel_agrees, assert_step_by_hand_agrees
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.numerics.steps import Measurement
 from mgpu_check.recipes import allreduce
 from mgpu_check.simulated import simulated_node
 from mgpu_check.specs.models import TrainingSpec
@@ -64,3 +66,20 @@ def test_a_device_that_lags_behind_is_told(node) -> None:
         pytest.raises(ReplicaMismatch, match="step by hand on 3 devices: replica"),
     ):
         assert_step_by_hand_agrees(TrainingSpec("mlp", 6), node)
+
+
+@pytest.mark.parametrize(("granted", "right"), [(0.5, True), (0.1, False)])
+def test_what_is_off_is_measured_again_before_it_is_said(granted, right) -> None:
+    """More and larger perturbations grant what a few have passed over, and nothing else."""
+    asked = []
+
+    def measure(**arguments: float) -> Measurement[str]:
+        asked.append(arguments)
+        allowed = granted if "magnified" in arguments else 0.01
+        return Measurement({"x": torch.ones(3).double()}, {"x": torch.full((3,), allowed).double()}, {"x": 1.0})
+
+    with contextlib.nullcontext() if right else pytest.raises(GradientMismatch, match=r"1\.29|1\.3"):
+        _assert_as_measured({"x": torch.tensor([1.0, 1.3, 1.0])}, measure)
+    assert len(asked) == 2
+    _assert_as_measured({"x": torch.ones(3)}, measure)
+    assert len(asked) == 3, "what is right is measured once"
