@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
+from mgpu_check.faults.breaking import communicated, is_last, wrapped
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as reducing
@@ -23,12 +23,6 @@ from mgpu_check.torch_hooks.tensors import plain
 _BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.9e-4
 
 
-def _is_last() -> bool:
-    """Return whether this process is the last of several ranks."""
-    rank = current_rank()
-    return rank is not None and rank.size > 1 and rank.index == rank.size - 1
-
-
 def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy with one mantissa bit of the largest element inverted."""
     values = plain(gradient).clone()
@@ -37,46 +31,9 @@ def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
     return values.to(gradient.device)
 
 
-@contextlib.contextmanager
-def _wrapped_ddp(
-    change: Callable[[DistributedDataParallel], None] = lambda model: None,
-    before: Callable[[nn.Module], None] = lambda module: None,
-    **forced: Any,
-) -> Iterator[None]:
-    """DDP with other arguments, and something done to the module before and to the wrapper after it is built."""
-    real = DistributedDataParallel.__init__
-
-    def init(self: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        before(module)
-        real(self, module, *args, **(kwargs | forced))
-        change(self)
-
-    with replaced(DistributedDataParallel, "__init__", init):
-        yield
-
-
-def _hooked(
-    hook: Callable[[torch.Tensor], torch.Tensor], divide: bool = True
-) -> Callable[[DistributedDataParallel], None]:
-    """Communicate buckets as DDP does, after `hook` has changed this rank's part."""
-
-    def communicate(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        buffer = hook(bucket.buffer())
-        if divide:
-            buffer = buffer / dist.get_world_size()
-        dist.all_reduce(buffer)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-
-    # DDP compares annotations with its own types, and does not resolve those that are strings.
-    communicate.__annotations__.clear()
-    return lambda model: model.register_comm_hook(None, communicate)
-
-
 @fault("gradients", "DDP adds gradients up instead of averaging them", caught_by=("test_distributed_data_parallel",))
 def sum_instead_of_mean() -> Iterator[None]:
-    with _wrapped_ddp(_hooked(lambda buffer: buffer.clone(), divide=False)):
+    with communicated(lambda buffer, bucket, model: buffer * model.process_group.size()):
         yield
 
 
@@ -86,7 +43,7 @@ def sum_instead_of_mean() -> Iterator[None]:
     caught_by=("test_resnet18_in_distributed_data_parallel",),
 )
 def flipped_bit_in_one_rank() -> Iterator[None]:
-    with _wrapped_ddp(_hooked(lambda buffer: _flip_a_bit(buffer) if _is_last() else buffer.clone())):
+    with communicated(lambda buffer, bucket, model: _flip_a_bit(buffer) if is_last() else buffer):
         yield
 
 
@@ -130,7 +87,7 @@ def local_gradient_of_one_parameter() -> Iterator[None]:
         last = [name for name, _ in module.named_parameters()][-1]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, [last])
 
-    with _wrapped_ddp(before=ignore):
+    with wrapped(before=ignore):
         yield
 
 
@@ -214,7 +171,7 @@ def last_window_forgotten() -> Iterator[None]:
     caught_by=("test_batchnorm_in_distributed_data_parallel",),
 )
 def statistics_drift() -> Iterator[None]:
-    with _wrapped_ddp(broadcast_buffers=False):
+    with wrapped(broadcast_buffers=False):
         yield
 
 

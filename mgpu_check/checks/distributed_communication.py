@@ -1,0 +1,278 @@
+"""When and how DistributedDataParallel communicates: hooks, no_sync, uneven inputs, delayed parameters. All are collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from mgpu_check.checks.distributed_options import SMALL_BUCKET, judged
+from mgpu_check.checks.distributed_replica import Replica
+from mgpu_check.checks.replicas import assert_replicas_agree
+from mgpu_check.checks.whole import Gradients, Rows, slack
+from mgpu_check.numerics.compare import difference
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.whole import WholeRun
+
+__all__ = [
+    "assert_accumulation_exact",
+    "assert_averaging_hook_exact",
+    "assert_compressed_gradients_rounded",
+    "assert_delayed_parameters_reduced",
+    "assert_gradient_hooks_apply",
+    "assert_low_rank_hook_exact",
+    "assert_uneven_inputs_joined",
+]
+
+
+def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that `allreduce_hook`, and a hook of the user that sums and then divides, leave what DDP leaves without one.
+
+    Raises:
+        GradientMismatch: names run, step, rank, parameter and element.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            for name, hook in (("allreduce_hook", default_hooks.allreduce_hook), ("a hook", _sum_then_divide)):
+                replica = Replica(run, rank, findings, what=f"{name}, small buckets", bucket_cap_mb=SMALL_BUCKET)
+                seen: list[int] = []
+                replica.parallel.register_comm_hook(rank.group, _noting(hook, seen))
+                for _ in range(run.steps):
+                    seen.clear()
+                    replica.step()
+                    _judge_buckets(replica, seen)
+
+
+def _noting(hook: Callable[[Any, Any], Any], seen: list[int]) -> Callable[[Any, Any], Any]:
+    def noted(group: Any, bucket: Any) -> Any:
+        seen.extend(id(parameter) for parameter in bucket.parameters())
+        if sum(g.numel() for g in bucket.gradients()) != bucket.buffer().numel():
+            seen.append(0)
+        return hook(group, bucket)
+
+    # DDP compares annotations with its own types, and does not resolve those that are strings.
+    noted.__annotations__.clear()
+    return noted
+
+
+def _judge_buckets(replica: Replica, seen: list[int]) -> None:
+    """Look whether the hook was given each parameter once, with as many gradients as the buffer has."""
+    wanted = sorted(id(parameter) for parameter in replica.module.parameters())
+    where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
+    message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once"
+    replica.findings.require(sorted(seen) == wanted, message, ranks=[replica.place.rank.index])
+
+
+def _sum_then_divide(group: Any, bucket: Any) -> Any:
+    size = group.size()
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0] / size)
+
+
+def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that fp16_compress_hook and bf16_compress_hook leave gradients that are rounded as that dtype says, not more.
+
+    For float16 the data are small: it ends at 65504.
+
+    Raises:
+        GradientMismatch: an element is off by more than the roundings of the compressed sum, or is not of that dtype.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            for hook, dtype in (
+                (default_hooks.fp16_compress_hook, torch.float16),
+                (default_hooks.bf16_compress_hook, torch.bfloat16),
+            ):
+                own = replace(run, small=dtype == torch.float16)
+                replica = Replica(own, rank, findings, what=hook.__name__)
+                replica.parallel.register_comm_hook(None, hook)
+                # Gradients of a few hundred: bfloat16 has no odd numbers above 256.
+                shards = [(x, targets * 15) for x, targets in replica.shards(replica.next_batch())]
+                replica.backward(shards[rank.index])
+                _judge_compressed(replica, replica.one.parts(shards), dtype)
+
+
+def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dtype) -> None:
+    for name, parameter in replica.module.named_parameters():
+        terms = [term for part in parts if (term := part[name]) is not None]
+        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        off = difference(got, torch.stack(terms).sum(0), slack(dtype, replica.place.size, terms))
+        rank = replica.place.rank.index
+        where = f"{replica.what}, rank {rank}, gradient of {name}"
+        replica.findings.require(off is None, f"{where}: {off}", ranks=[rank])
+        kept = got.dtype == parameter.dtype and torch.equal(got.to(dtype).to(got.dtype), got)
+        replica.findings.require(kept, f"{where}: it holds values that {dtype} does not have", ranks=[rank])
+
+
+def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that PowerSGD before its first compressed step, and for what it does not compress, is exact; and that ranks agree in it.
+
+    Raises:
+        GradientMismatch: a gradient differs from that of one device.
+        ReplicaMismatch: compressed gradients differ between ranks.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = Replica(run, rank, findings, what="PowerSGD")
+            state = powerSGD_hook.PowerSGDState(rank.group, matrix_approximation_rank=1, start_powerSGD_iter=2)
+            replica.parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            for number in range(1, run.steps + 1):
+                if number < 2:
+                    replica.step()
+                    continue
+                shards = replica.shards(replica.next_batch())
+                replica.optimizer.zero_grad()
+                replica.backward(shards[rank.index])
+                held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
+                with findings.collected():
+                    assert_replicas_agree(held, group=rank.group, what=f"{replica.what}, gradients of step {number}")
+
+
+def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients accumulate over micro-batches: within no_sync each rank's own, after the last those of all.
+
+    Raises:
+        GradientMismatch: as in `assert_averaging_hook_exact`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            view = bool((run.seed + number) % 2)
+            what = f"no_sync for the first of two micro-batches, gradient_as_bucket_view={view}"
+            replica = Replica(run, rank, findings, what=what, gradient_as_bucket_view=view)
+            for _ in range(run.steps):
+                replica.step(by_hand=lambda shards, replica=replica: _accumulate(replica, shards))  # type: ignore[misc]
+
+
+def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
+    x, targets = shards[replica.place.index]
+    half = len(x) // 2
+    with replica.parallel.no_sync():
+        replica.backward((x[:half], targets[:half]))
+    own = replica.one.parts([(x[:half], targets[:half])])[0]
+    for name, parameter in replica.module.named_parameters():
+        exact = own[name]
+        assert exact is not None
+        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        off = difference(got, exact * replica.place.size)
+        where = f"{replica.what}, step {replica.number}, within no_sync, rank {replica.place.rank.index}, gradient of {name}"
+        replica.findings.require(off is None, f"{where}: {off}", ranks=[replica.place.rank.index])
+    replica.backward((x[half:], targets[half:]))
+    return replica.one.parts(shards)
+
+
+def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that ranks with fewer batches than others join them: what is left is averaged over those that still train.
+
+    Rank r has r + 1 batches; with divide_by_initial_world_size the mean is still over all ranks, without it over those that are
+    there. All ranks end with the same parameters.
+
+    Raises:
+        GradientMismatch: a gradient differs from that of one device.
+        ReplicaMismatch: ranks end with different parameters.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            initial = bool((run.seed + number) % 2)
+            replica = Replica(run, rank, findings, what=f"join, divide_by_initial_world_size={initial}")
+            batches = run.batches()
+            with replica.parallel.join(divide_by_initial_world_size=initial):
+                for turn in range(rank.index + 1):
+                    shards = replica.shards(batches[turn % run.steps])
+                    there = range(turn, rank.size)
+                    replica.number = turn + 1
+                    replica.optimizer.zero_grad()
+                    replica.backward(shards[rank.index])
+                    parts = replica.one.parts([shards[index] for index in there])
+                    _judge_joined(replica, parts, rank.size if initial else len(there))
+                    replica.finish(parts, from_exact=True)
+            with findings.collected():
+                assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.what}, at the end")
+
+
+def _judge_joined(replica: Replica, parts: list[Gradients], divisor: int) -> None:
+    size, rank = replica.place.size, replica.place.rank.index
+    for name, parameter in replica.module.named_parameters():
+        terms = [term for part in parts if (term := part[name]) is not None]
+        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        expected = torch.stack(terms).sum(0) * (size / divisor)
+        # The divisor is no power of two as soon as some have joined.
+        tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
+        off = difference(got, expected, tolerance)
+        where = f"{replica.what}, batch {replica.number}, rank {rank}, gradient of {name}"
+        replica.findings.require(off is None, f"{where}: {off}", ranks=[rank])
+
+
+def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that hooks are called once a step: a parameter's on each rank's own gradient before the mean, a module's with its outputs.
+
+    Raises:
+        GradientMismatch: a gradient is not that of one device whose hook does the same, or a hook was not called once.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = Replica(run, rank, findings, what="a hook that doubles a gradient")
+            name, parameter = next(replica.module.named_parameters())
+            calls = {"forward hook": 0, "full backward hook": 0, "forward hook of DDP": 0}
+            parameter.register_hook(lambda gradient: gradient * 2)
+            inner = list(replica.module.children())[-1]
+            inner.register_forward_hook(lambda *_, calls=calls: _count(calls, "forward hook"))
+            inner.register_full_backward_hook(lambda *_, calls=calls: _count(calls, "full backward hook"))
+            replica.parallel.register_forward_hook(lambda *_, calls=calls: _count(calls, "forward hook of DDP"))
+            for _ in range(run.steps):
+                replica.step(by_hand=lambda shards, replica=replica, name=name: _doubled(replica, shards, name))  # type: ignore[misc]
+            for hook, count in calls.items():
+                message = f"{replica.what}, rank {rank.index}: the {hook} was called {count} times in {run.steps} steps"
+                findings.require(count == run.steps, message, ranks=[rank.index])
+
+
+def _count(calls: dict[str, int], name: str) -> None:
+    calls[name] += 1
+
+
+def _doubled(replica: Replica, shards: list[Rows], name: str) -> list[Gradients]:
+    replica.backward(shards[replica.place.index])
+    parts = replica.one.parts(shards)
+    for part in parts:
+        exact = part[name]
+        part[name] = None if exact is None else exact * 2
+    return parts
+
+
+def assert_delayed_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients with delay_all_reduce_named_params are averaged by the hook of the parameter named for it.
+
+    Raises:
+        GradientMismatch: as in `assert_averaging_hook_exact`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = _Delayed(run, rank, findings, what="delay_all_reduce_named_params")
+            for _ in range(run.steps):
+                replica.step()
+
+
+class _Delayed(Replica):
+    """A replica whose last layer is reduced when the first gradient of the first one is there, which is made last."""
+
+    def wrap(self) -> None:
+        named = list(self.module.named_parameters())
+        self.options = {"delay_all_reduce_named_params": named[-2:], "param_to_hook_all_reduce": named[0][1]}
+        super().wrap()
+
+    def backward(self, rows: Rows) -> torch.Tensor:
+        outputs = super().backward(rows)
+        if self.place.rank.device.type == "cuda":
+            # Nothing in DDP waits for this reduction.
+            torch.cuda.synchronize(self.place.rank.device)
+        return outputs

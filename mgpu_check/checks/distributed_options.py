@@ -1,0 +1,164 @@
+"""DistributedDataParallel with each of its options trains as one device does, to the bit. All of these are collectives.
+
+Each function takes the runs that it trains, one after the other, and raises only when all of them have ended, so that no rank
+waits for one that has found something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.checks.distributed_replica import Place, Replica, train
+from mgpu_check.checks.whole import Findings, exact_arithmetic
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.whole import WholeRun
+
+__all__ = [
+    "assert_buckets_reduced",
+    "assert_frozen_parameters_kept",
+    "assert_groups_apart",
+    "assert_models_train",
+    "assert_static_graph_trains",
+    "assert_unused_parameters_reduced",
+]
+
+SMALL_BUCKET = 0.0001
+"""MiB: a bucket for every 100 bytes, so for nearly every parameter."""
+
+
+@contextlib.contextmanager
+def judged() -> Iterator[Findings]:
+    """Compute exactly, collect findings, and raise the first at the end.
+
+    Raises:
+        GradientMismatch, ReplicaMismatch: there is one.
+    """
+    findings = Findings()
+    with exact_arithmetic():
+        yield findings
+    findings.close()
+
+
+def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that each run under DDP is that of one device: outputs, gradients, parameters of every step.
+
+    Raises:
+        GradientMismatch: names run, step, rank, parameter and element.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings)
+
+
+def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients in many buckets, copied and in views, are those of one device.
+
+    The order of buckets changes after the first step, when DDP rebuilds them.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            for view in (False, True):
+                what = f"bucket_cap_mb={SMALL_BUCKET}, gradient_as_bucket_view={view}"
+                train(run, rank, findings, what=what, bucket_cap_mb=SMALL_BUCKET, gradient_as_bucket_view=view)
+
+
+def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that find_unused_parameters averages what some ranks have used, and leaves alone what none has.
+
+    Ranks with an even number use head 0, others head 1, which changes with each step; head 2 is never used.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = Replica(run, rank, findings, what="find_unused_parameters", find_unused_parameters=True)
+            for number in range(run.steps):
+                replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
+                replica.step()
+
+
+def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    return lambda model, x: torch.as_tensor(model(x, head=number))
+
+
+def assert_static_graph_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that static_graph trains a layer that is used twice and recomputed, beside one that is never used.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings, what="static_graph", static_graph=True)
+
+
+def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that parameters that need no gradient are rank 0's and stay so, and that those to ignore stay each rank's own.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            train(run, rank, findings, what="first layer frozen", prepare=_freeze)
+            _ignoring(run, rank, findings)
+
+
+def _freeze(model: nn.Module) -> None:
+    for parameter in next(model.children()).parameters():
+        parameter.requires_grad_(False)
+
+
+def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
+    """Leave one parameter out of DDP: it keeps each rank's own value, and its own gradient."""
+    own = run.build(rank.index).to(rank.device)
+    name, parameter = list(own.named_parameters())[-1]
+    before = parameter.detach().clone()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
+    parallel = DistributedDataParallel(own, device_ids=[rank.device] if rank.device.type == "cuda" else None)
+    ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
+    parallel(ones).sum().backward()
+    what = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
+    findings.require(torch.equal(parameter, before), f"{what}: {name} has changed", ranks=[rank.index])
+    # The last parameter is the bias: its gradient is the number of this rank's rows.
+    right = parameter.grad is not None and bool((parameter.grad == rank.index + 1).all())
+    message = f"{what}: its gradient is {parameter.grad}, expected {rank.index + 1}, that of this rank alone"
+    findings.require(right, message, ranks=[rank.index])
+
+
+def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[int]) -> None:
+    """Assert that two groups of ranks, `first` and all others, train apart: each as one device does with a run of its own.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    chosen = sorted({member % rank.size for member in first})
+    both = [chosen, [index for index in range(rank.size) if index not in chosen]]
+    groups = [dist.new_group(members) if members else None for members in both]
+    with judged() as findings:
+        for run in runs:
+            for number, (members, group) in enumerate(zip(both, groups, strict=True)):
+                if rank.index in members:
+                    other: Any = WholeRun(run.model, run.batch, run.steps, run.optimizer, run.small, run.seed + number)
+                    place = Place(rank, members.index(rank.index), len(members), group)
+                    train(other, place, findings, what=f"process_group of {members}")
+    for members, group in zip(both, groups, strict=True):
+        if rank.index in members:
+            dist.destroy_process_group(group)

@@ -1,0 +1,278 @@
+"""What a model under DistributedDataParallel holds and is given: state of the start, buffers, dtypes, arguments. Collectives."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.checks.bits import first_difference, same_bits
+from mgpu_check.checks.distributed_options import judged
+from mgpu_check.checks.distributed_replica import Replica, train
+from mgpu_check.checks.whole import Findings, assert_devices_are, state_of
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.everything import Everything
+from mgpu_check.recipes.training import split
+from mgpu_check.recipes.whole import CLASSES, FEATURES
+from mgpu_check.specs.whole import WholeRun
+
+__all__ = [
+    "assert_arguments_arrive",
+    "assert_buffers_follow_the_first_rank",
+    "assert_channels_last_trains",
+    "assert_checkpoint_goes_on",
+    "assert_evaluation_leaves_no_trace",
+    "assert_mixed_dtypes_train",
+    "assert_starts_from_the_first_rank",
+]
+
+
+def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
+    """Assert that a model that is wrapped holds rank 0's parameters and buffers, bit for bit, of all dtypes and sizes.
+
+    Raises:
+        GradientMismatch: names what differs, its dtype, and the first element.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for seed in seeds:
+            model = Everything(seed + 31 * rank.index).to(rank.device)
+            DistributedDataParallel(model, device_ids=[rank.device] if rank.device.type == "cuda" else None)
+            for name, expected in state_of(Everything(seed)).items():
+                got = state_of(model)[name]
+                if not same_bits(expected, got):
+                    at = first_difference(expected, got.cpu())
+                    message = (
+                        f"DDP on {rank.size} ranks, as it is wrapped: {name} of rank {rank.index} is not rank 0's: element "
+                        f"{list(at)} is {got[at].item()}, expected {expected[at].item()}"
+                    )
+                    findings.require(False, message, ranks=[rank.index])
+
+
+def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that each step begins from rank 0's buffers, or from each rank's own without broadcast_buffers.
+
+    Statistics are of int64, float32 and bool, and show in the outputs.
+
+    Raises:
+        GradientMismatch: an output, gradient, parameter or buffer is not what it must be.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            for together in (True, False):
+                _count_rows(run, rank, findings, together, evaluated=bool(number % 2))
+
+
+def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool) -> None:
+    what = f"broadcast_buffers={together}"
+    replica = Replica(run, rank, findings, what=what, broadcast_buffers=together)
+    own = {name: value.detach().clone().cpu() for name, value in replica.module.named_buffers()}
+    first = {name: value.clone() for name, value in own.items()}
+    for number in range(run.steps):
+        x = run.batches()[number][0]
+        shards = split(x, rank.size)
+        before = first if together else own
+        _set(replica.one.exact, before)
+        replica.step()
+        own, first = _counted(before, shards[rank.index]), _counted(first, shards[0])
+        held = {name: value.detach() for name, value in replica.module.named_buffers()}
+        with findings.collected():
+            replica.agree(held, own, f"buffers after step {number + 1}")
+    if evaluated and run.batch:
+        replica.parallel.eval()
+        replica.one.exact.eval()
+        _set(replica.one.exact, first if together else own)
+        x = run.batches()[0][0]
+        with torch.no_grad():
+            got = replica.parallel(x.to(rank.device))
+        with findings.collected():
+            replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+
+
+def _set(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(values[name])
+
+
+def _counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the statistics of `recipes.whole.Counting` after rows of one more batch."""
+    return {
+        "rows": before["rows"] + (1 << 53) + len(x),
+        "sums": before["sums"] + x[:, :CLASSES].sum(0),
+        "seen": ~before["seen"],
+    }
+
+
+def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that a model with parameters of two dtypes trains: each gradient has its parameter's dtype and value.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = train(run, rank, findings)
+            for name, parameter in replica.module.named_parameters():
+                kind = None if parameter.grad is None else parameter.grad.dtype
+                message = f"{replica.what}, rank {rank.index}: the gradient of {name} is of {kind}, expected {parameter.dtype}"
+                findings.require(kind == parameter.dtype, message, ranks=[rank.index])
+
+
+def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that convolutions in channels_last train, and that parameters and gradients keep that layout.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`, or a layout has changed.
+    """
+    __tracebackhide__ = True
+
+    def prepare(model: nn.Module) -> None:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    with judged() as findings:
+        for run in runs:
+            for view in (False, True):
+                what = f"channels_last, gradient_as_bucket_view={view}"
+                replica = train(run, rank, findings, what=what, prepare=prepare, gradient_as_bucket_view=view)
+                for name, parameter in replica.module.named_parameters():
+                    if parameter.dim() != 4 or parameter.grad is None:
+                        continue
+                    strides = parameter.grad.stride()
+                    message = f"{replica.what}: strides of the gradient of {name} are {strides}, expected {parameter.stride()}"
+                    findings.require(strides == parameter.stride(), message, ranks=[rank.index])
+
+
+class _Spread(nn.Module):
+    """A model that takes its inputs in containers, by position and keyword, and returns its outputs in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.seen: dict[str, Any] = {}
+
+    def forward(self, pair: tuple[torch.Tensor, Any], *, more: Mapping[str, Any], factor: int = 1) -> dict[str, Any]:
+        x, words = pair
+        self.seen = {"x": x, "list": more["list"][0], "words": words, "text": more["text"]}
+        out = self.layer(x) * factor
+        return {"out": out, "nested": (None, [out.detach() + more["list"][0]]), "text": more["text"], "number": words}
+
+
+def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
+    """Assert that arguments by position and keyword, nested, from the CPU, arrive whole on the rank's device; outputs keep their form.
+
+    Raises:
+        GradientMismatch: an argument or output is missing, elsewhere, or has other values.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed + rank.index)
+            rows = 1 + (seed + rank.index) % 4
+            x = torch.randint(-4, 5, (rows, FEATURES), generator=generator).float()
+            y = torch.randint(-4, 5, (rows, CLASSES), generator=generator)
+            torch.manual_seed(seed)
+            model = _Spread().to(rank.device)
+            parallel = DistributedDataParallel(
+                model, device_ids=[rank.device] if rank.device.type == "cuda" else None, find_unused_parameters=True
+            )
+            with torch.no_grad():
+                for value in model.parameters():
+                    value.copy_(value.mul(8).round())
+            if rank.device.type != "cuda":
+                x, y = x.to(rank.device), y.to(rank.device)
+            out = parallel((x, 5), more={"list": [y], "text": "a word"}, factor=2)
+            out["out"].sum().backward()
+            expected = (
+                x.cpu().double() @ model.layer.weight.detach().cpu().double().T
+                + model.layer.bias.detach().cpu().double()
+            ) * 2
+            what = f"DDP on {rank.size} ranks, nested arguments, rank {rank.index}"
+            with findings.collected():
+                tensors = {
+                    "argument x": model.seen["x"],
+                    "argument more['list']": model.seen["list"],
+                    "output": out["out"],
+                }
+                assert_devices_are(tensors, rank.device, what)
+            for name, right in {
+                "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
+                "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
+                "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
+                "output out": torch.equal(out["out"].detach().cpu().double(), expected),
+                "output nested": out["nested"][0] is None
+                and torch.equal(out["nested"][1][0].cpu().double(), expected + y.cpu()),
+                "output text": out["text"] == "a word" and out["number"] == 5,
+            }.items():
+                findings.require(right, f"{what}: {name} is not what it must be", ranks=[rank.index])
+
+
+def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that evaluation between steps, on some ranks only too, gives one device's outputs, and changes no later step.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for number, run in enumerate(runs):
+            replica = Replica(run, rank, findings, what="evaluated between steps")
+            for _ in range(run.steps):
+                replica.step()
+                x = run.batches()[0][0]
+                # Without buffers nothing is sent in evaluation, so that rank 0 may evaluate alone.
+                if number % 2 and rank.index:
+                    continue
+                replica.parallel.eval()
+                with torch.inference_mode() if run.seed % 2 else torch.no_grad():
+                    got = replica.parallel(x.to(rank.device))
+                modes = {name: module.training for name, module in replica.module.named_modules()}
+                replica.parallel.train()
+                with findings.collected():
+                    replica.agree({"outputs": got.clone()}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+                message = (
+                    f"{replica.what}, rank {rank.index}: in evaluation some modules were in training mode: {modes}"
+                )
+                findings.require(not any(modes.values()) and not got.requires_grad, message, ranks=[rank.index])
+
+
+def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
+    """Assert that model and optimizer saved by rank 0 and loaded by all, each to its own device, go on as if not interrupted.
+
+    Raises:
+        GradientMismatch: as in `distributed_options.assert_models_train`, or something was loaded to another device.
+    """
+    __tracebackhide__ = True
+    with judged() as findings:
+        for run in runs:
+            replica = Replica(run, rank, findings, what="from a checkpoint")
+            for number in range(run.steps):
+                if number == 1:
+                    _interrupt(replica)
+                replica.step()
+
+
+def _interrupt(replica: Replica) -> None:
+    """Save on rank 0, and go on with what all ranks load: a new model, a new optimizer."""
+    rank = replica.place.rank
+    saved: list[Any] = [None]
+    if rank.index == 0:
+        file = io.BytesIO()
+        torch.save({"model": replica.parallel.state_dict(), "optimizer": replica.optimizer.state_dict()}, file)
+        saved = [file.getvalue()]
+    dist.broadcast_object_list(saved, src=0)
+    loaded = torch.load(io.BytesIO(saved[0]), map_location=rank.device)
+    with replica.findings.collected():
+        assert_devices_are(loaded["model"], rank.device, f"{replica.what}, rank {rank.index}")
+    replica.module = replica.run.build(9 + rank.index).to(rank.device)
+    replica.wrap()
+    replica.parallel.load_state_dict(loaded["model"])
+    replica.optimizer = replica.run.optimize(replica.module)
+    replica.optimizer.load_state_dict(loaded["optimizer"])

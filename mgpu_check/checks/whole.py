@@ -1,0 +1,213 @@
+"""Training in whole numbers, on one device: what every parallel form of it must leave, to the bit.
+
+Gradients are computed in float64 on the CPU, where they are exact, shard by shard; so they are right whatever device is
+wrong. The optimizer's step, which may round, is taken on the device itself, from exact gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.errors import CheckFailure, GradientMismatch
+from mgpu_check.recipes.whole import product, settle
+from mgpu_check.specs.whole import WholeRun
+
+__all__ = [
+    "Findings",
+    "Forward",
+    "OneDevice",
+    "Rows",
+    "assert_devices_are",
+    "assert_gradients_are",
+    "exact_arithmetic",
+    "plainly",
+    "slack",
+    "state_of",
+    "total",
+]
+
+Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and targets of some rows of a batch."""
+Gradients = dict[str, torch.Tensor | None]
+
+
+def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Call `model` with inputs alone."""
+    return torch.as_tensor(model(x))
+
+
+@contextlib.contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Compute as float32 says, and convolutions as sums of products: Winograd's form rounds whole numbers, too."""
+    from mgpu_check.numerics.steps import full_precision
+
+    with full_precision(), torch.backends.cudnn.flags(enabled=False):
+        yield
+
+
+class Findings:
+    """What a rank finds wrong, kept until all ranks have left their last collective."""
+
+    def __init__(self) -> None:
+        self.found: list[CheckFailure] = []
+
+    @contextlib.contextmanager
+    def collected(self) -> Iterator[None]:
+        """Keep a finding that is raised within."""
+        try:
+            yield
+        except CheckFailure as failure:
+            self.found.append(failure)
+
+    def require(self, right: bool, message: str, *, ranks: Sequence[int] = ()) -> None:
+        """Keep a finding with this message, unless all is right."""
+        if not right:
+            self.found.append(GradientMismatch(message, ranks=ranks))
+
+    def close(self) -> None:
+        """Raise the first finding.
+
+        Raises:
+            GradientMismatch, ReplicaMismatch: there is one.
+        """
+        __tracebackhide__ = True
+        if self.found:
+            raise self.found[0]
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name, detached, in the memory of the model."""
+    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device, what: str) -> None:
+    """Assert that each tensor is on `device`.
+
+    Raises:
+        GradientMismatch: one is elsewhere; names it and both devices.
+    """
+    for name, value in tensors.items():
+        if value.device != device:
+            raise GradientMismatch(
+                f"{what}: {name} is on {value.device}, expected on {device}", ranks=[device.index or 0]
+            )
+
+
+class OneDevice:
+    """A run on one device: exact gradients from the CPU, steps of the optimizer on `device`."""
+
+    def __init__(
+        self, run: WholeRun, device: torch.device, prepare: Callable[[nn.Module], object] = lambda model: None
+    ) -> None:
+        """Build the model as it is at the start; `prepare` freezes, marks or casts parts of it."""
+        self.run = run
+        self.held = run.build()
+        prepare(self.held)
+        self.held.to(device)
+        self.exact = run.build()
+        prepare(self.exact)
+        # Arithmetic in float64 throughout: the buffers that are no floating-point numbers stay as they are.
+        self.exact.double()
+        self.optimizer = run.optimize(self.held)
+
+    def outputs(self, x: torch.Tensor, forward: Forward = plainly) -> torch.Tensor:
+        """Return the exact outputs, float64 on the CPU; buffers stay as they are."""
+        before = {name: value.clone() for name, value in self.exact.named_buffers()}
+        with torch.no_grad():
+            outputs = forward(self.exact, x.double())
+            for name, value in self.exact.named_buffers():
+                value.copy_(before[name])
+        return outputs
+
+    def parts(self, shards: Sequence[Rows], forwards: Sequence[Forward] | Forward = plainly) -> list[Gradients]:
+        """Return the exact gradients of each shard's summed loss; None for a parameter that it does not reach."""
+        found: list[Gradients] = []
+        before = {name: value.clone() for name, value in self.exact.named_buffers()}
+        for index, (x, targets) in enumerate(shards):
+            forward = forwards if callable(forwards) else forwards[index]
+            self.exact.zero_grad()
+            product(forward(self.exact, x.double()), targets.double()).backward()
+            found.append({name: value.grad for name, value in self.exact.named_parameters()})
+            with torch.no_grad():
+                for name, value in self.exact.named_buffers():
+                    value.copy_(before[name])
+        return found
+
+    def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Take one step of the optimizer with these gradients."""
+        for name, parameter in self.held.named_parameters():
+            value = gradients[name]
+            parameter.grad = None if value is None else value.to(parameter.device, parameter.dtype)
+        self.optimizer.step()
+
+    def settle(self) -> None:
+        """Make parameters whole numbers again, after they were looked at."""
+        settle(self.held, self.run.most)
+        with torch.no_grad():
+            for exact, held in zip(self.exact.parameters(), self.held.parameters(), strict=True):
+                exact.copy_(held.cpu())
+
+
+def total(parts: Sequence[Gradients]) -> Gradients:
+    """Add up the gradients of shards; None where no shard has one."""
+    names = parts[0].keys()
+    there = {name: [part[name] for part in parts if part[name] is not None] for name in names}
+    return {name: torch.stack(values).sum(0) if values else None for name, values in there.items()}  # type: ignore[arg-type]
+
+
+def slack(dtype: torch.dtype, size: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return how far the mean of `size` ranks may be from the exact sum of their `parts`, for each element.
+
+    Each rank's part is scaled by the number of ranks, and the mean divides by it: exact for a power of two. A sum of whole
+    numbers is exact as long as their magnitudes add up to what the significand of `dtype` holds. Elsewhere there are
+    size + 2 roundings at most (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2).
+    """
+    magnitudes = torch.stack([part.abs() for part in parts]).sum(0)
+    eps = torch.finfo(dtype).eps
+    bound = (size + 2) * eps * magnitudes
+    return bound if size & (size - 1) else torch.where(magnitudes <= 2 / eps, 0.0, bound)
+
+
+def assert_gradients_are(
+    model: nn.Module, parts: Sequence[Gradients], *, what: str, rank: int | None = None, size: int = 1
+) -> None:
+    """Assert that the gradients of `model` are the sums of `parts`, and None where no part has one.
+
+    Args:
+        parts: exact gradients of each shard.
+        rank: the rank that holds `model`.
+        size: how many ranks the gradients were averaged over; 1 if they were added up as they are.
+
+    Raises:
+        GradientMismatch: names parameter, element and values.
+    """
+    __tracebackhide__ = True
+    got = {name: value.grad for name, value in model.named_parameters()}
+    ranks = () if rank is None else (rank,)
+    where = what if rank is None else f"{what}, rank {rank}"
+    expected = total(parts)
+    for name, value in expected.items():
+        if (got[name] is None) != (value is None):
+            text = "has no gradient, expected one" if value is not None else "has a gradient, but no shard uses it"
+            raise GradientMismatch(f"{where}: {name} {text}", ranks=ranks)
+    there = {name: value for name, value in got.items() if value is not None}
+    wanted = {name: value for name, value in expected.items() if value is not None}
+    split = {
+        name: [torch.zeros_like(value) if (own := part[name]) is None else own for part in parts]
+        for name, value in wanted.items()
+    }
+    assert_gradients_agree(
+        there,
+        wanted,
+        tolerance={name: slack(value.dtype, size, split[name]) for name, value in there.items()},
+        rank=rank,
+        parts=split,
+        constants={"ranks": size, "shards": len(parts)},
+        what=what,
+    )

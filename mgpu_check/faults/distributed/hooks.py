@@ -1,0 +1,208 @@
+"""Planted faults of hooks, of accumulation and of uneven inputs under DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.faults.breaking import (
+    DDP,
+    ddp_fault,
+    is_last,
+    replaced_method,
+)
+from mgpu_check.torch_hooks.patches import replaced
+
+
+def _with_first_off(values: torch.Tensor) -> torch.Tensor:
+    """Add 1 to the first element, in place."""
+    values.view(-1)[:1] += 1
+    return values
+
+
+# Hooks
+
+
+@ddp_fault(
+    "a communication hook is not asked for buckets beyond the first",
+    "test_averaging_hooks",
+    condition="buckets beyond the first",
+)
+def hook_for_the_first_bucket() -> Iterator[None]:
+    def register(
+        real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Callable[..., Any]
+    ) -> None:
+        def first_only(state: object, bucket: Any) -> Any:
+            if bucket.index() == 0:
+                return hook(state, bucket)
+            return default_hooks.allreduce_hook(self.process_group, bucket)
+
+        # DDP compares annotations with its own types, and does not resolve those that are strings.
+        first_only.__annotations__.clear()
+        real(self, state, first_only)
+
+    with replaced_method(DDP, "register_comm_hook", register):
+        yield
+
+
+@ddp_fault(
+    "what a communication hook returns is added to once more on the last rank",
+    "test_averaging_hooks",
+    condition="one rank, one of three buckets",
+)
+def hook_with_an_offset() -> Iterator[None]:
+    def register(
+        real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Callable[..., Any]
+    ) -> None:
+        def shifted(state: object, bucket: Any) -> Any:
+            future = hook(state, bucket)
+            if not is_last() or bucket.index() % 3 != 1:
+                return future
+            return future.then(
+                lambda done: _with_first_off(
+                    done.value() if isinstance(done.value(), torch.Tensor) else done.value()[0]
+                )
+            )
+
+        shifted.__annotations__.clear()
+        real(self, state, shifted)
+
+    with replaced_method(DDP, "register_comm_hook", register):
+        yield
+
+
+def _compressing_to(wrong: Mapping[torch.dtype, torch.dtype]) -> Iterator[None]:
+    def compress(real: Callable[..., Any], dtype: torch.dtype, *args: Any) -> Any:
+        return real(wrong.get(dtype, dtype), *args)
+
+    with replaced_method(default_hooks, "_compress_hook", compress):
+        yield
+
+
+@ddp_fault("fp16_compress_hook compresses to bfloat16", "test_compressing_hooks", condition="float16 only")
+def float16_hook_in_bfloat16() -> Iterator[None]:
+    yield from _compressing_to({torch.float16: torch.bfloat16})
+
+
+@ddp_fault("bf16_compress_hook does not compress", "test_compressing_hooks", condition="bfloat16 only")
+def bfloat16_hook_in_float32() -> Iterator[None]:
+    yield from _compressing_to({torch.bfloat16: torch.float32})
+
+
+@ddp_fault(
+    "PowerSGD's result is kept in bfloat16 on the last rank",
+    "test_low_rank_hook",
+    condition="one rank, from the second step on",
+)
+def low_rank_result_narrowed() -> Iterator[None]:
+    def narrow(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
+        compressing = state.iter >= state.start_powerSGD_iter
+        future = real(state, bucket)
+        if not compressing or not is_last():
+            return future
+        return future.then(lambda done: done.value().to(torch.bfloat16).to(torch.float32))
+
+    real = powerSGD_hook.powerSGD_hook
+
+    @functools.wraps(real)
+    def hook(state: Any, bucket: Any) -> Any:
+        return narrow(real, state, bucket)
+
+    with replaced(powerSGD_hook, "powerSGD_hook", hook):
+        yield
+
+
+# Accumulation, uneven inputs, hooks of gradients
+
+
+@ddp_fault("no_sync does not hold gradients back", "test_accumulation")
+def no_sync_ignored() -> Iterator[None]:
+    with replaced(DDP, "no_sync", lambda self: contextlib.nullcontext()):
+        yield
+
+
+@ddp_fault("the last rank forgets what it accumulated within no_sync", "test_accumulation", condition="one rank")
+def accumulated_forgotten() -> Iterator[None]:
+    def forward(real_forward: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        if is_last() and self.require_backward_grad_sync:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        return real_forward(self, *args, **kwargs)
+
+    with replaced_method(DDP, "forward", forward):
+        yield
+
+
+@ddp_fault(
+    "join divides by the number of all ranks in any case",
+    "test_uneven_inputs",
+    condition="divide_by_initial_world_size=False",
+)
+def join_divides_by_all() -> Iterator[None]:
+    def join(real: Callable[..., Any], self: DistributedDataParallel, **options: Any) -> Any:
+        return real(self, **(options | {"divide_by_initial_world_size": True}))
+
+    with replaced_method(DDP, "join", join):
+        yield
+
+
+@ddp_fault("ranks that have joined are not sent the model of those that trained on", "test_uneven_inputs")
+def joined_ranks_left_behind() -> Iterator[None]:
+    def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
+        held = [parameter.detach().clone() for parameter in self.module.parameters()]
+        real(self, is_last_joiner)
+        if not is_last_joiner:
+            with torch.no_grad():
+                for parameter, before in zip(self.module.parameters(), held, strict=True):
+                    parameter.copy_(before)
+
+    with replaced_method(DDP, "_sync_final_model", sync):
+        yield
+
+
+@ddp_fault("hooks that a parameter is given under DDP are not called", "test_gradient_hooks")
+def parameter_hooks_dropped() -> Iterator[None]:
+    def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)
+
+    with replaced_method(torch.Tensor, "register_hook", register):
+        yield
+
+
+@ddp_fault("a full backward hook is called twice for the second step", "test_gradient_hooks", condition="second step")
+def backward_hook_called_twice() -> Iterator[None]:
+    def register(real: Callable[..., Any], self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls = iter(range(1 << 30))
+
+        def twice(*given: Any) -> Any:
+            if next(calls) == 1:
+                hook(*given)
+            return hook(*given)
+
+        return real(self, twice, *args, **kwargs)
+
+    with replaced_method(nn.Module, "register_full_backward_hook", register):
+        yield
+
+
+@ddp_fault(
+    "delayed gradients are added up and not averaged",
+    "test_delayed_parameters",
+    condition="delay_all_reduce_named_params",
+)
+def delayed_gradients_summed() -> Iterator[None]:
+    def summed(real: Callable[..., Any], self: DistributedDataParallel, gradient: torch.Tensor) -> Any:
+        buffer: Any = self._delay_grad_buffer
+        buffer.mul_(self.process_group.size())
+        return real(self, gradient)
+
+    with replaced_method(DDP, "_delayed_all_reduce_hook", summed):
+        yield

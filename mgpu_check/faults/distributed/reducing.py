@@ -1,0 +1,282 @@
+"""Planted faults of the reducer of DistributedDataParallel, and of which parameters and ranks it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import distributed as distributed_module
+
+from mgpu_check.faults.breaking import (
+    DDP,
+    communicated,
+    ddp_fault,
+    is_last,
+    replaced_method,
+    slices,
+    wrapped,
+)
+from mgpu_check.torch_hooks.patches import replaced
+
+_MANY = 1 << 16
+
+
+class _Calls:
+    """Counts the buckets of one place that each model has reduced."""
+
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[DistributedDataParallel, dict[int, int]] = WeakKeyDictionary()
+
+    def next(self, bucket: Any, model: DistributedDataParallel) -> int:
+        seen = self._seen.setdefault(model, {})
+        seen[bucket.index()] = seen.get(bucket.index(), 0) + 1
+        return seen[bucket.index()]
+
+
+# Models
+
+
+@ddp_fault("DDP reduces gradients in TF32, with 11 bits of significand", "test_models")
+def gradients_in_tf32() -> Iterator[None]:
+    def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        if buffer.dtype != torch.float32:
+            return buffer
+        # Veltkamp's splitting: the upper 11 bits.
+        large = buffer * ((1 << 13) + 1)
+        return large - (large - buffer)
+
+    with communicated(narrow):
+        yield
+
+
+@ddp_fault(
+    "the last rank adds the bucket of the step before to its own",
+    "test_models",
+    condition="one rank, from the second step on",
+)
+def stale_bucket() -> Iterator[None]:
+    kept: WeakKeyDictionary[DistributedDataParallel, dict[int, torch.Tensor]] = WeakKeyDictionary()
+
+    def stale(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        own = kept.setdefault(model, {})
+        before, own[bucket.index()] = own.get(bucket.index()), buffer.clone()
+        return buffer + before if before is not None and before.shape == buffer.shape and is_last() else buffer
+
+    with communicated(stale):
+        yield
+
+
+@ddp_fault(
+    "the gradient of a tied weight lacks one of its two uses", "test_models", condition="parameters with two names"
+)
+def tied_weight_counted_once() -> Iterator[None]:
+    def once(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        shared = self.module
+        words = getattr(shared, "words", None)
+        if words is None or getattr(getattr(shared, "output", None), "weight", None) is not words.weight:
+            return real(self, *args, **kwargs)
+        with replaced_method(nn.Embedding, "forward", lambda embed, *given: embed(*given).detach().requires_grad_()):
+            return real(self, *args, **kwargs)
+
+    with replaced_method(DDP, "forward", once):
+        yield
+
+
+@ddp_fault("the last of an odd number of rows is read as the first", "test_models", condition="odd batch sizes")
+def odd_rows_repeated() -> Iterator[None]:
+    def repeat(real: Callable[..., Any], self: DistributedDataParallel, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, torch.Tensor) and len(x) % 2 and len(x) > 1:
+            x = torch.cat([x[:-1], x[:1]])
+        return real(self, x, *args, **kwargs)
+
+    with replaced_method(DDP, "forward", repeat):
+        yield
+
+
+@ddp_fault("Adam computes in bfloat16 on the last rank", "test_models", condition="one rank, Adam only")
+def adam_in_bfloat16() -> Iterator[None]:
+    def step(real: Callable[..., Any], self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = real(self, *args, **kwargs)
+        if is_last():
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.copy_((parameter + 0.01).to(torch.bfloat16))
+        return result
+
+    with replaced_method(torch.optim.Adam, "step", step):
+        yield
+
+
+@ddp_fault(
+    "an embedding's gradient lacks what ranks other than the first have", "test_models", condition="embeddings only"
+)
+def embedding_left_local() -> Iterator[None]:
+    def local(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        rank = dist.get_rank(model.process_group)
+        for parameter, part in slices(buffer, bucket):
+            if parameter.dim() == 2 and parameter.shape[0] == 12 and rank:
+                part.zero_()
+        return buffer
+
+    with communicated(local):
+        yield
+
+
+# Buckets
+
+
+@ddp_fault("the last element of a bucket is not reduced", "test_buckets", condition="buckets beyond the first")
+def later_buckets_cut() -> Iterator[None]:
+    def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        if bucket.index():
+            buffer[-1:] = 0
+        return buffer
+
+    with communicated(cut):
+        yield
+
+
+@ddp_fault("elements beyond the first 64 Ki of a gradient stay local", "test_buckets", condition="above 64 Ki elements")
+def long_gradients_cut() -> Iterator[None]:
+    def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        for parameter, part in slices(buffer, bucket):
+            if parameter.numel() > _MANY and dist.get_rank(model.process_group):
+                part[_MANY:] = 0
+        return buffer
+
+    with communicated(cut):
+        yield
+
+
+@ddp_fault(
+    "after buckets are rebuilt one of them is reduced in the old order",
+    "test_buckets",
+    condition="third step, buckets beyond the first",
+)
+def rebuilt_buckets_rotated() -> Iterator[None]:
+    calls = _Calls()
+
+    def rotate(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        again = calls.next(bucket, model) > 1
+        return buffer.roll(1) if again and bucket.index() and is_last() else buffer
+
+    with communicated(rotate):
+        yield
+
+
+@ddp_fault(
+    "one element of a gradient that is a view of its bucket is lost",
+    "test_buckets",
+    condition="gradient_as_bucket_view, small buckets",
+)
+def views_of_buckets_cut() -> Iterator[None]:
+    def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        if model.gradient_as_bucket_view and not bucket.is_last():
+            buffer[:1] = 0
+        return buffer
+
+    with communicated(cut):
+        yield
+
+
+# Which parameters
+
+
+@ddp_fault(
+    "the mean of a gradient is over the ranks that have used the parameter",
+    "test_unused_parameters",
+    condition="parameters that some ranks do not use",
+)
+def mean_over_users() -> Iterator[None]:
+    def over_users(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        used = torch.stack([part.any() for _, part in slices(buffer, bucket)]).float()
+        group = model.process_group
+        dist.all_reduce(used, group=group)
+        if model.find_unused_parameters:
+            for (_, part), count in zip(slices(buffer, bucket), used.tolist(), strict=True):
+                part *= group.size() / max(count, 1.0)
+        return buffer
+
+    with communicated(over_users):
+        yield
+
+
+@ddp_fault(
+    "a parameter that no rank uses is given a gradient of zeros",
+    "test_unused_parameters",
+    condition="parameters that no rank uses",
+)
+def zeros_for_the_unused() -> Iterator[None]:
+    def zeros(real: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        if self.find_unused_parameters:
+            for parameter in self.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return real(self, *args, **kwargs)
+
+    with replaced_method(DDP, "forward", zeros):
+        yield
+
+
+@ddp_fault(
+    "static_graph reduces a layer that is used twice when the first of its gradients is there",
+    "test_static_graph",
+    condition="static_graph, from the second step on",
+)
+def static_graph_too_early() -> Iterator[None]:
+    calls = _Calls()
+
+    def early(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        if calls.next(bucket, model) > 1 and model.static_graph:
+            for parameter, part in slices(buffer, bucket):
+                if parameter.shape == (5, 5):
+                    part *= 0.5
+        return buffer
+
+    with communicated(early):
+        yield
+
+
+@ddp_fault(
+    "frozen parameters are not sent at the start",
+    "test_frozen_parameters",
+    condition="parameters that need no gradient",
+)
+def frozen_parameters_not_sent() -> Iterator[None]:
+    def without(real: Callable[..., Any], **kwargs: Any) -> None:
+        module = kwargs["module"]
+        frozen = {name for name, value in module.named_parameters() if not value.requires_grad}
+        real(**(kwargs | {"params_and_buffers_to_ignore": {*kwargs["params_and_buffers_to_ignore"], *frozen}}))
+
+    with replaced_method(distributed_module, "_sync_module_states", without):
+        yield
+
+
+@ddp_fault("parameters that are to be ignored are averaged, too", "test_frozen_parameters")
+def ignored_parameters_averaged() -> Iterator[None]:
+    with replaced(DDP, "_set_params_and_buffers_to_ignore_for_model", staticmethod(lambda module, names: None)):
+        yield
+
+
+# Groups
+
+
+@ddp_fault("DDP takes all ranks whatever group it is given", "test_process_groups", condition="subgroups")
+def group_ignored() -> Iterator[None]:
+    with wrapped(process_group=None):
+        yield
+
+
+@ddp_fault("gradients in a group are divided by the number of all ranks", "test_process_groups", condition="subgroups")
+def divided_by_the_world() -> Iterator[None]:
+    def divide(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        return buffer * (model.process_group.size() / dist.get_world_size())
+
+    with communicated(divide):
+        yield

@@ -1,0 +1,41 @@
+"""A module with parameters and buffers of every dtype, of random bits: what must arrive elsewhere as it is."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["Everything"]
+
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+# Not int16, which neither NCCL nor gloo sends.
+_WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32)
+_MANY = 66_000
+
+
+class Everything(nn.Module):
+    """Parameters of 1, 7 and 64 elements, of which one of float32 has more than 64 Ki; buffers; what is shared, and frozen.
+
+    Bits are random: NaN with payloads, infinities and subnormals are among the values.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+            most = 2 if dtype == torch.bool else 256
+            return torch.randint(0, most, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+        for dtype in _FLOATS:
+            for count in (1, 7, _MANY if dtype == torch.float32 else 64):
+                name = f"{str(dtype).removeprefix('torch.')}_{count}"
+                self.register_parameter(name, nn.Parameter(bits(dtype, count)))
+        for dtype in _WHOLE:
+            self.register_buffer(f"buffer_{str(dtype).removeprefix('torch.')}", bits(dtype, 9))
+        self.frozen = nn.Parameter(bits(torch.float32, 5), requires_grad=False)
+        self.inner = nn.Linear(3, 2)
+        self.inner.weight = nn.Parameter(bits(torch.float32, 6).view(2, 3))
+        self.inner.bias = nn.Parameter(bits(torch.float32, 2))
+        self.twin = self.inner
+        self.tied = self.inner.weight

@@ -1,0 +1,93 @@
+"""Training runs in whole numbers, as specs: exact in float32, so that no tolerance is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["OPTIMIZERS", "PLAIN", "WholeRun"]
+
+PLAIN = ("mlp", "wide", "deep", "lenet", "residual", "embedding", "attention", "tied")
+"""Models of `recipes.whole` that train without further arguments and state."""
+
+OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
+
+_TARGETS = {"lenet": 63, "residual": 63, "attention": 3, "reused": 63}
+"""Largest targets where products of many factors would leave the whole numbers that float32 has; else `_LARGEST`."""
+_LARGEST = 4095
+"""Needs 12 bits of significand: TF32 and float16 have 11, bfloat16 8."""
+
+
+@dataclass(frozen=True)
+class WholeRun:
+    """A model and whole numbers to train it on, one step of an optimizer on each batch.
+
+    Attributes:
+        model: a name of `recipes.whole.BUILDERS`.
+        batch: rows of the global batch of a step.
+        optimizer: of `OPTIMIZERS`; those of Adam round, and are compared on the device itself.
+        small: parameters and targets from -1 to 1, for arithmetic in float16 and bfloat16.
+
+    Raises:
+        ValueError: the optimizer is unknown, or a number is too small.
+    """
+
+    model: str = "mlp"
+    batch: int = 8
+    steps: int = 1
+    optimizer: str = "sgd"
+    small: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(
+                f"WholeRun: optimizer={self.optimizer!r} is unknown; choose one of {', '.join(OPTIMIZERS)}"
+            )
+        if self.batch < 0 or self.steps < 1:
+            raise ValueError(f"WholeRun: batch={self.batch} and steps={self.steps} must be at least 0 and 1")
+
+    @property
+    def most(self) -> int:
+        """The largest parameter."""
+        return 1 if self.small else 3
+
+    def build(self, variant: int = 0) -> nn.Module:
+        """Return the model as it is at the start, on the CPU. Variants differ in all of their state."""
+        from mgpu_check.recipes.whole import BUILDERS, draw
+
+        return draw(BUILDERS[self.model](), self.seed + 7919 * variant, self.most)
+
+    def optimize(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return an optimizer of the parameters of `model` that need gradients. Rates are large: each step is seen."""
+        import torch
+
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # One by one: the joint kernels of several parameters depend on their strides.
+        if self.optimizer == "adam":
+            return torch.optim.Adam(parameters, lr=1.0, foreach=False)
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=1.0, weight_decay=0.25, foreach=False)
+        return torch.optim.SGD(parameters, lr=1.0, momentum=float(self.optimizer == "momentum"), foreach=False)
+
+    def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the batch of each step on the CPU: inputs (batch, 16) and targets (batch, 4), float32; targets are odd."""
+        import torch
+
+        from mgpu_check.recipes.whole import CLASSES, FEATURES
+
+        generator = torch.Generator().manual_seed(self.seed)
+        targets = 1 if self.small else _TARGETS.get(self.model, _LARGEST)
+        inputs, half = 1 if self.small else 3, (targets + 1) // 2
+
+        return [
+            (
+                torch.randint(-inputs, inputs + 1, (self.batch, FEATURES), generator=generator).float(),
+                (torch.randint(-half, half, (self.batch, CLASSES), generator=generator) * 2 + 1).float(),
+            )
+            for _ in range(self.steps)
+        ]
