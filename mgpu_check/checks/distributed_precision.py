@@ -81,6 +81,7 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 else:
                     parts = replica.one.parts(shards)
                     replica.judge_gradients(parts)
+                    replica.put_exact(total(parts))
                     scaler.step(replica.optimizer)
                     replica.one.step(total(parts))
                     replica.judge_parameters()

@@ -175,13 +175,7 @@ class Replica:
             from_exact: step with the exact gradients, because those of DDP are scaled otherwise.
         """
         expected = total(parts)
-        exact = not self.place.size & (self.place.size - 1)
-        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
-        if from_exact or narrow or not exact:
-            # What was rounded has been judged; the steps that follow are to begin with whole numbers.
-            for name, parameter in self.module.named_parameters():
-                if parameter.grad is not None and (value := expected[name]) is not None:
-                    parameter.grad.copy_(value)
+        self.put_exact(expected, always=from_exact)
         self.optimizer.step()
         self.one.step(expected)
         self.judge_parameters()
@@ -191,6 +185,17 @@ class Replica:
                 where = f"{self.what}, parameters after step {self.number}"
                 assert_replicas_agree(_parameters(self.module), group=self.place.group, what=where)
         self.settle()
+
+    def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
+        """Put the exact gradients in place where those of DDP, which have been judged, may be rounded; or `always`.
+
+        So the steps that follow begin with whole numbers, too.
+        """
+        narrow = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.module.parameters())
+        if always or narrow or self.place.size & (self.place.size - 1):
+            for name, parameter in self.module.named_parameters():
+                if parameter.grad is not None and (value := expected[name]) is not None:
+                    parameter.grad.copy_(value)
 
     def settle(self) -> None:
         """Make the parameters of both models whole numbers again."""

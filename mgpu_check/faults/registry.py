@@ -11,7 +11,17 @@ from mgpu_check.faults.hardware.registry import HARDWARE
 
 __all__ = ["PROPERTIES", "Fault", "all_faults", "fault", "planted"]
 
-PROPERTIES = ("fixtures", "scatter", "loading", "allreduce", "gradients", "mismatch", "parallelism", "devices", "distributed")
+PROPERTIES = (
+    "fixtures",
+    "scatter",
+    "loading",
+    "allreduce",
+    "gradients",
+    "mismatch",
+    "parallelism",
+    "devices",
+    "distributed",
+)
 """The properties of the packaged suite; `mgpu_check.faults.<property>` holds the faults of each."""
 
 
