@@ -10,6 +10,7 @@ import torch
 from mgpu_check.checks.bits import as_bytes, first_difference, same_bits
 from mgpu_check.checks.nested import columns
 from mgpu_check.errors import ShardError
+from mgpu_check.recipes import batches
 from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "assert_shard_sizes",
     "assert_shards_cover",
     "assert_split_aligned",
+    "assert_split_by_hand",
     "chunk_sizes",
 ]
 
@@ -131,6 +133,27 @@ def assert_split_aligned(
     assert_shards_cover({"inputs": inputs, "labels": labels}, [
         {"inputs": some, "labels": other} for some, other in zip(first, second, strict=True)
     ], devices)  # fmt: skip
+
+
+def assert_split_by_hand(way: str, batch: torch.Tensor, devices: Sequence[torch.device]) -> None:
+    """Assert that a batch, (n, …), split by hand is on `devices` in parts, and that these are it again when collected.
+
+    Args:
+        way: "slices", "chunks" or "every n-th row"; see `mgpu_check.recipes.batches`.
+
+    Raises:
+        ShardError: naming shard, device, row and element.
+    """
+    __tracebackhide__ = True
+    if way == "every n-th row":
+        shards = batches.deal(batch, devices)
+        order = [row for index in range(len(devices)) for row in range(index, len(batch), len(devices))]
+        assert_shards_cover(plain(batch)[order], shards, devices)
+        assert_gathered(batch, batches.collect_dealt(shards, devices[0]), devices[0])
+        return
+    shards = (batches.split_and_load if way == "slices" else batches.chunk_and_load)(batch, devices)
+    assert_shards_cover(batch, shards, devices)
+    assert_gathered(batch, batches.collect(shards, devices[0]), devices[0])
 
 
 def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:

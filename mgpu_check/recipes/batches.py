@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["collect", "split_and_load", "split_batch"]
+__all__ = ["chunk_and_load", "collect", "collect_dealt", "deal", "split_and_load", "split_batch"]
 
 
 def split_batch(
@@ -40,3 +40,21 @@ def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[tor
 def collect(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Collect the shards, (n_i, …) each on its own device, in one tensor, (sum of n_i, …), on `device`."""
     return torch.cat([shard.to(device) for shard in shards])
+
+
+def chunk_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Split `X`, (n, …), by `torch.chunk`, and send it by copies that do not block: the last devices may get nothing."""
+    return [part.to(device, non_blocking=True) for part, device in zip(X.chunk(len(devices)), devices, strict=False)]
+
+
+def deal(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Deal `X`, (n, …), out like cards: device i gets the rows i, i + len(devices), and so on."""
+    return [X[index :: len(devices)].to(device) for index, device in enumerate(devices)]
+
+
+def collect_dealt(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Collect what was dealt out, in the order that it had before."""
+    whole = torch.empty(sum(map(len, shards)), *shards[0].shape[1:], dtype=shards[0].dtype, device=device)
+    for index, shard in enumerate(shards):
+        whole[index :: len(shards)] = shard.to(device)
+    return whole

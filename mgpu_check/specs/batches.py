@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.specs.tensors import TensorSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 __all__ = ["KINDS", "BatchSpec", "Leaf", "Nested", "Sample", "Split"]
@@ -16,7 +18,7 @@ __all__ = ["KINDS", "BatchSpec", "Leaf", "Nested", "Sample", "Split"]
 Sample = namedtuple("Sample", ["inputs", "labels"])
 """The named tuple among the nestings."""
 
-KINDS = ("tuple", "list", "dict", "namedtuple")
+KINDS = ("tuple", "list", "dict", "namedtuple", "ordereddict")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Nested:
-    """A tuple, list, dict (keys "a", "b", …) or `Sample` of parts.
+    """A tuple, list, dict (keys "a", "b", …), `OrderedDict` (keys "z", "y", …) or `Sample` of parts.
 
     Raises:
         ValueError: the kind is unknown, or a "namedtuple" has other than two parts.
@@ -52,6 +54,8 @@ class Nested:
         parts = [part.build(device) for part in self.parts]
         if self.kind == "dict":
             return {chr(ord("a") + index): part for index, part in enumerate(parts)}
+        if self.kind == "ordereddict":
+            return OrderedDict((chr(ord("z") - index), part) for index, part in enumerate(parts))
         return Sample(*parts) if self.kind == "namedtuple" else {"tuple": tuple, "list": list}[self.kind](parts)
 
 
@@ -66,9 +70,10 @@ class Split:
         batch: what is split.
         size: its number of samples, that is, of elements along `dim`.
         dim: the dimension that is split.
-        devices: over how many of the run's devices, from the first on.
-        source: where the batch lies before.
+        devices: over how many of the run's devices.
+        source: where the batch lies before; "pinned" is the CPU.
         target: where its shards are gathered.
+        order: indices of the devices, in the order in which they get shards; empty for the first ones, in order.
     """
 
     batch: BatchSpec
@@ -77,6 +82,11 @@ class Split:
     devices: int = 1
     source: str = "cpu"
     target: str = "cpu"
+    order: tuple[int, ...] = ()
+
+    def on(self, gpus: Sequence[torch.device]) -> tuple[torch.device, ...]:
+        """Return those of a run's devices that get shards, in order."""
+        return tuple(gpus[index] for index in self.order) if self.order else tuple(gpus[: self.devices])
 
     @property
     def tensor(self) -> TensorSpec:

@@ -15,6 +15,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "INTEGER_DTYPES",
     "LAYOUTS",
+    "PINNED",
     "VALUES",
     "TensorSpec",
     "layouts_for",
@@ -33,14 +34,21 @@ offset and gaps between rows. strided: every second element of the last dimensio
 second one innermost. None of them overlaps itself, so each can be written to.
 """
 
-VALUES = ("exact", "distinct", "random", "special")
+VALUES = ("exact", "distinct", "random", "special", "bits")
 """What a tensor holds.
 
 exact: whole numbers in [-15, 15] (unsigned: [0, 15]), so that a sum of 16 such tensors is exact in every dtype here, in
 any order. distinct: a permutation of consecutive whole numbers, every one of them exact; where there are more elements
 than the dtype can tell apart, numbers repeat as far apart as possible before they are permuted. random: standard
-normal (integers: the dtype's whole range). special: random with NaN, infinities and -0.0 strewn in (floats only).
+normal (integers: the dtype's whole range). special: random with NaN, infinities and -0.0 strewn in (floats only). bits:
+any bits; of floats about an eighth each are NaN, with all kinds of payloads, and subnormal.
 """
+
+PINNED = "pinned"
+"""Where a tensor is built that is to lie on the CPU, in pinned memory."""
+
+_EXPONENTS = {2: {"float16": 0x7C00, "bfloat16": 0x7F80}, 4: {"float32": 0x7F800000}, 8: {"float64": 0x7FF << 52}}
+"""By the bytes of an element, and dtype: the bits of the exponent."""
 
 _FOR_TRANSPOSING, _FOR_CHANNELS_LAST = 2, 4
 
@@ -87,9 +95,14 @@ class TensorSpec:
         return TensorSpec(self.shape, self.dtype, possible, seed, "exact")
 
     def build(self, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Build the tensor, laid out as described, on `device`; the same bits wherever and whenever it is built."""
+        """Build the tensor, laid out as described, on `device`, or on the CPU in pinned memory where that is `PINNED`.
+
+        It has the same bits wherever and whenever it is built.
+        """
         import torch
 
+        if device == PINNED:
+            return self.build().pin_memory()
         base, window = self._storage()
         # Moved whole and viewed there: a copy of a view would arrive contiguous.
         storage = torch.zeros(base, dtype=getattr(torch, self.dtype), device=device)
@@ -102,10 +115,12 @@ class TensorSpec:
 
         dtype: torch.dtype = getattr(torch, self.dtype)
         generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        if self.values == "bits" and self.dtype != "bool":
+            return _any_bits(self.shape, self.dtype, generator)
         if dtype.is_complex:
             parts = TensorSpec((*self.shape, 2), "float32", seed=self.seed, values=self.values)._data()
             return torch.view_as_complex(parts).to(dtype)
-        if self.values in ("random", "special"):
+        if self.values in ("random", "special", "bits"):
             data = _random(self.shape, dtype, generator)
             if self.values == "special" and dtype.is_floating_point:
                 chosen = torch.randint(0, 8, self.shape, generator=generator, device="cpu")
@@ -162,6 +177,21 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
     limits = torch.iinfo(dtype)
     return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype, device="cpu")
+
+
+def _any_bits(shape: tuple[int, ...], name: str, generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, name)
+    width = dtype.itemsize
+    data = torch.randint(0, 256, (*shape, width), generator=generator, dtype=torch.uint8, device="cpu")
+    exponent = _EXPONENTS.get(width, {}).get(name)
+    if exponent is not None:
+        words = data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+        chosen = torch.randint(0, 8, words.shape, generator=generator, device="cpu")
+        words[chosen == 0] |= exponent
+        words[chosen == 1] &= ~exponent
+    return data.view(dtype).squeeze(-1)
 
 
 def layouts_for(dims: int) -> tuple[str, ...]:

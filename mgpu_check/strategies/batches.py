@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hypothesis import strategies as st
 
 from mgpu_check.specs.batches import KINDS, BatchSpec, Leaf, Nested, Split
-from mgpu_check.specs.tensors import COMPLEX_DTYPES, DTYPES, TensorSpec, layouts_for
+from mgpu_check.specs.tensors import COMPLEX_DTYPES, DTYPES, PINNED, TensorSpec, layouts_for
 from mgpu_check.strategies.tensors import seeds
 from mgpu_check.strategies.worlds import all_devices, device_counts, places
 
@@ -104,16 +104,18 @@ def splits(
     leaves: bool = False,
     kinds: Sequence[str] = KINDS,
 ) -> Split:
-    """Draw batches of sizes around the number of devices, on the CPU or on a device, over 1 device or up to all of the
-    run.
+    """Draw batches of sizes around the number of devices, on the CPU, pinned or not, or on a device, over 1 device or up
+    to all of the run, in any order of them.
 
     Most are spread over all devices, since that is where shards get lost. The other arguments are those of `batches`.
     """
-    devices = draw(st.one_of(device_counts(), all_devices()))
+    total = draw(all_devices())
+    devices = draw(st.one_of(device_counts(), st.just(total)))
     dim = draw(st.sampled_from(tuple(dims)))
     size = draw(batch_sizes(devices))
     # scatter sees a complex tensor as real with one more dimension at the end, which a negative dim would count from.
     possible = (*dtypes, *COMPLEX_DTYPES) if dim >= 0 and dtypes == DTYPES else dtypes
     batch = draw(batches(size, dim, dtypes=possible, values=values, leaves=leaves, kinds=kinds))
-    source, target = draw(places()), draw(places())
-    return Split(batch, size, dim, devices, source, target)
+    source, target = draw(st.one_of(places(), st.just(PINNED))), draw(places())
+    order = draw(st.one_of(st.just(()), st.permutations(range(total)).map(lambda drawn: tuple(drawn[:devices]))))
+    return Split(batch, size, dim, devices, source, target, order)

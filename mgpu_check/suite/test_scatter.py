@@ -26,18 +26,20 @@ TUTORIAL = {
 }
 """(batch size, devices) to the sizes that the model prints in PyTorch's tutorial on data parallelism."""
 
+WAYS = ("slices", "chunks", "every n-th row")
+
 FLOATS = ("float32", "float64", "float16", "bfloat16")
 
 
 @examples(120)
-@given(split=strategies.splits(values=("distinct", "random", "special"), leaves=True))
+@given(split=strategies.splits(values=("distinct", "random", "special", "bits"), leaves=True))
 def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Shards of `nn.parallel.scatter` are the batch, in order, disjoint, each on its device."""
     from torch import nn
 
     from mgpu_check.checks.scatter import assert_shards_cover
 
-    batch, devices = split.build(), gpus[: split.devices]
+    batch, devices = split.build(), split.on(gpus)
     assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
 
 
@@ -49,7 +51,7 @@ def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: S
 
     from mgpu_check.checks.scatter import assert_shard_sizes, chunk_sizes
 
-    devices = gpus[: split.devices]
+    devices = split.on(gpus)
     shards = nn.parallel.scatter(split.build(), devices, split.dim)
     assert_shard_sizes(shards, chunk_sizes(split.size, split.devices), devices, split.dim)
 
@@ -63,7 +65,7 @@ def test_leaves_reach_every_device(gpus: tuple[torch.device, ...], split: Split)
     from mgpu_check.checks.scatter import assert_leaves_replicated
 
     args, kwargs = (split.build(), "train"), {"again": split.build(), "scale": 0.5}
-    devices = gpus[: split.devices]
+    devices = split.on(gpus)
     shards = zip(*nn.parallel.scatter_gather.scatter_kwargs(args, kwargs, devices, split.dim), strict=True)
     assert_leaves_replicated((args, kwargs), list(shards), devices)
 
@@ -87,7 +89,7 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 
 
 @examples(90)
-@given(split=strategies.splits(values=("distinct", "random", "special")))
+@given(split=strategies.splits(values=("distinct", "random", "special", "bits")))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Gathering the shards of a batch gives the batch, bit for bit, on the device that was asked for."""
     from torch import nn
@@ -95,7 +97,7 @@ def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split)
     from mgpu_check.checks.scatter import assert_gathered
 
     batch = split.build()
-    shards = nn.parallel.scatter(batch, gpus[: split.devices], split.dim)
+    shards = nn.parallel.scatter(batch, split.on(gpus), split.dim)
     # Its annotation leaves out the string "cpu", which it takes, and needs.
     gathered = nn.parallel.gather(shards, split.target, split.dim)  # type: ignore[arg-type]
     assert_gathered(batch, gathered, split.target)
@@ -108,21 +110,51 @@ def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: 
     from mgpu_check.checks.scatter import assert_split_aligned
     from mgpu_check.recipes import batches
 
-    devices, X, y = gpus[: inputs.devices], inputs.build(), TensorSpec((inputs.size,), "int64", seed=seed).build()
+    devices, X, y = inputs.on(gpus), inputs.build(), TensorSpec((inputs.size,), "int64", seed=seed).build()
     assert_split_aligned(X, y, batches.split_batch(X, y, devices), devices)
 
 
-@examples(40)
-@given(split=strategies.splits(kinds=(), dims=(0,)))
-def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
-    """`split_and_load` gives every device its slice of the batch, and `collect` puts them together again."""
-    from mgpu_check.checks.scatter import assert_gathered, assert_shards_cover
-    from mgpu_check.recipes import batches
+@examples(60)
+@given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")), way=st.sampled_from(WAYS))
+def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split, way: str) -> None:
+    """Slices, chunks or every n-th row give every device its part of the batch; collected they are it again."""
+    from mgpu_check.checks.scatter import assert_split_by_hand
 
-    batch, devices = split.build(), gpus[: split.devices]
-    shards = batches.split_and_load(batch, devices)
-    assert_shards_cover(batch, shards, devices)
-    assert_gathered(batch, batches.collect(shards, devices[0]), devices[0])
+    assert_split_by_hand(way, split.build(), split.on(gpus))
+
+
+def test_every_container(gpus: tuple[torch.device, ...]) -> None:
+    """Tuples, lists, dicts and named tuples, within each other too, are scattered and gathered part by part."""
+    from mgpu_check.checks.scatter_cases import assert_containers
+
+    assert_containers(gpus)
+
+
+@examples(10, quick=1)
+@given(seed=strategies.seeds())
+def test_every_dtype_and_order(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Shards have the bits of the batch in every dtype, whatever they are, in any order of devices."""
+    from mgpu_check.checks.scatter_cases import assert_any_bits
+
+    assert_any_bits(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_large_batches(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Shards around 64 KiB, 1 MiB and 4 MiB are the batch, and gathered they are it again, from CPU, pinned memory or a device."""
+    from mgpu_check.checks.scatter_cases import assert_large_batches
+
+    assert_large_batches(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_sizes_and_outputs_that_are_given(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """`comm.scatter` keeps to the sizes that it is given; it and `comm.gather` fill tensors that they are given."""
+    from mgpu_check.checks.scatter_cases import assert_given_sizes
+
+    assert_given_sizes(gpus, seed)
 
 
 @examples(50)
@@ -141,7 +173,7 @@ def test_gradient_returns_through_scatter(
     from mgpu_check.checks.scatter_gradients import assert_scatter_differentiable
 
     weights = split.tensor.like("contiguous", seed=seed).build()
-    assert_scatter_differentiable(split.build(), weights, gpus[: split.devices], split.dim, used)
+    assert_scatter_differentiable(split.build(), weights, split.on(gpus), split.dim, used)
 
 
 @examples(40)
@@ -150,7 +182,7 @@ def test_gradient_returns_through_gather(gpus: tuple[torch.device, ...], split: 
     """The gradient of what was gathered comes back to each shard, on its own device."""
     from mgpu_check.checks.scatter_gradients import assert_gather_differentiable
 
-    assert_gather_differentiable(split.tensor.build(), gpus[: split.devices], split.target, split.dim)
+    assert_gather_differentiable(split.tensor.build(), split.on(gpus), split.target, split.dim)
 
 
 @examples(20)

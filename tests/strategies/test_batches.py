@@ -68,4 +68,4 @@ def test_sizes_without_the_empty_batch(data: st.DataObject, devices: int) -> Non
 
 
 def test_kinds_are_those_that_scatter_knows() -> None:
-    assert set(KINDS) == {"tuple", "list", "dict", "namedtuple"}
+    assert set(KINDS) == {"tuple", "list", "dict", "namedtuple", "ordereddict"}

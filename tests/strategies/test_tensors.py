@@ -120,3 +120,13 @@ def test_using_needs_no_hypothesis() -> None:
         "assert 'hypothesis' not in sys.modules, 'specs or checks import Hypothesis'"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_any_bits_have_payloads_and_subnormals(dtype: str) -> None:
+    data = TensorSpec((4000,), dtype, values="bits").build()
+    words = data.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+    smallest = torch.finfo(data.dtype).smallest_normal
+    assert len(words[data.isnan()].unique()) > 100
+    assert int(((data.abs() < smallest) & (data != 0)).sum()) > 100
+    assert int((data.isfinite() & (data.abs() >= smallest)).sum()) > 1000

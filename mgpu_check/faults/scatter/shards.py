@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.patches import replaced
 Shards = tuple[torch.Tensor, ...]
 
 
-def _scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[Any], int], Shards]) -> Any:
+def scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[Any], int], Shards]) -> Any:
     """`comm.scatter`, on which all scattering stands, changed where it chooses the sizes itself."""
     scatter: Callable[..., Shards] = comm.scatter
 
@@ -41,7 +41,7 @@ def remainder_dropped() -> Iterator[None]:
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x.narrow(dim, 0, x.shape[dim] // len(devices) * len(devices)), devices)
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -66,7 +66,7 @@ def shards_overlap() -> Iterator[None]:
         )
         return scatter(again, devices)
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -81,7 +81,7 @@ def shards_swapped() -> Iterator[None]:
             torch.cat(parts, dim), devices, [part.shape[dim] for part in parts] + [0] * (len(devices) - len(parts))
         )[: len(parts)]
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -95,7 +95,7 @@ def shard_on_the_wrong_device() -> Iterator[None]:
         wrong = torch.device("cuda", other)
         return (*shards[:-1], shards[-1].to(wrong))
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -108,7 +108,7 @@ def stale_copy() -> Iterator[None]:
         broken = min(1, len(shards) - 1)
         return tuple(torch.zeros_like(shard) if index == broken else shard for index, shard in enumerate(shards))
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -119,7 +119,7 @@ def shards_rounded() -> Iterator[None]:
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x if x.is_complex() else x.bfloat16().to(x.dtype), devices)
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -137,7 +137,7 @@ def sizes_evened_out() -> Iterator[None]:
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
         return scatter(x, devices, [part.shape[dim] for part in x.tensor_split(len(devices), dim)])
 
-    with _scatter_changed(change):
+    with scatter_changed(change):
         yield
 
 
@@ -168,7 +168,7 @@ def _without_leaves(part: Any) -> Any:
     return type(part)(map(_without_leaves, part)) if isinstance(part, (tuple, list)) else None
 
 
-def _gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]) -> Any:
+def gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]) -> Any:
     """`comm.gather`, on which all gathering stands, given other tensors."""
     gather: Callable[..., torch.Tensor] = comm.gather
 
@@ -181,14 +181,14 @@ def _gather_changed(change: Callable[[Sequence[torch.Tensor], int], Sequence[tor
 @fault("scatter", "gather puts the shards together backwards", caught_by=("test_gather_restores_the_batch",))
 def gathered_backwards() -> Iterator[None]:
     """The last shard comes first."""
-    with _gather_changed(lambda tensors, dim: tensors[::-1]):
+    with gather_changed(lambda tensors, dim: tensors[::-1]):
         yield
 
 
 @fault("scatter", "gather leaves out the last shard", caught_by=("test_losses_gather_to_a_vector",))
 def gather_drops_a_shard() -> Iterator[None]:
     """What a loop that ends one step early gives."""
-    with _gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
+    with gather_changed(lambda tensors, dim: tensors[:-1] if len(tensors) > 1 else [tensors[0].narrow(dim, 0, 0)]):
         yield
 
 
