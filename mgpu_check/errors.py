@@ -13,6 +13,7 @@ __all__ = [
     "AgentLost",
     "AllreduceMismatch",
     "CheckFailure",
+    "CollectiveMismatch",
     "DeviceEnumerationError",
     "DeviceMismatch",
     "GradientMismatch",
@@ -58,6 +59,10 @@ class ShardError(CheckFailure):
 
 class AllreduceMismatch(CheckFailure):
     """A reduction over ranks or devices differs from the single-device result."""
+
+
+class CollectiveMismatch(CheckFailure):
+    """A collective has left something else than a model of it leaves, or has changed what is not its own."""
 
 
 class GradientMismatch(CheckFailure):

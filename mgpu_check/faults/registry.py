@@ -16,6 +16,7 @@ PROPERTIES = (
     "scatter",
     "loading",
     "allreduce",
+    "collectives",
     "gradients",
     "mismatch",
     "parallelism",

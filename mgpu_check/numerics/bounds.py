@@ -70,13 +70,26 @@ def sum_bound(
     return bound
 
 
-def product_bound(magnitude: torch.Tensor, factors: int, dtype: torch.dtype) -> torch.Tensor:
-    """Bound how far a product of `factors` numbers may be from the exact one: gamma(factors-1)·|product|, plus
-    underflow.
+def product_bound(
+    magnitude: torch.Tensor, factors: int, dtype: torch.dtype, growth: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Bound how far a product of `factors` numbers, multiplied in any order, may be from the exact one.
 
-    Each of the roundings may also lose up to half of the smallest subnormal, which later factors multiply; the bound
-    counts it once per rounding, which holds where partial products are no larger than the result or 1.
+    Args:
+        magnitude: of the exact product, float64.
+        factors: how many numbers are multiplied.
+        dtype: the dtype of the factors, and of partial products.
+        growth: the product of max(1, |x|) of all factors x, float64: no partial product, and no product of the factors
+            that follow one, is larger. 1 where it is not given.
+
+    Returns:
+        gamma(factors-1)·|product|, and what underflow adds: each rounding may lose half of the smallest subnormal, which later
+        factors multiply by `growth` at most. Infinite where `growth` shows that a partial product may overflow.
     """
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    limits = torch.finfo(dtype)
+    smallest = limits.smallest_normal * limits.eps
     roundings = max(factors - 1, 0)
-    return gamma(roundings, unit_roundoff(dtype)) * magnitude + roundings * smallest / 2
+    relative = gamma(roundings, unit_roundoff(dtype))
+    largest = torch.ones_like(magnitude) if growth is None else growth * (1 + relative)
+    bound = relative * magnitude + roundings * smallest / 2 * largest
+    return torch.where(largest < limits.max, bound, torch.inf)

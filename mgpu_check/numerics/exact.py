@@ -14,7 +14,7 @@ import torch
 
 from mgpu_check.numerics.bounds import significand_bits
 
-__all__ = ["exact_factors", "exact_parts", "random_parts", "sums_exactly"]
+__all__ = ["exact_factors", "exact_parts", "lowest_bits", "random_parts", "sums_exactly"]
 
 _SCALES = 8  # of the shared power of two: 2^-4 … 2^3, so that sums stay finite and normal in float16
 
@@ -106,6 +106,13 @@ def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: 
     return parts
 
 
+def lowest_bits(value: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of two of which each number is a multiple; 0 for 0, NaN and infinities. All float64."""
+    mantissa, exponent = torch.frexp(value)
+    integer = torch.ldexp(mantissa, torch.tensor(53)).nan_to_num(0, 0, 0).long()
+    return torch.ldexp((integer & -integer).double(), exponent - 53)
+
+
 def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return, element by element, whether `parts` have one sum, to the bit, in every order of summation.
 
@@ -118,10 +125,8 @@ def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     grain = torch.full(parts[0].shape, torch.inf, dtype=torch.float64)
     for part in parts:
         value = part.double()
-        mantissa, exponent = torch.frexp(value)
-        integer = torch.ldexp(mantissa, torch.tensor(53)).nan_to_num(0, 0, 0).long()
-        low = torch.ldexp((integer & -integer).double(), exponent - 53)
-        grain = torch.where(integer != 0, torch.minimum(grain, low), grain)
+        low = lowest_bits(value)
+        grain = torch.where(low != 0, torch.minimum(grain, low), grain)
         magnitude += value.abs()
     # Strictly less: at 2^p itself the float64 sum of magnitudes may be a rounded one.
     return magnitude / grain < 2.0 ** significand_bits(dtype)

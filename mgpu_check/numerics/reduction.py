@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.numerics.bounds import gamma, product_bound, sum_bound, unit_roundoff
-from mgpu_check.numerics.exact import sums_exactly
+from mgpu_check.numerics.exact import lowest_bits, sums_exactly
 from mgpu_check.torch_hooks.tensors import plain
 
 __all__ = ["OPERATIONS", "Reduced", "compensated_sum", "reduced"]
@@ -91,12 +91,21 @@ def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
 
 def _product(values: tuple[torch.Tensor, ...]) -> Reduced:
     product = torch.ones(values[0].shape, dtype=torch.float64)
+    growth, grain = torch.ones_like(product), torch.ones_like(product)
     powers = torch.zeros(values[0].shape, dtype=torch.int64)
     for value in values:
         wide = value.double()
         product = product * wide
+        growth = growth * wide.abs().clamp_min(1)
+        low = lowest_bits(wide)
+        grain = grain * torch.where(low != 0, low.clamp_max(1), 1.0)
         # A factor that is a power of two moves the exponent only.
         powers += (torch.frexp(wide)[0].abs() == 0.5).long()
     dtype, count = values[0].dtype, len(values)
-    bound = product_bound(product.abs(), count, dtype) + gamma(count, unit_roundoff(torch.float64)) * product.abs()
-    return Reduced(product, torch.where(powers >= count - 1, 0.0, bound), values, "product")
+    bound = (
+        product_bound(product.abs(), count, dtype, growth) + gamma(count, unit_roundoff(torch.float64)) * product.abs()
+    )
+    # Every partial product is a multiple of the grain, and so not cut short where it is small.
+    limits = torch.finfo(dtype)
+    exact = (powers >= count - 1) & (grain >= limits.smallest_normal * limits.eps) & (growth < limits.max)
+    return Reduced(product, torch.where(exact, 0.0, bound), values, "product")

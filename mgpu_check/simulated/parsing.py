@@ -97,7 +97,8 @@ def _parse_allgather(
 
 
 def _parse_allgather_coalesced(output_lists: Any, input_list: Any, opts: Any = None) -> list[Call]:
-    pairs = zip(output_lists, input_list, strict=True)
+    # The lists are by rank, each with an output for each input.
+    pairs = zip(zip(*output_lists, strict=True), input_list, strict=True)
     return [call for outs, mine in pairs for call in _parse_allgather([list(outs)], [mine], opts)]
 
 

@@ -1,0 +1,100 @@
+"""Rounding of sums that leans to one side, found by a statistic.
+
+In each element one rank, in turn, holds an integer M of as many bits as the dtype has, and the others hold fractions k / 2^j with k
+uniform in 1 .. 2^j - 1, so few of them that fractions add up exactly. Whatever the order of summation, each rounding is of an integer
+plus a sum of such fractions. With k and 2^j - k equally likely, rounding to nearest errs up and down alike: the mean error over
+elements, in units of the last place, is 0, and each error is at most (n - 1) / 2 for n ranks. By Hoeffding's inequality (W. Hoeffding, *Probability
+inequalities for sums of bounded random variables*, JASA 58, 1963, Theorem 2) the mean of N elements is beyond ±t with probability
+2 exp(-2 N t² / (n - 1)²) at most. Truncation errs by -1/2 for each rounding, of which there is one at least. The limit t = 1/4 is midway:
+N is chosen so that either mistake has a probability below 1e-9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.numerics.bounds import significand_bits
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "terms_of"]
+
+LIMIT = 0.25
+"""Of the mean error, in units in the last place."""
+_PROBABILITY = 1e-9
+
+
+def elements_for(count: int) -> int:
+    """Return how many sums of `count` terms make both errors less likely than 1e-9."""
+    return math.ceil(math.log(2 / _PROBABILITY) * max(1, count - 1) ** 2 / (2 * LIMIT**2))
+
+
+def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Return the terms of each of `count` ranks.
+
+    Raises:
+        ValueError: the dtype has too few bits for so many ranks.
+    """
+    bits = significand_bits(dtype)
+    parts = min(8, bits - 1 - count.bit_length())
+    if parts < 1:
+        raise ValueError(f"terms_of: count={count} fractions do not add up exactly in {dtype}; use fewer ranks")
+    elements = elements_for(count)
+    generator = torch.Generator().manual_seed(seed)
+    low, high = 2 ** (bits - 1), 2**bits - count
+    large = torch.randint(low, high, (elements,), generator=generator, dtype=torch.int64).double()
+    sign = 1.0 - 2.0 * torch.randint(0, 2, (elements,), generator=generator)
+    holder = torch.arange(elements) % count
+    found = []
+    for rank in range(count):
+        fraction = torch.randint(1, 2**parts, (elements,), generator=generator).double() / 2**parts
+        found.append((sign * torch.where(holder == rank, large, fraction)).to(dtype))
+    return found
+
+
+def mean_error(got: torch.Tensor, terms: Sequence[torch.Tensor]) -> float:
+    """Return the mean of how far results are from the exact sums, away from zero, in units in the last place.
+
+    All values are below 2^bits + count, so that the difference is taken part by part, and exactly, in float64.
+    """
+    holder = torch.stack([term.double().abs() for term in terms]).argmax(0)
+    stacked = torch.stack([term.double() for term in terms])
+    large = stacked.gather(0, holder[None])[0]
+    fractions = stacked.scatter(0, holder[None], 0.0).sum(0)
+    error = ((got.double() - large) - fractions) * torch.sign(large)
+    return float(error.mean())
+
+
+def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, place: str, seed: int) -> None:
+    """Assert that the sums of a collective do not lean towards zero, or away from it.
+
+    Args:
+        function: "all_reduce", "reduce" (to the last rank) or "reduce_scatter_tensor".
+
+    Raises:
+        CollectiveMismatch: the mean error is more than a quarter of a unit in the last place.
+    """
+    __tracebackhide__ = True
+    terms = terms_of(rank.size, dtype, seed)
+    mine = terms[rank.index].to(rank.device if place == "device" else "cpu", copy=True)
+    if function == "all_reduce":
+        dist.all_reduce(mine)
+    elif function == "reduce":
+        dist.reduce(mine, rank.size - 1)
+        if rank.index != rank.size - 1:
+            return
+    else:
+        whole = mine.repeat(rank.size)
+        dist.reduce_scatter_tensor(mine, whole)
+    mean = mean_error(mine.cpu(), terms)
+    findings = []
+    if not abs(mean) <= LIMIT:
+        side = "towards zero" if mean < 0 else "away from zero"
+        what = f"{function} SUM, {str(dtype).removeprefix('torch.')}, {place} tensors, seed {seed}"
+        text = f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, expected 0 ± {LIMIT}"
+        findings.append(Finding(what, text))
+    raise_findings(findings, 1, rank)

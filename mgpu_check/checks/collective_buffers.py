@@ -1,0 +1,84 @@
+"""Tensors of a collective in one piece of memory, with guards before, between and behind them.
+
+Who writes beyond a tensor, or between the elements of one with gaps, or into one that it should only read, changes a byte
+that is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Memory", "Shape", "shaped"]
+
+_GUARD = 17
+"""Elements between tensors; odd, so that tensors begin anywhere."""
+_FILLING = 0xA5
+_UNWRITTEN = 0x5B
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a tensor lies in memory: its extent there, in elements, and the view of it."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    extent: int
+
+
+def shaped(layout: str, length: int) -> Shape:
+    """Lay `length` elements out; those that have no such layout, as a vector."""
+    if layout == "gaps":
+        return Shape((length,), (2,), max(2 * length - 1, 0))
+    rows = next((rows for rows in (4, 3, 2) if length % rows == 0), 0)
+    if layout == "matrix" and rows:
+        return Shape((rows, length // rows), (length // rows, 1), length)
+    if layout == "transposed" and rows:
+        return Shape((length // rows, rows), (1, length // rows), length)
+    if layout == "channels_last" and length % 4 == 0:
+        height = length // 4
+        return Shape((1, 2, height, 2), (length, 1, 4, 2), length)
+    if layout == "scalar" and length == 1:
+        return Shape((), (), 1)
+    return Shape((length,), (1,), length)
+
+
+class Memory:
+    """Memory of one call, on the CPU as it should be before and after, and where the collective works on it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._shapes: list[tuple[int, Shape]] = []
+        self._end = _GUARD
+
+    def add(self, shape: Shape) -> int:
+        """Make room for a tensor; return its number."""
+        self._shapes.append((self._end, shape))
+        self._end += shape.extent + _GUARD
+        return len(self._shapes) - 1
+
+    def filled(self, contents: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Return the whole memory on the CPU, with these values; None for what the collective is to write."""
+        whole = torch.full((self._end * self.dtype.itemsize,), _FILLING, dtype=torch.uint8)
+        if self.dtype is torch.bool:
+            whole.fill_(1)
+        for number, content in enumerate(contents):
+            _offset, shape = self._shapes[number]
+            if content is not None:
+                view = self.view(whole.view(self.dtype), number)
+                view.copy_(content.view(shape.sizes))
+            elif self.dtype is not torch.bool:
+                self.view(whole.view(self.dtype), number).view(self.dtype).copy_(_unwritten(shape.sizes, self.dtype))
+        return whole.view(self.dtype)
+
+    def view(self, whole: torch.Tensor, number: int) -> torch.Tensor:
+        """Return a tensor in the memory."""
+        offset, shape = self._shapes[number]
+        return whole.as_strided(shape.sizes, shape.strides, offset)
+
+
+def _unwritten(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    count = torch.Size(sizes).numel()
+    return torch.full((count * dtype.itemsize,), _UNWRITTEN, dtype=torch.uint8).view(dtype).view(tuple(sizes))

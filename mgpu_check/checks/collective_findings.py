@@ -1,0 +1,94 @@
+"""What was wrong with collectives, call by call, and what the wrong ones have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mgpu_check.errors import CollectiveMismatch
+from mgpu_check.processes.rank_lists import named
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["Finding", "assert_shared", "raise_findings"]
+
+_SHOWN = 3
+_COMMON = ("function", "dtype", "op", "values", "place", "layout", "elements", "asynchronous", "members", "root")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A wrong result on this rank, of a call, or of what is described in words."""
+
+    call: object
+    text: str
+
+    @classmethod
+    def of(
+        cls,
+        call: object,
+        got: torch.Tensor,
+        expected: torch.Tensor,
+        wrong: torch.Tensor,
+        looks: str = "",
+        label: str = "",
+    ) -> Finding:
+        """Describe wrong elements of a vector."""
+        first = int(wrong.nonzero()[0])
+        text = f"{label}: " if label else ""
+        text += f"element {first}: got {got[first].item()!r}, expected {expected[first].item()!r}; "
+        text += f"{int(wrong.sum())} of {got.numel()} elements are wrong"
+        return cls(call, f"{text}; {looks}" if looks else text)
+
+
+def raise_findings(findings: Sequence[Finding], calls: int, rank: Rank) -> None:
+    """Raise one error for all findings of this rank, with what they have in common; nothing where there are none."""
+    __tracebackhide__ = True
+    if not findings:
+        return
+    wrong = {id(finding.call): finding.call for finding in findings}
+    lines = [f"  {finding.call}: {finding.text}" for finding in findings[:_SHOWN]]
+    if len(findings) > _SHOWN:
+        lines.append(f"  and {len(findings) - _SHOWN} more")
+    head = f"{len(wrong)} of {calls} collectives went wrong on {named([rank.index])} of {rank.size} ({rank.device})"
+    if len(wrong) > 1 and (common := _common(list(wrong.values()))):
+        head += f"; all of them: {common}"
+    raise CollectiveMismatch("\n".join([head, *lines]), ranks=[rank.index])
+
+
+def _common(calls: Sequence[object]) -> str:
+    parts = []
+    for name in _COMMON:
+        values = {getattr(call, name, None) for call in calls}
+        if len(values) == 1 and (value := values.pop()) not in (None, (), False):
+            parts.append("async" if value is True else f"{name} {value}")
+    return ", ".join(parts)
+
+
+def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, Sequence[tuple[str, str]]]) -> None:
+    """Assert that all ranks hold the same bits of what they share.
+
+    Args:
+        checksums: of each rank, by what was called; what `assert_collectives_match` returns.
+
+    Raises:
+        CollectiveMismatch: `.ranks` are those that differ from the most.
+    """
+    __tracebackhide__ = True
+    by_rank = dict(checksums) if isinstance(checksums, Mapping) else dict(enumerate(checksums))
+    held: dict[str, dict[str, list[int]]] = {}
+    for rank, entries in by_rank.items():
+        for what, checksum in entries:
+            held.setdefault(what, {}).setdefault(checksum, []).append(rank)
+    for what, ranks in held.items():
+        if len(ranks) > 1:
+            most = max(ranks.values(), key=len)
+            others = sorted(rank for same in ranks.values() if same is not most for rank in same)
+            raise CollectiveMismatch(
+                f"{what}: ranks hold results of different bits: {named(others)} another one than {named(most)}",
+                ranks=others,
+            )

@@ -1,0 +1,57 @@
+"""Device meshes: each rank is at its place, and the groups of each dimension have the right members."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["assert_mesh_matches"]
+
+
+def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
+    """Assert that `init_device_mesh` lays the ranks out row by row, and that collectives in its groups are theirs.
+
+    Args:
+        shape: sizes of the dimensions, whose product is the world size.
+
+    Raises:
+        CollectiveMismatch: with all that went wrong on this rank.
+    """
+    __tracebackhide__ = True
+    names = tuple(f"dim{number}" for number in range(len(shape)))
+    mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=names)
+    findings: list[Finding] = []
+    label = f"mesh of {'x'.join(map(str, shape))}"
+
+    def compare(what: str, got: object, right: object) -> None:
+        if got != right:
+            findings.append(Finding(f"{label}: {what}", f"got {got}, expected {right}"))
+
+    layout = torch.arange(math.prod(shape)).view(tuple(shape))
+    place = tuple(int(number) for number in (layout == rank.index).nonzero()[0])
+    compare("the coordinate", tuple(mesh.get_coordinate() or ()), place)
+    compare("the ranks", mesh.mesh.cpu().tolist(), layout.tolist())
+    for number, name in enumerate(names):
+        line = (*place[:number], slice(None), *place[number + 1 :])
+        members = layout[line].tolist()
+        group = mesh.get_group(number)
+        compare(f"the local rank in {name}", mesh.get_local_rank(number), place[number])
+        compare(f"the size of {name}", mesh.size(number), shape[number])
+        compare(f"the members of {name}", dist.get_process_group_ranks(group), members)
+        if dist.get_process_group_ranks(group) != members:
+            continue  # a collective of others might never end
+        compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
+        total = torch.full((5,), 2**rank.index, device=rank.device)
+        dist.all_reduce(total, group=group)
+        compare(f"an all_reduce in {name}", total.tolist(), [sum(2**member for member in members)] * 5)
+        gathered = torch.empty(len(members), dtype=torch.int64, device=rank.device)
+        dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=group)
+        compare(f"an all_gather in {name}", gathered.tolist(), members)
+    raise_findings(findings, len(shape) * 6 + 2, rank)

@@ -1,0 +1,124 @@
+"""Messages between ranks: each arrives once, whole, under its tag, and from whom it says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.checks.collective_buffers import Memory, shaped
+from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_values import as_bits, given_blocks, stretched
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.messages import Message
+
+__all__ = ["assert_any_source_tells_the_sender", "assert_messages_arrive"]
+
+
+class _Received:
+    """A message's tensor with guards, and what it must hold."""
+
+    def __init__(self, rank: Rank, message: Message, place: str) -> None:
+        self.message = message
+        self.right = _content(message)
+        self.memory = Memory(self.right.dtype)
+        self.memory.add(shaped("dense", message.elements))
+        self.whole = self.memory.filled([None]).to(rank.device if place == "device" else "cpu")
+        self.tensor = self.memory.view(self.whole, 0)
+
+    def findings(self) -> list[Finding]:
+        got = self.whole.cpu()
+        right = self.memory.filled([self.right])
+        if torch.equal(as_bits(got), as_bits(right)):
+            return []
+        mine = self.memory.view(got, 0)
+        wrong = as_bits(mine) != as_bits(self.right)
+        wrong = wrong.any(-1) if mine.is_complex() else wrong
+        if not bool(wrong.any()):
+            return [Finding(self.message, "memory before or behind the received tensor was changed")]
+        return [Finding.of(self.message, mine, self.right, wrong)]
+
+
+def _content(message: Message) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, message.dtype)
+    # A block for each way, so that no two messages at a time have the same bits.
+    block = given_blocks(
+        "bits", "", dtype, 1, message.source * 97 + message.target * 13 + message.tag * 7 + message.number
+    )[0]
+    return stretched(block, message.number, message.elements)
+
+
+def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, place: str) -> None:
+    """Assert that each of `messages` arrives as it was sent, and that nothing around it changes.
+
+    Args:
+        way: "blocking": `send` and `recv`, one message after the other; "flying": all of `isend`, then `irecv` in
+            another order, told apart by tag; "batched": all in one `batch_isend_irecv`.
+        place: "device" or "cpu".
+
+    Raises:
+        CollectiveMismatch: with all messages that went wrong on this rank.
+    """
+    __tracebackhide__ = True
+    mine = [message for message in messages if rank.index in (message.source, message.target)]
+    given = [
+        (message, _content(message).to(rank.device if place == "device" else "cpu"))
+        for message in mine
+        if message.source == rank.index
+    ]
+    taken = [_Received(rank, message, place) for message in mine if message.target == rank.index]
+    tensors = {id(message): tensor for message, tensor in given}
+    slots = {id(one.message): one for one in taken}
+    works: list[Any] = []
+    if way == "blocking":
+        for message in mine:
+            if message.source == rank.index:
+                dist.send(tensors[id(message)], message.target, tag=message.tag)
+            else:
+                dist.recv(slots[id(message)].tensor, message.source, tag=message.tag)
+    elif way == "flying":
+        works = [dist.isend(tensor, message.target, tag=message.tag) for message, tensor in given]
+        # Backwards among tags, in order within one.
+        ordered = sorted(taken, key=lambda one: -one.message.tag)
+        works += [dist.irecv(one.tensor, one.message.source, tag=one.message.tag) for one in ordered]
+    elif mine:
+        both = [
+            dist.P2POp(dist.isend, tensors[id(message)], message.target)
+            if message.source == rank.index
+            else dist.P2POp(dist.irecv, slots[id(message)].tensor, message.source)
+            for message in mine
+        ]
+        works = dist.batch_isend_irecv(both)
+    for work in works:
+        work.wait()
+    findings = [finding for one in taken for finding in one.findings()]
+    for message, tensor in given:
+        if not torch.equal(as_bits(tensor.cpu()), as_bits(_content(message))):
+            findings.append(Finding(message, "the tensor that was sent was changed"))
+    raise_findings(findings, len(mine), rank)
+
+
+def assert_any_source_tells_the_sender(rank: Rank, target: int, tag: int, dtype: str, elements: int) -> None:
+    """Assert that a `recv` without source takes one message of each other rank, and returns whose it was."""
+    __tracebackhide__ = True
+    messages = [Message(source, target, tag, dtype, elements, 0) for source in range(rank.size) if source != target]
+    findings: list[Finding] = []
+    if rank.index != target:
+        own = next(message for message in messages if message.source == rank.index)
+        dist.send(_content(own), target, tag=tag)
+    else:
+        left = {message.source: message for message in messages}
+        for _ in messages:
+            received = _Received(rank, Message(-1, target, tag, dtype, elements, 0), "cpu")
+            sender = dist.recv(received.tensor, tag=tag)
+            message = left.pop(sender, None)
+            if message is None:
+                findings.append(
+                    Finding(received.message, f"recv says that rank {sender} has sent it, of which none was due")
+                )
+                continue
+            received.message, received.right = message, _content(message)
+            findings += received.findings()
+    raise_findings(findings, len(messages), rank)

@@ -1,0 +1,120 @@
+"""Collectives of Python objects, and barriers."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
+
+_HELD = 0.06
+"""Seconds for which a barrier is watched: who leaves it at once has done so by then."""
+
+
+def object_of(seed: int, rank: int, number: int = 0) -> object:
+    """Return an object that differs between ranks in content, kind and size: a few bytes to some 100 KiB."""
+    drawn = random.Random(seed * 1009 + rank * 31 + number)
+    pool: list[object] = [
+        None,
+        rank,
+        f"rank {rank} ✓" * drawn.randint(0, 300),
+        {"rank": rank, "values": [drawn.random() for _ in range(drawn.randint(0, 40))]},
+        drawn.randbytes(drawn.choice((0, 1, 4095, 70_001))),
+        (float("inf"), -0.0, {rank, -1}, [[], {}]),
+    ]
+    return (rank, number, pool[drawn.randrange(len(pool))])
+
+
+def assert_objects_travel(rank: Rank, seed: int) -> None:
+    """Assert that each collective of objects brings equal objects of every rank to where they belong.
+
+    Raises:
+        CollectiveMismatch: with all that went wrong on this rank.
+    """
+    __tracebackhide__ = True
+    size, root, me = rank.size, seed % rank.size, rank.index
+    all_of = [object_of(seed, other) for other in range(size)]
+    findings: list[Finding] = []
+
+    def compare(what: str, got: object, right: object) -> None:
+        if got != right:
+            findings.append(Finding(what, f"got {_short(got)}, expected {_short(right)}"))
+
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, all_of[me])
+    compare("all_gather_object", gathered, all_of)
+    collected: list[object] | None = [None] * size if me == root else None
+    dist.gather_object(all_of[me], collected, dst=root)
+    compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
+    spread: list[object] = [f"nothing for rank {me}"]
+    dist.scatter_object_list(
+        spread, [object_of(seed, root, to) for to in range(size)] if me == root else None, src=root
+    )
+    compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
+    told = [object_of(seed, me, number) for number in range(3)]
+    dist.broadcast_object_list(told, src=root)
+    compare(f"broadcast_object_list from rank {root}", told, [object_of(seed, root, number) for number in range(3)])
+    if size > 1:
+        target = (root + 1) % size
+        carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
+        if me == root:
+            dist.send_object_list(carried, target)
+        elif me == target:
+            dist.recv_object_list(carried, root)
+            right = [object_of(seed, root, 7), object_of(seed, root, 8)]
+            compare(f"send_object_list of rank {root} to rank {target}", carried, right)
+    raise_findings(findings, 5, rank)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
+
+
+def assert_barrier_holds(rank: Rank, late: int, *, monitored: bool = False) -> None:
+    """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
+
+    Rank `late` waits until all others stand before the barrier, watches for a while whether one of them comes out, and only then
+    enters it. A right barrier never fails this; a wrong one passes only where no other rank is scheduled meanwhile.
+
+    Args:
+        monitored: `monitored_barrier`, in a group of gloo, which has it.
+
+    Raises:
+        CollectiveMismatch: on rank `late`.
+    """
+    __tracebackhide__ = True
+    group = dist.new_group(backend="gloo") if monitored else None
+    name = "monitored_barrier" if monitored else "barrier"
+    wait: Callable[[], Any] = (lambda: dist.monitored_barrier(group)) if monitored else dist.barrier
+    store = _fresh_store()
+    left = 0
+    if rank.index != late:
+        store.add("before", 1)
+        wait()
+        store.add("behind", 1)
+    else:
+        while store.add("before", 0) < rank.size - 1:
+            time.sleep(0.001)
+        ends = time.monotonic() + _HELD
+        while time.monotonic() < ends and not left:
+            left = store.add("behind", 0)
+            time.sleep(0.002)
+        wait()
+    if group is not None:
+        dist.destroy_process_group(group)
+    findings = [Finding(name, f"{left} ranks left it before rank {late} had entered it")] if left else []
+    raise_findings(findings, 1, rank)
+
+
+def _fresh_store() -> Any:
+    """Return a store that all ranks share, and no call before has used: that of a group made for it."""
+    group = dist.new_group(backend="gloo")
+    return dist.distributed_c10d._world.pg_map[group][1]

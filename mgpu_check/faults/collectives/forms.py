@@ -1,0 +1,160 @@
+"""Planted faults of functional, differentiable and coalesced collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.nn import functional as differentiable
+
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+_FUNCTIONAL, _GRADIENTS, _COALESCED = (
+    "test_functional_collectives", "test_differentiable_collectives", "test_coalesced_collectives",
+)  # fmt: skip
+
+
+@fault(
+    "collectives",
+    "all_gather_tensor joins along the first dimension",
+    caught_by=(_FUNCTIONAL,),
+    condition="dimension 1",
+)
+def dimension_ignored() -> Iterator[None]:
+    real = functional.all_gather_tensor
+
+    def gather(self: torch.Tensor, gather_dim: int, *args: Any, **kwargs: Any) -> Any:
+        whole = real(self, 0, *args, **kwargs)
+        return whole.reshape(self.shape[0], -1) if gather_dim else whole
+
+    with replaced(functional, "all_gather_tensor", gather):
+        yield
+
+
+@fault("collectives", "a functional all_reduce changes its input", caught_by=(_FUNCTIONAL,), condition="int64")
+def input_changed() -> Iterator[None]:
+    real = functional.all_reduce
+
+    def all_reduce(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        total = real(self, *args, **kwargs)
+        if self.dtype is torch.int64 and dist.get_world_size() > 1:
+            self.copy_(functional.wait_tensor(total))
+        return total
+
+    with replaced(functional, "all_reduce", all_reduce):
+        yield
+
+
+@fault(
+    "collectives",
+    "reduce_scatter_tensor gives the last rank the part of the first",
+    caught_by=(_FUNCTIONAL,),
+    condition="dimension 1, one rank",
+)
+def part_of_another() -> Iterator[None]:
+    real = functional.reduce_scatter_tensor
+
+    def scatter(self: torch.Tensor, op: str, dim: int, *args: Any, **kwargs: Any) -> Any:
+        given = self
+        if dim == 1:
+            parts = self.chunk(dist.get_world_size(), 1)
+            given = torch.cat([*parts[:-1], parts[0]], 1)
+        return real(given, op, dim, *args, **kwargs)
+
+    with replaced(functional, "reduce_scatter_tensor", scatter):
+        yield
+
+
+@fault(
+    "collectives",
+    "a coalesced functional reduction leaves out the last tensor",
+    caught_by=(_FUNCTIONAL,),
+    condition="lists of tensors",
+)
+def last_of_a_list_not_reduced() -> Iterator[None]:
+    real = functional.all_reduce_coalesced
+
+    def all_reduce(self: list[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return [*real(self, *args, **kwargs)[:-1], self[-1].clone()]
+
+    with replaced(functional, "all_reduce_coalesced", all_reduce):
+        yield
+
+
+@fault(
+    "collectives", "the gradient of an all_reduce is that of one rank", caught_by=(_GRADIENTS,), condition="backward"
+)
+def gradient_not_reduced() -> Iterator[None]:
+    real = differentiable.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        total = real(tensor.detach(), *args, **kwargs)
+        return tensor + (total - tensor.detach())
+
+    with replaced(differentiable, "all_reduce", all_reduce):
+        yield
+
+
+@fault(
+    "collectives", "the gradient of a gather is that of a rank's own use", caught_by=(_GRADIENTS,), condition="backward"
+)
+def gradient_of_own_use() -> Iterator[None]:
+    real = functional.all_gather_tensor_autograd
+
+    def gather(self: torch.Tensor, gather_dim: int, *args: Any, **kwargs: Any) -> Any:
+        whole = functional.wait_tensor(real(self.detach(), gather_dim, *args, **kwargs))
+        parts = list(whole.chunk(dist.get_world_size(), gather_dim))
+        parts[dist.get_rank()] = self
+        return torch.cat(parts, gather_dim)
+
+    with replaced(functional, "all_gather_tensor_autograd", gather):
+        yield
+
+
+@fault("collectives", "a coalesced all_reduce leaves out the last tensor", caught_by=(_COALESCED,))
+def last_not_reduced() -> Iterator[None]:
+    real = dist.all_reduce_coalesced
+
+    def all_reduce(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return real(tensors[:-1], *args, **kwargs)
+
+    with replaced(dist, "all_reduce_coalesced", all_reduce):
+        yield
+
+
+@fault(
+    "collectives",
+    "an asynchronous coalesced all_reduce doubles its first tensor",
+    caught_by=(_COALESCED,),
+    condition="async",
+)
+def doubled_when_late() -> Iterator[None]:
+    real = dist.all_reduce_coalesced
+
+    def all_reduce(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("async_op"):
+            tensors[0].add_(tensors[0])
+        return real(tensors, *args, **kwargs)
+
+    with replaced(dist, "all_reduce_coalesced", all_reduce):
+        yield
+
+
+@fault(
+    "collectives",
+    "a coalesced all_gather mixes the tensors of ranks up",
+    caught_by=(_COALESCED,),
+    condition="2 ranks and more",
+)
+def coalesced_ranks_mixed_up() -> Iterator[None]:
+    real = dist.all_gather_coalesced
+
+    def gather(output: list[list[torch.Tensor]], given: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        return real(list(reversed(output)), given, *args, **kwargs)
+
+    with replaced(dist, "all_gather_coalesced", gather):
+        yield

@@ -1,0 +1,141 @@
+"""Planted faults of groups, and of device meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mgpu_check.faults.collectives.planting import Seen, around, spoiled
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+_GROUPS, _MESHES = "test_groups", "test_device_meshes"
+
+Real = Callable[..., Any]
+
+
+@fault("collectives", "a broadcast in a group comes from its first member", caught_by=(_GROUPS,), condition="groups")
+def group_ignores_the_root() -> Iterator[None]:
+    def broadcast(real: Real, seen: Seen) -> Any:
+        if seen.group is None or seen.size < 2:
+            return real(*seen.args, **seen.kwargs)
+        named = {key: value for key, value in seen.kwargs.items() if key not in ("src", "group_src")}
+        return real(*seen.args[:1], **named, group_src=0)
+
+    with around(broadcast, "broadcast"):
+        yield
+
+
+@fault(
+    "collectives",
+    "a root named by its number in the group is taken for a rank of the world",
+    caught_by=(_GROUPS,),
+    condition="groups, group_src",
+)
+def group_root_taken_for_global() -> Iterator[None]:
+    def scatter(real: Real, seen: Seen) -> Any:
+        root = seen.kwargs.get("group_src")
+        if root is None or seen.group is None or seen.size < 2:
+            return real(*seen.args, **seen.kwargs)
+        work = real(*seen.args, **seen.kwargs)
+        if isinstance(work, dist.Work):
+            work.wait()
+        if root != dist.get_global_rank(seen.group, root):
+            seen.first.zero_()
+        return work
+
+    with around(scatter, "scatter", "broadcast"):
+        yield
+
+
+@fault("collectives", "all_gather in a group swaps its members", caught_by=(_GROUPS,), condition="groups")
+def members_swapped() -> Iterator[None]:
+    def gather(real: Real, seen: Seen) -> Any:
+        if seen.group is None or len(seen.written) < 2:
+            return real(*seen.args, **seen.kwargs)
+        return real([seen.written[1], seen.written[0], *seen.written[2:]], *seen.args[1:], **seen.kwargs)
+
+    with around(gather, "all_gather"):
+        yield
+
+
+@fault(
+    "collectives",
+    "reduce_scatter in a group counts its last member twice",
+    caught_by=(_GROUPS,),
+    condition="groups of 2 and more, one rank",
+)
+def member_counted_twice() -> Iterator[None]:
+    def reduce(real: Real, seen: Seen) -> Any:
+        if seen.group is None or seen.size < 2 or dist.get_rank(seen.group) != seen.size - 1:
+            return real(*seen.args, **seen.kwargs)
+        given = seen.args[1]
+        doubled = [part + part for part in given] if isinstance(given, list) else given + given
+        return real(seen.args[0], doubled, *seen.args[2:], **seen.kwargs)
+
+    with around(reduce, "reduce_scatter", "reduce_scatter_tensor"):
+        yield
+
+
+@fault(
+    "collectives",
+    "a rank outside of a group loses what it has",
+    caught_by=(_GROUPS,),
+    condition="ranks that are not in the group",
+)
+def outsider_cleared() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        if seen.size == 0:
+            seen.first.zero_()
+
+    with spoiled(spoil, "all_reduce", "broadcast"):
+        yield
+
+
+@fault(
+    "collectives",
+    "a mesh gives the group of its first dimension for each",
+    caught_by=(_MESHES,),
+    condition="meshes of 2 dimensions and more",
+)
+def one_group_for_all_dimensions() -> Iterator[None]:
+    real = DeviceMesh.get_group
+
+    def get_group(self: DeviceMesh, mesh_dim: Any = None) -> Any:
+        return real(self, 0 if self.ndim > 1 and isinstance(mesh_dim, int) else mesh_dim)
+
+    with replaced(DeviceMesh, "get_group", get_group):
+        yield
+
+
+@fault(
+    "collectives",
+    "a mesh says the place in the first dimension for each",
+    caught_by=(_MESHES,),
+    condition="meshes of 2 dimensions and more",
+)
+def place_of_the_first_dimension() -> Iterator[None]:
+    real = DeviceMesh.get_local_rank
+
+    def get_local_rank(self: DeviceMesh, mesh_dim: Any = None) -> int:
+        return real(self, 0 if self.ndim > 1 else mesh_dim)
+
+    with replaced(DeviceMesh, "get_local_rank", get_local_rank):
+        yield
+
+
+@fault(
+    "collectives", "the last rank of a mesh has the coordinate of the first", caught_by=(_MESHES,), condition="one rank"
+)
+def coordinate_of_another() -> Iterator[None]:
+    real = DeviceMesh.get_coordinate
+
+    def get_coordinate(self: DeviceMesh) -> Any:
+        found = real(self)
+        return [0] * len(found) if found is not None and dist.get_rank() == dist.get_world_size() - 1 else found
+
+    with replaced(DeviceMesh, "get_coordinate", get_coordinate):
+        yield

@@ -1,0 +1,212 @@
+"""Planted faults of messages, of collectives of objects, and of barriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from mgpu_check.faults.collectives.planting import Seen, spoiled
+from mgpu_check.faults.conditions import Count, is_last
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+_MESSAGES, _ANY, _OBJECTS, _BARRIERS = (
+    "test_messages", "test_messages_from_any_source", "test_object_collectives", "test_barriers",
+)  # fmt: skip
+
+
+@fault("collectives", "the tag of a message is not looked at", caught_by=(_MESSAGES,), condition="irecv with tags")
+def tags_ignored() -> Iterator[None]:
+    send, receive = dist.isend, dist.irecv
+
+    def isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, tag: int = 0, **more: Any) -> Any:
+        return send(tensor, dst, group, 0, **more)
+
+    def irecv(tensor: torch.Tensor, src: int | None = None, group: Any = None, tag: int = 0, **more: Any) -> Any:
+        return receive(tensor, src, group, 0, **more)
+
+    # Where they are at home, too: batches know them by identity.
+    with (
+        replaced(dist, "isend", isend),
+        replaced(dist, "irecv", irecv),
+        replaced(c10d, "isend", isend),
+        replaced(c10d, "irecv", irecv),
+    ):
+        yield
+
+
+@fault(
+    "collectives",
+    "a batch of messages brings the last one with a bit flipped",
+    caught_by=(_MESSAGES,),
+    condition="one rank",
+)
+def last_of_a_batch_spoiled() -> Iterator[None]:
+    real = dist.batch_isend_irecv
+
+    def batch(operations: list[dist.P2POp]) -> list[dist.Work]:
+        works = real(operations)
+        for work in works:
+            work.wait()
+        taken = [one.tensor for one in operations if one.op is dist.irecv and one.tensor.numel()]
+        if taken and is_last():
+            taken[-1].view(torch.uint8)[:1].bitwise_xor_(1)
+        return works
+
+    with replaced(dist, "batch_isend_irecv", batch):
+        yield
+
+
+@fault("collectives", "a long message loses its end", caught_by=(_MESSAGES,), condition="above 64 Ki elements")
+def long_message_cut() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        if seen.first.numel() > 1 << 16:
+            seen.first.view(torch.uint8)[-1:] ^= 0x40
+
+    with spoiled(spoil, "recv"):
+        yield
+
+
+@fault(
+    "collectives",
+    "sending clears the first element of what is sent",
+    caught_by=(_MESSAGES,),
+    condition="above 4,096 elements",
+)
+def sender_cleared() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        if seen.first.numel() > 4096:
+            seen.first.view(torch.uint8)[:8] = 0x11
+
+    with spoiled(spoil, "send"):
+        yield
+
+
+@fault(
+    "collectives",
+    "one message in five arrives with a bit flipped",
+    caught_by=(_MESSAGES,),
+    condition="one message in 5",
+)
+def one_message_in_five() -> Iterator[None]:
+    count = Count()
+
+    def spoil(seen: Seen) -> None:
+        if seen.first.numel() and count.every(5):
+            seen.first.view(torch.uint8)[:1].bitwise_xor_(1)
+
+    with spoiled(spoil, "recv"):
+        yield
+
+
+@fault(
+    "collectives",
+    "recv from any rank names the wrong sender",
+    caught_by=(_ANY,),
+    condition="any source, 3 ranks and more",
+)
+def wrong_sender() -> Iterator[None]:
+    real = dist.recv
+
+    def recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> int:
+        sender: int = real(tensor, src, *args, **kwargs)
+        size = dist.get_world_size()
+        return sender if src is not None or size < 3 else (sender + 1) % size
+
+    with replaced(dist, "recv", recv):
+        yield
+
+
+@fault("collectives", "all_gather_object begins with the second rank", caught_by=(_OBJECTS,))
+def objects_rotated() -> Iterator[None]:
+    real = dist.all_gather_object
+
+    def all_gather_object(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+        real(object_list, obj, *args, **kwargs)
+        object_list[:] = object_list[1:] + object_list[:1]
+
+    with replaced(dist, "all_gather_object", all_gather_object):
+        yield
+
+
+@fault("collectives", "large objects lose their end in a broadcast", caught_by=(_OBJECTS,), condition="above 64 KiB")
+def large_object_cut() -> Iterator[None]:
+    real = dist.broadcast_object_list
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cut, value))
+        return value[:65536] if isinstance(value, bytes) else value
+
+    def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        real(object_list, *args, **kwargs)
+        object_list[:] = map(cut, object_list)
+
+    with replaced(dist, "broadcast_object_list", broadcast):
+        yield
+
+
+@fault(
+    "collectives",
+    "scatter_object_list gives the second half of ranks what is for the first",
+    caught_by=(_OBJECTS,),
+    condition="4 ranks and more",
+)
+def objects_for_others() -> Iterator[None]:
+    real = dist.scatter_object_list
+
+    def scatter(output: list[Any], given: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        if given is not None and len(given) > 3:
+            half = len(given) // 2
+            given = [*given[: len(given) - half], *given[:half]]
+        real(output, given, *args, **kwargs)
+
+    with replaced(dist, "scatter_object_list", scatter):
+        yield
+
+
+@fault(
+    "collectives",
+    "gather_object gives the last rank's object twice",
+    caught_by=(_OBJECTS,),
+    condition="2 ranks and more",
+)
+def object_gathered_twice() -> Iterator[None]:
+    real = dist.gather_object
+
+    def gather(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+        real(obj, object_gather_list, *args, **kwargs)
+        if object_gather_list:
+            object_gather_list[0] = object_gather_list[-1]
+
+    with replaced(dist, "gather_object", gather):
+        yield
+
+
+@fault("collectives", "a list of objects arrives in reverse", caught_by=(_OBJECTS,), condition="messages of objects")
+def objects_in_reverse() -> Iterator[None]:
+    real = dist.recv_object_list
+
+    def recv(object_list: list[Any], *args: Any, **kwargs: Any) -> int:
+        sender: int = real(object_list, *args, **kwargs)
+        object_list.reverse()
+        return sender
+
+    with replaced(dist, "recv_object_list", recv):
+        yield
+
+
+@fault("collectives", "a barrier holds nobody up", caught_by=(_BARRIERS,))
+def open_barrier() -> Iterator[None]:
+    with replaced(dist, "barrier", lambda *args, **kwargs: None):
+        yield
+
+
+@fault("collectives", "a monitored barrier holds nobody up", caught_by=(_BARRIERS,), condition="monitored_barrier")
+def open_monitored_barrier() -> Iterator[None]:
+    with replaced(dist, "monitored_barrier", lambda *args, **kwargs: None):
+        yield

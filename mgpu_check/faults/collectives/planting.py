@@ -1,0 +1,120 @@
+"""How faults of collectives are planted: functions of `torch.distributed` that spoil what they are given, or what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mgpu_check.rank_side.rank import current_rank
+from mgpu_check.torch_hooks.patches import replaced
+
+__all__ = ["Seen", "around", "size_of", "spoiled"]
+
+_ALIASES = {
+    "all_gather_into_tensor": ("all_gather_single",),
+    "reduce_scatter_tensor": ("reduce_scatter_single",),
+}
+"""Newer names of the same functions."""
+_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+
+
+@dataclass
+class Seen:
+    """A collective that has been called.
+
+    Attributes:
+        written: the tensors that it writes on this rank.
+        op: the name of the operation; "SUM" where none was given.
+        late: whether it was asynchronous.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: list[torch.Tensor]
+    op: str
+    group: Any
+    late: bool
+
+    @property
+    def rank(self) -> int:
+        """The rank in the world."""
+        rank = current_rank()
+        return 0 if rank is None else rank.index
+
+    @property
+    def size(self) -> int:
+        """The size of the group; 0 where this rank is not in it."""
+        return size_of(self.group)
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last of several ranks of the world."""
+        rank = current_rank()
+        return rank is not None and rank.size > 1 and rank.index == rank.size - 1
+
+    @property
+    def first(self) -> torch.Tensor:
+        """The first tensor that it writes, or one without elements."""
+        return self.written[0] if self.written else torch.empty(0)
+
+    def is_of(self, *dtypes: torch.dtype) -> bool:
+        """Return whether it writes tensors of one of these dtypes."""
+        return self.first.dtype in dtypes
+
+
+def size_of(group: Any) -> int:
+    """Return the size of a group; 0 where this rank is not in it."""
+    return 0 if group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_world_size(group)
+
+
+def _seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+    written = (
+        args[1] if name == "gather" and len(args) > 1 else kwargs.get("gather_list") if name == "gather" else args[0]
+    )
+    tensors = [written] if isinstance(written, torch.Tensor) else list(written or ())
+    kinds = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+    given = next((value for value in args if isinstance(value, kinds)), kwargs.get("op"))
+    op = "SUM" if given is None else next(known for known in _OPS if given == getattr(dist.ReduceOp, known))
+    group = kwargs.get("group")
+    return Seen(name, args, kwargs, tensors, op, group, bool(kwargs.get("async_op")))
+
+
+@contextlib.contextmanager
+def around(make: Callable[[Callable[..., Any], Seen], Any], *names: str) -> Iterator[None]:
+    """Have `make` called in place of collectives, with the real one and what it is called with."""
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            for alias in (name, *_ALIASES.get(name, ())):
+                if hasattr(dist, alias):
+                    stack.enter_context(replaced(dist, alias, _made(make, name, getattr(dist, alias))))
+        yield
+
+
+def _made(make: Callable[[Callable[..., Any], Seen], Any], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(real)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        return make(real, _seen(name, args, kwargs))
+
+    return collective
+
+
+@contextlib.contextmanager
+def spoiled(spoil: Callable[[Seen], object], *names: str) -> Iterator[None]:
+    """Have `spoil` called after collectives, when they have written their results."""
+
+    def make(real: Callable[..., Any], seen: Seen) -> Any:
+        work = real(*seen.args, **seen.kwargs)
+        if isinstance(work, dist.Work):
+            work.wait()
+        spoil(seen)
+        return work
+
+    with around(make, *names):
+        yield

@@ -1,0 +1,213 @@
+"""Calls of collectives: those that are enumerated, and those that are drawn."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from mgpu_check import settings
+from mgpu_check.specs.collective_calls import (
+    COPIED,
+    COPYING,
+    FLOATING,
+    OPERATIONS,
+    REDUCED,
+    REDUCING,
+    ROOTED,
+    CollectiveCall,
+    left_out,
+)
+from mgpu_check.strategies.worlds import world_sizes
+
+__all__ = [
+    "all_reduces",
+    "asynchronous",
+    "copies",
+    "in_groups",
+    "layouts",
+    "other_reductions",
+    "partitions",
+    "rounding",
+    "seeds",
+    "sizes",
+    "special",
+    "worlds",
+]
+
+PLACES = ("device", "cpu")
+LARGE = {
+    "all_reduce": "float32",
+    "broadcast": "float32",
+    "all_gather_into_tensor": "int8",
+    "reduce_scatter_tensor": "float16",
+}
+"""Dtypes of the calls of more than 1 Mi elements: 1 to 4 MiB for each rank's part."""
+_FUNCTIONS = (*REDUCING, *COPYING)
+_SPECIAL = (*FLOATING, "complex64", "complex128")
+
+
+@st.composite
+def worlds(draw: st.DrawFn, least: int = 1) -> int:
+    """Draw world sizes, the whole world first: what is wrong in large ones only is seen by the first example."""
+    whole = settings.active().gpus or 0
+    return draw(world_sizes(least) if draw(st.booleans()) else world_sizes(max(least, whole)))
+
+
+seeds = st.integers(0, 2**16)
+
+
+def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
+    return [call for call in calls if not left_out(call)]
+
+
+def _reductions(functions: Sequence[str], places: Sequence[str], values: str, seed: int) -> list[CollectiveCall]:
+    return _right(
+        [
+            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed, seed=seed)
+            for function in functions
+            for place in places
+            for dtype in REDUCED
+            for op in OPERATIONS
+        ]
+    )
+
+
+def all_reduces(seed: int) -> list[CollectiveCall]:
+    """Return an all_reduce of every dtype by every operation, on devices and the CPU."""
+    return _reductions(("all_reduce",), PLACES, "borders", seed)
+
+
+def other_reductions(seed: int) -> list[CollectiveCall]:
+    """Return `reduce` and `reduce_scatter_tensor` of every dtype by every operation on devices, and of each of both one that takes
+    turns: `reduce_scatter` of a list, and one of the three on the CPU.
+    """
+    turns = ("reduce_scatter", "reduce_scatter_tensor", "reduce")
+    return [
+        *_reductions(("reduce", "reduce_scatter_tensor"), ("device",), "borders", seed),
+        *_reductions(("reduce_scatter",), ("device",), "borders", seed)[seed % 3 :: 3],
+        *(
+            call
+            for turn, function in enumerate(turns)
+            for call in _reductions((function,), ("cpu",), "borders", seed)[(seed + turn) % 5 :: 5]
+        ),
+    ]
+
+
+def special(seed: int) -> list[CollectiveCall]:
+    """Return a reduction of NaN, infinities, zeros and subnormals in each floating-point dtype by each operation."""
+    return [
+        call
+        for number, call in enumerate(_reductions(REDUCING, PLACES, "special", seed))
+        if call.dtype in _SPECIAL and (call.function == "all_reduce" or (number + seed) % 8 == 0)
+    ]
+
+
+def rounding(seed: int) -> list[CollectiveCall]:
+    """Return sums, means and products that round."""
+    return _right(
+        [
+            CollectiveCall(function, dtype, 997, op=op, values="random", place=place, root=seed, seed=seed)
+            for function in REDUCING
+            for place in PLACES
+            for dtype in _SPECIAL
+            for op in ("SUM", "AVG", "PRODUCT")
+            if function == "all_reduce" or (op == "SUM" and place == "device")
+        ]
+    )
+
+
+def copies(seed: int) -> list[CollectiveCall]:
+    """Return every collective that copies, of every dtype, on devices, and of half of them on the CPU."""
+    return _right(
+        [
+            CollectiveCall(function, dtype, place=place, values="bits", root=seed, seed=seed)
+            for function in COPYING
+            for place in PLACES
+            for number, dtype in enumerate(COPIED)
+            if place == "device" or (number + seed) % 2 == 0
+        ]
+    )
+
+
+def _drawn(function: str, number: int, seed: int, **more: object) -> CollectiveCall:
+    """Return a call whose dtype, operation, place and root follow from a number."""
+    turn = number + seed
+    place = str(more.pop("place", PLACES[turn % 2]))
+    if function in REDUCING:
+        dtypes = REDUCED if place == "device" else tuple(dtype for dtype in REDUCED if dtype != "bool")
+        op = ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]
+        dtype = str(more.pop("dtype", dtypes[turn * 5 % len(dtypes)]))
+        call = CollectiveCall(function, dtype, op=op, values="exact", place=place, root=turn, seed=turn, **more)  # type: ignore[arg-type]
+        return CollectiveCall(**{**vars(call), "op": "SUM"}) if left_out(call) else call
+    dtypes = COPIED if place == "device" else REDUCED[:-2]
+    dtype = str(more.pop("dtype", dtypes[turn * 5 % len(dtypes)]))
+    return CollectiveCall(function, dtype, values="bits", place=place, root=turn, seed=turn, **more)  # type: ignore[arg-type]
+
+
+def sizes(seed: int) -> list[CollectiveCall]:
+    """Return calls without and with few elements, and around 4,096, 64 Ki and 1 Mi of them."""
+    calls = []
+    for number, function in enumerate(_FUNCTIONS):
+        for elements in (0, 1, 3, 63 + 2 * (seed % 30)):
+            calls.append(_drawn(function, number + elements, seed, elements=elements))
+        for border in (1 << 12, 1 << 16):
+            calls.append(_drawn(function, number, seed, elements=border + 1, dtype="float32", place="device"))
+        calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
+        if function in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"):
+            calls.append(_drawn(function, number, seed, elements=(1 << 20) + 1, dtype=LARGE[function], place="device"))
+    for number, dtype in enumerate((*FLOATING, "int64", "uint8")):
+        calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, place="device"))
+    return calls
+
+
+def layouts(seed: int) -> list[CollectiveCall]:
+    """Return calls on views, of several dimensions, in place, and with parts of different sizes."""
+    calls = []
+    for number, function in enumerate(_FUNCTIONS):
+        if function in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+            shapes: tuple[str, ...] = ("in place",)
+        else:
+            shapes = ("matrix", "channels_last", "transposed", "gaps")
+            if function.startswith("all_to_all"):
+                shapes = ("uneven", "uneven", *(shapes if function == "all_to_all" else ()))
+        for turn, layout in enumerate(shapes):
+            dtype = {"dtype": FLOATING[(turn + seed) % 4]} if layout == "channels_last" else {}
+            calls.append(_drawn(function, number + turn, seed, elements=24, layout=layout, place="device", **dtype))
+            if layout in ("in place", "uneven", "matrix"):
+                calls.append(_drawn(function, number + turn + 1, seed, elements=24, layout=layout, place="cpu"))
+        calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
+    return _right(calls)
+
+
+def asynchronous(seed: int) -> list[CollectiveCall]:
+    """Return every collective, asynchronous, on devices and the CPU, of few elements and of many."""
+    return [
+        _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True)
+        for turn, elements in enumerate((37, 5003))
+        for number, function in enumerate(_FUNCTIONS)
+        for place in PLACES
+    ]
+
+
+@st.composite
+def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
+    """Draw groups: a random partition of the ranks, all but one of them, and two that overlap it."""
+    order = draw(st.permutations(range(size)))
+    cuts = sorted({0, size, *draw(st.lists(st.integers(1, max(1, size - 1)), max_size=3))})
+    groups = [tuple(sorted(order[start:end])) for start, end in itertools.pairwise(cuts)]
+    groups += [tuple(sorted(order[:-1])), tuple(sorted(order[1:])), tuple(sorted(order[:2]))]
+    return sorted({group for group in groups if group})
+
+
+def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCall]:
+    """Return every collective in groups, with roots by their number in the group and in the world."""
+    calls = []
+    for turn, members in enumerate(groups):
+        for number, function in enumerate(_FUNCTIONS):
+            by = ("global", "group")[(turn + number + seed) % 2]
+            if function not in ROOTED and (number + turn + seed) % 2:
+                continue
+            calls.append(_drawn(function, number + turn, seed, elements=41, members=members, root_by=by))
+    return calls

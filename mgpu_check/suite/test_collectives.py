@@ -1,0 +1,257 @@
+"""Collectives: every one leaves on every rank what a model of it on one device says, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check.checks.collective_findings import assert_shared
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.collective_calls import CollectiveCall
+from mgpu_check.specs.collective_steps import CollectiveStep
+from mgpu_check.strategies import collective_calls as calls
+from mgpu_check.strategies import collective_steps as steps
+from mgpu_check.suite.budget import examples
+
+if TYPE_CHECKING:
+    from mgpu_check import Ranks
+
+PLACES = st.sampled_from(("device", "cpu"))
+
+
+@examples(8, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_all_reduce_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
+    """`all_reduce` by every operation of every dtype is right, at the borders of the dtype too."""
+    assert_shared(ranks.run(_matching, calls.all_reduces(seed), size=size))
+
+
+@examples(8, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_reductions_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
+    """`reduce` and `reduce_scatter` by every operation of every dtype are right, at the borders of the dtype too."""
+    ranks.run(_matching, calls.other_reductions(seed), size=size)
+
+
+@examples(8, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
+    """NaN, infinities, zeros of both signs and subnormals are reduced as IEEE 754 says."""
+    assert_shared(ranks.run(_matching, calls.special(seed), size=size))
+
+
+@pytest.mark.gpus(least=3)
+@examples(12, quick=1)
+@given(size=calls.worlds(least=3), seed=calls.seeds)
+def test_rounding_of_reductions(ranks: Ranks, size: int, seed: int) -> None:
+    """Sums, means and products are within the derived bound, and of the same bits on all ranks."""
+    assert_shared(ranks.run(_matching, calls.rounding(seed), size=size))
+
+
+@examples(8, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_copies_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
+    """Every collective that copies brings every bit of every dtype to where it belongs."""
+    ranks.run(_matching, calls.copies(seed), size=size)
+
+
+@examples(8, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_sizes(ranks: Ranks, size: int, seed: int) -> None:
+    """Every collective is right without elements, with few, and around 4,096, 64 Ki and 1 Mi of them."""
+    ranks.run(_matching, calls.sizes(seed), size=size)
+
+
+@examples(12, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_layouts(ranks: Ranks, size: int, seed: int) -> None:
+    """Collectives on views, in place and with uneven parts are right or refused, and change nothing beside them."""
+    ranks.run(_matching, calls.layouts(seed), size=size)
+
+
+@examples(12, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
+    """Several collectives in flight are right when they have been waited for, in whatever order."""
+    ranks.run(_matching, calls.asynchronous(seed), size=size)
+
+
+@examples(20, quick=2)
+@given(data=st.data(), size=calls.worlds(), seed=calls.seeds)
+def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
+    """In a group every collective is one of its members; all other ranks keep what they have."""
+    groups = data.draw(calls.partitions(size), label="groups")
+    ranks.run(_matching, calls.in_groups(groups, seed), size=size)
+
+
+def _matching(rank: Rank, wanted: list[CollectiveCall]) -> list[tuple[str, str]]:
+    from mgpu_check.checks.collective_calls import assert_collectives_match
+
+    return assert_collectives_match(rank, wanted)
+
+
+@pytest.mark.gpus(least=2)
+@examples(8, quick=1)
+@given(size=calls.worlds(least=2), seed=calls.seeds)
+def test_messages(ranks: Ranks, size: int, seed: int) -> None:
+    """Messages arrive whole, once, in order and under their tag: sent and received in turn, in flight, and in batches."""
+    ranks.run(_messages, seed, size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(8, quick=1)
+@given(size=calls.worlds(least=2), seed=calls.seeds)
+def test_messages_from_any_source(ranks: Ranks, size: int, seed: int) -> None:
+    """`recv` without a source takes each message once, and tells whose it is."""
+    ranks.run(_any_source, seed, size=size)
+
+
+@examples(12, quick=2)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_object_collectives(ranks: Ranks, size: int, seed: int) -> None:
+    """Collectives of Python objects bring equal objects to where they belong, whatever their size and kind."""
+    ranks.run(_objects, seed, size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(6, quick=1)
+@given(size=calls.worlds(least=2), seed=calls.seeds)
+def test_barriers(ranks: Ranks, size: int, seed: int) -> None:
+    """No rank leaves `barrier`, or `monitored_barrier`, before the last one has entered it."""
+    ranks.run(_barriers, seed, size=size)
+
+
+@examples(12, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:
+    """Functional collectives return what their models do, along each dimension, and leave their input alone."""
+    ranks.run(_functional, seed, size=size)
+
+
+@examples(12, quick=1)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_differentiable_collectives(ranks: Ranks, size: int, seed: int) -> None:
+    """Differentiable collectives give results and gradients of one process that does it all."""
+    ranks.run(_differentiable, seed, size=size)
+
+
+@examples(12, quick=2)
+@given(size=calls.worlds(), seed=calls.seeds)
+def test_coalesced_collectives(ranks: Ranks, size: int, seed: int) -> None:
+    """Coalesced collectives treat each tensor as one by one they would."""
+    ranks.run(_coalesced, seed, size=size)
+
+
+@examples(12, quick=2)
+@given(size=calls.worlds())
+def test_device_meshes(ranks: Ranks, size: int) -> None:
+    """In a device mesh each rank is at its place, and collectives along a dimension are those of its line."""
+    ranks.run(_meshes, steps.mesh_shapes(size), size=size)
+
+
+@examples(60, quick=4)
+@given(size=calls.worlds(), program=steps.programs(), dtype=st.sampled_from(("int64", "int32", "uint8")), place=PLACES)
+def test_programs_of_collectives(
+    ranks: Ranks, size: int, program: list[CollectiveStep], dtype: str, place: str
+) -> None:
+    """After each step of a program of collectives all tensors of all ranks are those of a model in one process."""
+    ranks.run(_program, program, dtype, place, size=size)
+
+
+@examples(6, quick=1)
+@given(seed=calls.seeds)
+def test_world_of_one(ranks: Ranks, seed: int) -> None:
+    """In a world of one rank every collective leaves what the rank has."""
+    alone = [*calls.all_reduces(seed), *calls.copies(seed), *calls.special(seed)]
+    ranks.run(_matching, alone, size=1)
+
+
+@pytest.mark.gpus(least=2)
+@examples(8, quick=1)
+@given(size=calls.worlds(least=2), seed=calls.seeds)
+def test_bias_of_rounding(ranks: Ranks, size: int, seed: int) -> None:
+    """Sums round to nearest: their errors lean neither towards zero nor away from it (wrongly red below 1 in 10^9)."""
+    ranks.run(_unbiased, seed, size=size)
+
+
+def _messages(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.messages import assert_messages_arrive
+
+    for place in ("device", "cpu"):
+        assert_messages_arrive(rank, steps.messages(rank.size, seed, place, tags=False), "batched", place)
+        assert_messages_arrive(rank, steps.messages(rank.size, seed + 1, place, tags=place == "cpu"), "blocking", place)
+    assert_messages_arrive(rank, steps.messages(rank.size, seed + 2, "cpu", alike=True), "flying", "cpu")
+
+
+def _any_source(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.messages import assert_any_source_tells_the_sender
+
+    for turn, dtype in enumerate(("float32", "int64", "bfloat16")):
+        target = (seed + turn) % rank.size
+        assert_any_source_tells_the_sender(rank, target, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1)
+
+
+def _objects(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.object_collectives import assert_objects_travel
+
+    for turn in range(3):
+        assert_objects_travel(rank, seed + turn)
+
+
+def _barriers(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.object_collectives import assert_barrier_holds
+
+    late = {0, rank.size - 1, seed % rank.size}
+    for last in sorted(late):
+        assert_barrier_holds(rank, last)
+    assert_barrier_holds(rank, seed % rank.size, monitored=True)
+
+
+def _functional(rank: Rank, seed: int) -> None:
+    import torch
+
+    from mgpu_check.checks.functional_collectives import assert_functional_match
+
+    for dtype in (torch.float32, torch.int64, torch.bfloat16):
+        assert_functional_match(rank, dtype, seed)
+
+
+def _differentiable(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.functional_collectives import assert_differentiable_match
+
+    assert_differentiable_match(rank, seed)
+
+
+def _coalesced(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.functional_collectives import assert_coalesced_match
+
+    assert_coalesced_match(rank, seed)
+
+
+def _meshes(rank: Rank, shapes: list[tuple[int, ...]]) -> None:
+    from mgpu_check.checks.meshes import assert_mesh_matches
+
+    for shape in shapes:
+        assert_mesh_matches(rank, shape)
+
+
+def _program(rank: Rank, program: list[CollectiveStep], dtype: str, place: str) -> None:
+    import torch
+
+    from mgpu_check.checks.collective_programs import assert_program_matches
+
+    assert_program_matches(rank, program, getattr(torch, dtype), place)
+
+
+def _unbiased(rank: Rank, seed: int) -> None:
+    import torch
+
+    from mgpu_check.checks.biased_rounding import assert_rounding_is_unbiased
+
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        for function in ("all_reduce", "reduce", "reduce_scatter_tensor"):
+            for place in ("device", "cpu") if function == "all_reduce" else ("device",):
+                assert_rounding_is_unbiased(rank, function, dtype, place, seed)
