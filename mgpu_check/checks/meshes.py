@@ -39,8 +39,8 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
     compare("the coordinate", tuple(mesh.get_coordinate() or ()), place)
     compare("the ranks", mesh.mesh.cpu().tolist(), layout.tolist())
     for number, name in enumerate(names):
-        line = (*place[:number], slice(None), *place[number + 1 :])
-        members = layout[line].tolist()
+        # The ranks that differ from this one in that dimension only.
+        members = layout.movedim(number, -1)[(*place[:number], *place[number + 1 :])].tolist()
         group = mesh.get_group(number)
         compare(f"the local rank in {name}", mesh.get_local_rank(number), place[number])
         compare(f"the size of {name}", mesh.size(number), shape[number])
