@@ -22,6 +22,7 @@ PROPERTIES = (
     "parallelism",
     "devices",
     "distributed",
+    "data_parallel",
 )
 """The properties of the packaged suite; `mgpu_check.faults.<property>` holds the faults of each."""
 

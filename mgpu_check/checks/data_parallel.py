@@ -1,0 +1,367 @@
+"""What DataParallel, and its functional form, hand to replicas and bring back: arguments, outputs, modes, exceptions.
+
+Values are compared bit for bit with what the module gives on the CPU; each message names the device that is wrong.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from mgpu_check.checks.data_parallel_results import Devices, both_ways, require_same
+from mgpu_check.checks.known_defects import known_defect
+from mgpu_check.errors import GradientMismatch
+
+__all__ = [
+    "assert_arguments_arrive",
+    "assert_autocast_dtype_kept",
+    "assert_dimension_split",
+    "assert_exceptions_named",
+    "assert_few_rows_use_few_devices",
+    "assert_functional_form_agrees",
+    "assert_modes_seen",
+    "assert_outputs_ordered",
+    "assert_scalars_gathered",
+]
+
+_WIDTH = 6
+_LARGE = 9001
+"""Columns of one output: some hundred rows of it are above 1 MiB."""
+
+
+def _named(devices: Devices) -> str:
+    return f"DataParallel on {', '.join(map(str, devices))}"
+
+
+def _indices(devices: Devices) -> list[int]:
+    return [device.index for device in devices]
+
+
+class _Several(nn.Module):
+    """Gives outputs that differ in shape, dtype and place, each told from the others by its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(float(_WIDTH)))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scaled = x * self.weight
+        return (
+            scaled,
+            -scaled,
+            {"sum": scaled.sum(1).long(), "none": None, "pair": [x.to(torch.bfloat16), (x > 0, x.double() + 0.5)]},
+            x[:, :1].expand(-1, _LARGE).contiguous(),
+        )
+
+
+def _numbers(rows: int, seed: int, width: int = _WIDTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    # Each row has values of its own.
+    return torch.randperm(rows * width, generator=generator).view(rows, width).float() - 7
+
+
+def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
+    """Assert that outputs of all forms come back whole, in order, to the output device: the first, or any that is given.
+
+    Raises:
+        GradientMismatch: names output and element, or the device where it is.
+    """
+    __tracebackhide__ = True
+    x = _numbers(rows, seed)
+    expected = _Several()(x)
+    for number, order in enumerate(both_ways(devices)):
+        model = _Several().to(order[0])
+        home = order[(seed + number) % len(order)]
+        for output_device in (None, home):
+            got = DataParallel(model, device_ids=_indices(order), output_device=output_device)(x)
+            where = order[0] if output_device is None else output_device
+            if len(order) == 1:
+                where = order[0]
+            require_same(f"{_named(order)}, output_device={output_device}: the output", got, expected, where)
+
+
+class _Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * self.weight
+
+
+def assert_scalars_gathered(devices: Devices, seed: int) -> None:
+    """Assert that a module that returns a scalar gives one for each replica, in order, and their gradients come back.
+
+    Raises:
+        GradientMismatch: a scalar or a gradient is missing, or another's.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        x = _numbers(2 * len(order) + 1, seed)
+        model = _Sum().to(order[0])
+        with warnings.catch_warnings():
+            # DataParallel says that it makes a vector of scalars.
+            warnings.simplefilter("ignore", UserWarning)
+            got = DataParallel(model, device_ids=_indices(order))(x)
+        shards = x.chunk(len(order))
+        sums = torch.stack([shard.sum() for shard in shards])
+        expected = sums * 3 if len(order) > 1 else (sums * 3)[0]
+        require_same(f"{_named(order)}: the scalars", got.detach(), expected, order[0])
+        factors = torch.arange(1.0, len(shards) + 1)
+        (got * factors.to(order[0])).sum().backward()
+        gradient = model.weight.grad
+        require_same(f"{_named(order)}: the gradient of the weight", gradient, (sums * factors).sum(), order[0])
+
+
+def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
+    """Assert that dim=1 splits and joins columns.
+
+    Raises:
+        GradientMismatch: names the element.
+    """
+    __tracebackhide__ = True
+    x = _numbers(5, seed, max(rows, 1))
+    for order in both_ways(devices):
+        # Sums along the columns of a shard: they tell how the batch was split.
+        expected = torch.cat([part.cumsum(1) for part in x.chunk(len(order), 1)], 1)
+        got = DataParallel(_RunningSums().to(order[0]), device_ids=_indices(order), dim=1)(x)
+        require_same(f"{_named(order)}, dim=1: the output", got, expected, order[0])
+
+
+class _RunningSums(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(1)
+
+
+class _Recording(nn.Module):
+    """Notes, for each replica, what it was called with, and where; and gives its first argument back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.notes: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._note(args=args, kwargs=kwargs)
+        return torch.as_tensor(kwargs["x"] if "x" in kwargs else args[0]) + self.weight
+
+    def _note(self, **more: Any) -> None:
+        note = {
+            "device": self.weight.device,
+            "current": torch.cuda.current_device(),
+            "grad": torch.is_grad_enabled(),
+            "training": self.training,
+            "autocast": torch.is_autocast_enabled("cuda"),
+            **more,
+        }
+        with self.lock:
+            self.notes.append(note)
+
+
+def _in_order(notes: list[dict[str, Any]], order: Devices, what: str, count: int) -> list[dict[str, Any]]:
+    """Return the notes of the replicas in the order of the devices; each of the first `count` devices has one."""
+    at = {device: [note for note in notes if note["device"] == device] for device in order}
+    called = [len(at[device]) for device in order]
+    if called != [1] * count + [0] * (len(order) - count):
+        text = ", ".join(f"{device} {times}" for device, times in zip(order, called, strict=True))
+        raise GradientMismatch(f"{what}: replicas were called so many times: {text}; expected one on each of {count}")
+    return [at[device][0] for device in order[:count]]
+
+
+def assert_arguments_arrive(devices: Devices, seed: int) -> None:
+    """Assert that each replica gets its part of tensors, nested and by keyword too, on its device, and all else as it is.
+
+    Raises:
+        GradientMismatch: names the device and the argument.
+    """
+    __tracebackhide__ = True
+    for number, order in enumerate(both_ways(devices)):
+        rows = 2 * len(order) + 1
+        x, y = _numbers(rows, seed), _numbers(rows, seed + 1).long()
+        parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]
+        model = _Recording().to(order[0])
+        args: tuple[Any, ...] = (x, [y, "word"]) if (seed + number) % 2 else ()
+        kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
+        kwargs |= {} if args else {"x": x, "y": [y, "word"]}
+        DataParallel(model, device_ids=_indices(order))(*args, **kwargs)
+        notes = _in_order(model.notes, order, _named(order), len(parts[0]))
+        for device, note, mine in zip(order, notes, zip(*parts, strict=True), strict=False):
+            own_x, own_y, own_d, own_flags = mine
+            expected: dict[str, Any] = {
+                "more": {"d": (own_d, 7)},
+                "flags": own_flags,
+                "text": "a word",
+                "nothing": None,
+            }
+            expected |= {} if args else {"x": own_x, "y": [own_y, "word"]}
+            what = f"{_named(order)}: the replica on {device}"
+            require_same(
+                f"{what}, positional arguments",
+                note["args"],
+                (own_x, [own_y, "word"]) if args else (),
+                device,
+                [device.index],
+            )
+            require_same(f"{what}, keyword arguments", note["kwargs"], expected, device, [device.index])
+
+
+def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
+    """Assert that a batch with fewer rows than devices is computed on the first devices, one row on each, and one without rows on one.
+
+    Raises:
+        GradientMismatch: another replica was called, or the output is wrong.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        for rows in {0, 1, max(1, len(order) - 1)}:
+            x = _numbers(rows, seed)
+            model = _Recording().to(order[0])
+            got = DataParallel(model, device_ids=_indices(order))(x)
+            what = f"{_named(order)}, a batch of {rows} rows"
+            require_same(f"{what}: the output", got.detach(), x, order[0])
+            # Sizes are as those of torch.chunk, which may give fewer parts than were asked for.
+            _in_order(model.notes, order, what, max(1, len(x.chunk(len(order)))))
+
+
+def assert_modes_seen(devices: Devices, seed: int) -> None:
+    """Assert that replicas, in their threads, have the caller's training flag, gradient mode and autocast, and their own device.
+
+    Raises:
+        GradientMismatch: names the device and the mode.
+    """
+    __tracebackhide__ = True
+    for number, order in enumerate(both_ways(devices)):
+        x = _numbers(2 * len(order), seed)
+        for index in range(8):
+            training, grad, cast = bool(index & 1), bool(index & 2), bool(index & 4)
+            model = _Recording().to(order[0])
+            parallel = DataParallel(model, device_ids=_indices(order)).train(training)
+            inference = not grad and bool((seed + number) % 2)
+            before = torch.cuda.current_device()
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(grad),
+                torch.autocast("cuda", torch.float16, cast),
+            ):
+                got = parallel(x)
+            what = f"{_named(order)}, training={training}, gradients={grad}, autocast={cast}"
+            for note in _in_order(model.notes, order, what, len(order)):
+                device = note["device"]
+                for mode, expected in {
+                    "training": training,
+                    "grad": grad,
+                    "autocast": cast,
+                    # A single device is called as it is, from where the caller is.
+                    "current": device.index if len(order) > 1 else before,
+                }.items():
+                    if note[mode] != expected:
+                        message = f"{what}: on {device} {mode} is {note[mode]}, expected {expected}"
+                        raise GradientMismatch(message, ranks=[device.index])
+            if got.requires_grad != grad:
+                raise GradientMismatch(f"{what}: requires_grad of the output is {got.requires_grad}, expected {grad}")
+            if torch.cuda.current_device() != before:
+                message = f"{what}: the current device is {torch.cuda.current_device()} afterwards, {before} before"
+                raise GradientMismatch(message)
+
+
+def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
+    """Assert that replicas compute in the dtype of the caller's autocast.
+
+    Raises:
+        GradientMismatch: names both dtypes.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        parallel = DataParallel(nn.Linear(_WIDTH, 2).to(order[0]), device_ids=_indices(order))
+        x = _numbers(2 * len(order), seed)
+        for dtype in (torch.float16, torch.bfloat16):
+            with torch.autocast("cuda", dtype):
+                outputs = [part.dtype for part in parallel(x).chunk(len(order))]
+            facts = {"dtype": str(dtype).removeprefix("torch."), "devices": len(order)}
+
+            def explained(outputs: list[torch.dtype] = outputs) -> None:
+                assert outputs == [torch.float16] * len(outputs)
+
+            with known_defect("data-parallel-autocast-dtype", explained=explained, **facts):
+                if outputs != [dtype] * len(outputs):
+                    raise GradientMismatch(f"{_named(order)}: under autocast to {dtype} outputs are of {outputs[0]}")
+
+
+class _Refusing(nn.Module):
+    """Raises where a row has the number that it refuses."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x == -1).any()):
+            raise self.kind(f"refused {int((x == -1).sum())} rows")
+        return x + self.weight
+
+
+def assert_exceptions_named(devices: Devices, seed: int) -> None:
+    """Assert that an exception of a replica is raised with its type, text, replica and device, and the next call works.
+
+    Raises:
+        GradientMismatch: another exception was raised, or none, or it does not name the replica.
+    """
+    __tracebackhide__ = True
+    for number, order in enumerate(both_ways(devices)):
+        place = (seed + number) % len(order)
+        x = torch.arange(float(2 * len(order))).view(-1, 1)
+        spoilt = x.clone()
+        spoilt[2 * place] = -1
+        kind = (RuntimeError, ValueError, KeyError)[seed % 3]
+        parallel = DataParallel(_Refusing(kind).to(order[0]), device_ids=_indices(order))
+        what = f"{_named(order)}: {kind.__name__} in replica {place}, on {order[place]},"
+        names = ["refused 1 rows"] + ([f"replica {place}", f"device {order[place].index}"] if len(order) > 1 else [])
+        try:
+            parallel(spoilt)
+        except Exception as error:
+            if type(error) is not kind or not all(name in str(error) for name in names):
+                message = f"{what} was raised as {type(error).__name__} whose text is {error}; expected {', '.join(names)} in it"
+                raise GradientMismatch(message, ranks=[order[place].index]) from error
+        else:
+            raise GradientMismatch(f"{what} was not raised", ranks=[order[place].index])
+        require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[3.0]]))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor, sign: int = 1) -> torch.Tensor:
+        return sign * (x * self.weight) + shift
+
+
+def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> None:
+    """Assert that `data_parallel` gives the outputs and gradients of the module, with each of its arguments.
+
+    Raises:
+        GradientMismatch: names argument, output and element.
+    """
+    __tracebackhide__ = True
+
+    for number, order in enumerate(both_ways(devices)):
+        for dim in (0, 1):
+            x, shift = _numbers(max(rows, 1), seed), _numbers(max(rows, 1), seed + 1)
+            home = order[(seed + number + dim) % len(order)]
+            model, alone = _Scaled().to(order[0]), _Scaled()
+            keywords = {"shift": shift, "sign": -1}
+            got = torch.nn.parallel.data_parallel(model, x, _indices(order), home, dim, keywords)
+            expected = alone(x, **keywords)
+            what = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"
+            require_same(f"{what}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
+            factors = _numbers(max(rows, 1), seed + 2)
+            (got * factors.to(got.device)).sum().backward()
+            (expected * factors).sum().backward()
+            require_same(f"{what}: the gradient", model.weight.grad, alone.weight.grad, order[0])

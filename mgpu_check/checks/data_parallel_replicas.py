@@ -1,0 +1,63 @@
+"""What the replicas of DataParallel hold: parameters and buffers of every dtype, bit for bit, in the structure of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.bits import first_difference, same_bits
+from mgpu_check.checks.data_parallel_results import Devices, both_ways
+from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.recipes.everything import Everything
+
+__all__ = ["assert_replicas_hold"]
+
+
+def assert_replicas_hold(devices: Devices, seed: int) -> None:
+    """Assert that replicas hold the parameters and buffers of the module bit for bit, each on its device, with one structure.
+
+    Raises:
+        ReplicaMismatch: names the device, the tensor, its dtype and the first element.
+    """
+    __tracebackhide__ = True
+    replicate: Callable[..., Any] = torch.nn.parallel.replicate
+    source = Everything(seed)
+    tensors = {**dict(source.named_parameters()), **dict(source.named_buffers())}
+    for order in both_ways(devices):
+        model = Everything(seed).to(order[0])
+        for detach in (False, True):
+            replicas = replicate(model, [device.index for device in order], detach)
+            for device, replica in zip(order, replicas, strict=True):
+                what = f"replicate to {', '.join(map(str, order))}, detach={detach}: the replica on {device}"
+                for name, expected in tensors.items():
+                    _require_held(what, name, _found(replica, name), expected, device, detach)
+                if replica.twin is not replica.inner or _found(replica, "inner.weight") is not _found(replica, "tied"):
+                    raise ReplicaMismatch(f"{what} does not share what the module shares", ranks=[device.index])
+
+
+def _found(replica: nn.Module, name: str) -> Any:
+    found: Any = replica
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _require_held(what: str, name: str, got: Any, expected: torch.Tensor, device: torch.device, detach: bool) -> None:
+    ranks = [device.index]
+    if got.device != device:
+        raise ReplicaMismatch(f"{what} has {name} on {got.device}", ranks=ranks)
+    if not same_bits(expected, got):
+        here = got.detach().cpu()
+        at = first_difference(expected, here) if here.shape == expected.shape and here.dtype == expected.dtype else ()
+        text = (
+            f"element {list(at)} is {here[at].item()}, expected {expected[at].item()}"
+            if at
+            else f"{here.shape} {here.dtype}"
+        )
+        raise ReplicaMismatch(f"{what}: {name}, {expected.dtype}: {text}", ranks=ranks)
+    # Detached replicas are for callers who need no gradients; the first device's are the module's own tensors.
+    if not detach and got.requires_grad != expected.requires_grad:
+        raise ReplicaMismatch(f"{what}: requires_grad of {name} is {got.requires_grad}", ranks=ranks)

@@ -1,0 +1,56 @@
+"""Compare what DataParallel brings back with what one device gives: form, place and every bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.checks.bits import first_difference, same_bits
+from mgpu_check.errors import GradientMismatch
+
+__all__ = ["Devices", "both_ways", "require_same"]
+
+Devices = Sequence[torch.device]
+
+
+def both_ways(devices: Devices) -> list[list[torch.device]]:
+    """Return the devices as they are, and in reverse order: one of the two does not ascend."""
+    return [list(devices), list(devices)[::-1]] if len(devices) > 1 else [list(devices)]
+
+
+def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:
+    """Assert that two nested results agree: form, types, every bit; tensors of `got` are on `device`.
+
+    Raises:
+        GradientMismatch: names the place, the element, and the device.
+    """
+    __tracebackhide__ = True
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(got, torch.Tensor):
+            raise GradientMismatch(f"{what}: got {got!r}, expected a tensor", ranks=ranks)
+        if got.device != device:
+            raise GradientMismatch(f"{what} is on {got.device}, expected on {device}", ranks=ranks)
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            text = f"{tuple(got.shape)} {got.dtype}, expected {tuple(expected.shape)} {expected.dtype}"
+            raise GradientMismatch(f"{what} is {text}", ranks=ranks)
+        if not same_bits(expected, got):
+            at = first_difference(expected, got.detach().cpu())
+            text = f"element {list(at)} is {got[at].item()}, expected {expected[at].item()}"
+            raise GradientMismatch(f"{what}, {got.dtype}: {text}", ranks=ranks)
+        return
+    if type(got) is not type(expected):
+        raise GradientMismatch(f"{what}: got {got!r}, expected {type(expected).__name__}", ranks=ranks)
+    if isinstance(expected, Mapping):
+        if list(got) != list(expected):
+            raise GradientMismatch(f"{what} has the keys {list(got)}, expected {list(expected)}", ranks=ranks)
+        for key in expected:
+            require_same(f"{what}[{key!r}]", got[key], expected[key], device, ranks)
+    elif isinstance(expected, (tuple, list)):
+        if len(got) != len(expected):
+            raise GradientMismatch(f"{what} has {len(got)} entries, expected {len(expected)}", ranks=ranks)
+        for index, part in enumerate(expected):
+            require_same(f"{what}[{index}]", got[index], part, device, ranks)
+    elif got != expected:
+        raise GradientMismatch(f"{what}: got {got!r}, expected {expected!r}", ranks=ranks)

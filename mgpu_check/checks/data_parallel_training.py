@@ -1,0 +1,215 @@
+"""DataParallel trains as one device does, to the bit: in whole numbers, of which no sum rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel
+
+from mgpu_check.checks.data_parallel_results import Devices, both_ways
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.whole import OneDevice, Rows, assert_gradients_are, exact_arithmetic, total
+from mgpu_check.errors import GradientMismatch
+from mgpu_check.recipes.whole import CLASSES, product, settle
+from mgpu_check.specs.whole import WholeRun
+
+__all__ = [
+    "assert_backward_of_several_calls",
+    "assert_frozen_parameters_kept",
+    "assert_hooks_called",
+    "assert_models_train",
+    "assert_statistics_of_the_first_device",
+]
+
+
+def _wrapped(model: nn.Module, order: Devices) -> nn.Module:
+    return DataParallel(model.to(order[0]), device_ids=[device.index for device in order])
+
+
+def _shards(batch: Rows, order: Devices) -> list[Rows]:
+    """Split a batch as DataParallel does."""
+    return list(zip(*(part.chunk(len(order)) for part in batch), strict=True))
+
+
+def _what(run: WholeRun, order: Devices, more: str = "") -> str:
+    return f"DataParallel of {run.model} on {', '.join(map(str, order))}{more}"
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def _require(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
+    __tracebackhide__ = True
+    assert_gradients_agree(got, expected, tolerance=dict.fromkeys(expected, 0.0), what=what)
+
+
+def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that outputs, gradients and parameters of every step are those of one device; in two orders of the devices, in turn.
+
+    Raises:
+        GradientMismatch: names run, step, parameter and element; a shard whose gradient is missing, too.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for number, run in enumerate(runs):
+            orders = both_ways(devices)
+            _train(run, orders[(run.seed + number) % len(orders)])
+
+
+def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that a model whose first layer needs no gradient trains, and that this layer stays and has none.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                _train(run, order, frozen=True)
+
+
+def _freeze(model: nn.Module) -> None:
+    for parameter in next(model.children()).parameters():
+        parameter.requires_grad_(False)
+
+
+def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
+    __tracebackhide__ = True
+    prepare = _freeze if frozen else lambda model: None
+    one, model = OneDevice(run, order[0], prepare), run.build()
+    prepare(model)
+    parallel = _wrapped(model, order)
+    optimizer = run.optimize(model)
+    for number, batch in enumerate(run.batches(), start=1):
+        x, targets = batch
+        what = _what(run, order, ", first layer frozen" if frozen else "")
+        expected = one.outputs(x)
+        optimizer.zero_grad()
+        outputs = parallel(x)
+        _require({"outputs": outputs}, {"outputs": expected}, f"{what}, step {number}")
+        product(outputs, targets.to(order[0])).backward()
+        parts = one.parts(_shards(batch, order))
+        assert_gradients_are(model, parts, what=f"{what}, gradients of step {number}")
+        optimizer.step()
+        one.step(total(parts))
+        _require(_parameters(model), _parameters(one.held), f"{what}, parameters after step {number}")
+        settle(model, run.most)
+        one.settle()
+
+
+def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that buffers change by the first device's shard alone, in training, and not at all in evaluation.
+
+    All replicas begin from the module's buffers, of int64, float32 and bool, which shows in their outputs.
+
+    Raises:
+        GradientMismatch: names the buffer, or the output.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                model = run.build()
+                one = OneDevice(run, order[0])
+                parallel = _wrapped(model, order)
+                for number, (x, _) in enumerate(run.batches(), start=1):
+                    evaluated = number % 2 == 0
+                    parallel.train(not evaluated)
+                    what = _what(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
+                    before = {name: value.detach().cpu().clone() for name, value in model.named_buffers()}
+                    _set(one.exact, before)
+                    expected = one.outputs(x)
+                    with torch.no_grad():
+                        outputs = parallel(x)
+                    _require({"outputs": outputs}, {"outputs": expected}, what)
+                    first = x.chunk(len(order))[0]
+                    if not evaluated:
+                        before = {
+                            "rows": before["rows"] + (1 << 53) + len(first),
+                            "sums": before["sums"] + first[:, :CLASSES].sum(0),
+                            "seen": ~before["seen"],
+                        }
+                    _require(
+                        {name: value.detach() for name, value in model.named_buffers()}, before, f"{what}, buffers"
+                    )
+
+
+def _set(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(values[name])
+
+
+def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that two forward passes before one backward pass add up, and that a later pass sees parameters that were changed.
+
+    Raises:
+        GradientMismatch: as in `assert_models_train`.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                one, model = OneDevice(run, order[0]), run.build()
+                parallel = _wrapped(model, order)
+                first, second = run.batches()[0], run.batches()[-1]
+                for number in range(2):
+                    what = _what(run, order, f", two calls before one backward pass, round {number + 1}")
+                    model.zero_grad()
+                    losses = [product(parallel(x), targets.to(order[0])) for x, targets in (first, second)]
+                    (losses[0] + losses[1]).backward()
+                    parts = one.parts([*_shards(first, order), *_shards(second, order)])
+                    assert_gradients_are(model, parts, what=what)
+                    with torch.no_grad():
+                        # In place, as load_state_dict and optimizers change them.
+                        for mine, exact in zip(model.parameters(), one.exact.parameters(), strict=True):
+                            mine.neg_()
+                            exact.neg_()
+
+
+def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that a module's forward hook is called on each replica, one of DataParallel once, a parameter's with the whole gradient.
+
+    Raises:
+        GradientMismatch: a hook was called another number of times, on another device, or with another gradient.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            for order in both_ways(devices):
+                _call_hooks(run, order)
+
+
+def _call_hooks(run: WholeRun, order: Devices) -> None:
+    __tracebackhide__ = True
+    one, model = OneDevice(run, order[0]), run.build()
+    parallel = _wrapped(model, order)
+    replicas: list[torch.device] = []
+    wholes: list[torch.device] = []
+    seen: list[torch.Tensor] = []
+    next(model.children()).register_forward_hook(lambda module, given, output: replicas.append(output.device))
+    parallel.register_forward_hook(lambda module, given, output: wholes.append(output.device))
+    name, parameter = next(model.named_parameters())
+    parameter.register_hook(seen.append)
+    x, targets = run.batches()[0]
+    product(parallel(x), targets.to(order[0])).backward()
+    what = _what(run, order)
+    used = list(order[: len(_shards((x, targets), order))])
+    if sorted(map(str, replicas)) != sorted(map(str, used)):
+        got = ", ".join(sorted(map(str, replicas)))
+        raise GradientMismatch(
+            f"{what}: the forward hook of a layer was called on {got or 'no device'}, expected once on each replica"
+        )
+    if wholes != [order[0]]:
+        raise GradientMismatch(
+            f"{what}: the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
+        )
+    expected = total(one.parts(_shards((x, targets), order)))[name]
+    if len(seen) != 1:
+        raise GradientMismatch(f"{what}: the hook of {name} was called {len(seen)} times, expected once")
+    assert expected is not None
+    _require({name: seen[0]}, {name: expected}, f"{what}: what a hook was given")

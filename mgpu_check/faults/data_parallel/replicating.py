@@ -1,0 +1,238 @@
+"""Planted faults of the replicas of DataParallel, of their gradients, buffers and hooks."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, comm
+
+from mgpu_check.faults.breaking import replaced_method
+from mgpu_check.faults.registry import fault
+
+_MANY = 1 << 16
+
+
+def _fault(summary: str, check: str, condition: str = "") -> Callable[..., Any]:
+    return fault("data_parallel", summary, caught_by=(check,), condition=condition)
+
+
+def _copied(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Change each tensor that the last of several devices is given."""
+
+    def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
+        outputs = [list(held) for held in real(tensors, devices, *more)]
+        if len(outputs) > 1:
+            with torch.no_grad():
+                outputs[-1] = [change(held) for held in outputs[-1]]
+        return outputs
+
+    with replaced_method(comm, "broadcast_coalesced", broadcast):
+        yield
+
+
+def _added(change: Callable[[list[list[torch.Tensor]]], list[list[torch.Tensor]]]) -> Iterator[None]:
+    """Change the gradients of all devices, a list for each, before they are added up."""
+
+    def reduce(real: Callable[..., Any], inputs: Sequence[Sequence[torch.Tensor]], *more: Any) -> Any:
+        return real(change([list(held) for held in inputs]), *more)
+
+    with replaced_method(comm, "reduce_add_coalesced", reduce):
+        yield
+
+
+# Replicas
+
+
+@_fault(
+    "elements beyond the first 64 Ki of a parameter are not copied to the last device",
+    "test_replicas",
+    "above 64 Ki elements, one device",
+)
+def long_parameters_not_copied() -> Iterator[None]:
+    def cut(held: torch.Tensor) -> torch.Tensor:
+        if held.numel() <= _MANY:
+            return held
+        held = held.clone()
+        held.view(-1)[_MANY:] = 0
+        return held
+
+    yield from _copied(cut)
+
+
+@_fault("flags of the last device are inverted", "test_replicas", "bool only, one device")
+def flags_inverted() -> Iterator[None]:
+    yield from _copied(lambda held: ~held if held.dtype == torch.bool else held)
+
+
+@_fault("NaN lose their payload on the last device", "test_replicas", "NaN of float32 only, one device")
+def payloads_lost() -> Iterator[None]:
+    def quiet(held: torch.Tensor) -> torch.Tensor:
+        if held.dtype != torch.float32:
+            return held
+        return torch.where(held.isnan(), torch.tensor(torch.nan, device=held.device), held)
+
+    yield from _copied(quiet)
+
+
+@_fault("parameters in float64 go through float32 on the last device", "test_replicas", "float64 only, one device")
+def float64_copied_as_float32() -> Iterator[None]:
+    yield from _copied(lambda held: held.float().double() if held.dtype == torch.float64 else held)
+
+
+@_fault("a module with two names becomes two modules in each replica", "test_replicas", "shared modules")
+def shared_modules_apart() -> Iterator[None]:
+    def replicate(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        replicas = real(*args, **kwargs)
+        for replica in replicas:
+            if "twin" in replica._modules:
+                replica._modules["twin"] = copy.copy(replica._modules["twin"])
+        return replicas
+
+    with replaced_method(torch.nn.parallel, "replicate", replicate):
+        yield
+
+
+# Gradients
+
+
+@_fault("DataParallel adds gradients up in TF32", "test_models")
+def gradients_added_in_tf32() -> Iterator[None]:
+    def narrow(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        def upper(value: torch.Tensor) -> torch.Tensor:
+            # Veltkamp's splitting: the upper 11 bits.
+            large = value * ((1 << 13) + 1)
+            return large - (large - value) if value.dtype == torch.float32 else value
+
+        return [[upper(value) for value in held] for held in inputs]
+
+    yield from _added(narrow)
+
+
+@_fault(
+    "elements beyond the first 64 Ki of the last device's gradient are lost",
+    "test_models",
+    "above 64 Ki elements, one device",
+)
+def long_gradients_lost() -> Iterator[None]:
+    def cut(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        if len(inputs) > 1:
+            inputs[-1] = [value.clone() for value in inputs[-1]]
+            for value in inputs[-1]:
+                value.view(-1)[_MANY:] = 0
+        return inputs
+
+    yield from _added(cut)
+
+
+@_fault("a weight of four dimensions is added up without the second device", "test_models", "convolutions, one device")
+def convolutions_without_the_second_device() -> Iterator[None]:
+    def without(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        if len(inputs) > 1:
+            inputs[1] = [value * 0 if value.dim() == 4 else value for value in inputs[1]]
+        return inputs
+
+    yield from _added(without)
+
+
+@_fault("parameters that need no gradient are given one", "test_frozen_parameters", "frozen parameters")
+def frozen_parameters_thawed() -> Iterator[None]:
+    def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.module.parameters():
+            parameter.requires_grad_(True)
+        return real(self, *args, **kwargs)
+
+    with replaced_method(DataParallel, "forward", forward):
+        yield
+
+
+@_fault("every second addition of gradients is lost", "test_several_calls", "one call in two")
+def every_second_gradient_lost() -> Iterator[None]:
+    calls = iter(range(1 << 30))
+
+    def lose(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        return [[value * 0 for value in held] for held in inputs] if next(calls) % 2 else inputs
+
+    yield from _added(lose)
+
+
+@_fault(
+    "the last device keeps the parameters of the first call",
+    "test_several_calls",
+    "from the second call on, one device",
+)
+def replica_kept() -> Iterator[None]:
+    kept: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+
+    def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
+        outputs = [list(held) for held in real(tensors, devices, *more)]
+        if len(outputs) > 1 and tensors:
+            key = (tensors[0].data_ptr(), *(tuple(value.shape) for value in tensors))
+            first = kept.setdefault(key, [held.detach().clone() for held in outputs[-1]])
+            outputs[-1] = [held.clone() for held in first]
+        return outputs
+
+    with replaced_method(comm, "broadcast_coalesced", broadcast):
+        yield
+
+
+# Buffers and hooks
+
+
+@_fault("the module keeps the buffers of the last replica", "test_buffers", "training")
+def buffers_of_the_last_device() -> Iterator[None]:
+    def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, *more: Any) -> Any:
+        outputs = real(self, replicas, *more)
+        with torch.no_grad():
+            for name, value in self.module.named_buffers():
+                value.copy_(getattr(replicas[-1], name, value))
+        return outputs
+
+    with replaced_method(DataParallel, "parallel_apply", apply):
+        yield
+
+
+@_fault("whole numbers go through float64 on the last device", "test_buffers", "int64 above 2^53, one device")
+def counts_copied_as_float64() -> Iterator[None]:
+    yield from _copied(lambda held: held.double().long() if held.dtype == torch.int64 else held)
+
+
+@_fault("floating-point buffers change in evaluation, too", "test_buffers", "evaluation, floating point only")
+def buffers_change_in_evaluation() -> Iterator[None]:
+    def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+        out = real(self, *args, **kwargs)
+        if not self.training:
+            with torch.no_grad():
+                for value in self.module.buffers():
+                    if value.is_floating_point():
+                        value += 1
+        return out
+
+    with replaced_method(DataParallel, "forward", forward):
+        yield
+
+
+@_fault("hooks are called on the first replica only", "test_hooks", "devices other than the first")
+def hooks_on_the_first_replica() -> Iterator[None]:
+    def replicate(real: Callable[..., Any], *given: Any) -> Any:
+        replicas = real(*given)
+        for replica in replicas[1:]:
+            for module in replica.modules():
+                module._forward_hooks = OrderedDict()
+        return replicas
+
+    with replaced_method(DataParallel, "replicate", replicate):
+        yield
+
+
+@_fault("a parameter's hook is given half of its gradient", "test_hooks", "hooks of parameters")
+def hook_of_half_a_gradient() -> Iterator[None]:
+    def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return real(self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook)
+
+    with replaced_method(torch.Tensor, "register_hook", register):
+        yield
