@@ -99,10 +99,16 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stands, among the arguments of a call, for a value that exists only in the process that runs it."""
+    """Stands, among the arguments of a call, for a value that exists only in the process that runs it.
+
+    Attributes:
+        count: of GPUs, None for all.
+        order: the GPUs themselves, by index, where they are not the first ones in order.
+    """
 
     name: Literal["rank", "gpus"]
     count: int | None = None
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

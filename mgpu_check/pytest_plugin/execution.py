@@ -22,6 +22,7 @@ from mgpu_check.pytest_plugin.ranks import abandoning
 from mgpu_check.pytest_plugin.report.example import blob_of_this, is_final, keeping_steps
 from mgpu_check.pytest_plugin.report.replay import BLOB
 from mgpu_check.pytest_plugin.requirements import Needs
+from mgpu_check.pytest_plugin.second_look import Failed, is_packaged, look_again
 from mgpu_check.pytest_plugin.serialization import bare, by_value
 from mgpu_check.pytest_plugin.session import FirstFailure, GpuSession
 
@@ -78,6 +79,10 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
         session.in_body = True
         try:
             yield
+        except (AssertionError, BaseExceptionGroup) as error:
+            if session.failing is not None and is_packaged(item) and not session.first_failure:
+                session.seen = look_again(body, session.failing, needs, session, error)
+            raise
         finally:
             session.in_body = False
             if handle is None:
@@ -133,7 +138,7 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
     @functools.wraps(original)
     def sent(*args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if needs.where == "node" and "gpus" in kwargs and needs.count:
+        if needs.where == "node" and isinstance(kwargs.get("gpus"), Absent) and needs.count:
             kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
         for name, value in kwargs.items():
             if type(value).__name__ == "DataObject" and type(value).__module__.startswith("hypothesis."):
@@ -172,6 +177,7 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
                 setattr(hang, BLOB, blob_of_this())
             raise
         except AssertionError as failure:
+            session.failing = Failed(args, kwargs)
             if session.first_failure:
                 raise FirstFailure(failure) from failure
             if drawn and isinstance(failure, RankFailure) and is_final():

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mgpu_check.checks.known_defects import Met
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.pytest_plugin.report.suspects import Seen
+    from mgpu_check.pytest_plugin.second_look import Failed
 
 __all__ = ["PRELOAD", "FirstFailure", "GpuSession", "TooFewDevices"]
 
@@ -45,6 +47,9 @@ class GpuSession:
         settings: what was asked for, with "all" counted once `count_devices` was called.
         devices: the real devices, as far as they were looked up.
         examples: examples, or plain runs, that the current test has completed.
+        failing: the example of the current test that was the last to fail.
+        seen: what a second look at it has shown.
+        looked: seconds that all second looks of the run have taken.
         met: the known defects of others that it has met.
         on_example: called after each, to show progress.
         fault: name of a planted fault that every function sent from now on has with it.
@@ -66,6 +71,9 @@ class GpuSession:
         self.settings = settings
         self.devices: list[Device] = []
         self.examples = 0
+        self.failing: Failed | None = None
+        self.seen: Seen | None = None
+        self.looked = 0.0
         self.met: list[Met] = []
         self.fault: str | None = None
         self.first_failure = False
@@ -207,6 +215,7 @@ class GpuSession:
             How many it has.
         """
         self.examples = 0
+        self.failing = self.seen = None
         self.met.clear()
         slots = self.leasing.begin(count, name)
         self._note_deaths()

@@ -44,7 +44,8 @@ def _up_to(least: int, most: int | None, available: int, argument: str) -> st.Se
             f"{argument}: at least {least} were asked for, but the run has {available} for this test; "
             f"--gpus={least} gives it more, and a mark of the test must not ask for less"
         )
-    return st.integers(least, available if most is None else min(most, available))
+    largest = available if most is None else min(most, available)
+    return st.integers(least, largest) | st.just(largest)  # each draw of the largest tries the most devices
 
 
 def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:

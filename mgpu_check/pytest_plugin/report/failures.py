@@ -13,9 +13,10 @@ from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.pytest_plugin.report.replay import parts_of
 from mgpu_check.pytest_plugin.session import GpuSession
 
-__all__ = ["add_output", "add_replay", "replace_traceback"]
+__all__ = ["add_output", "add_replay", "add_second_look", "replace_traceback"]
 
 _REPLAY = "repeat with"
+_SECOND_LOOK = "second look"
 _TOLD_BELOW = "Failed to reproduce exception"
 
 
@@ -45,7 +46,9 @@ def replace_traceback(
         lines += _story(part, item, report, in_parent)
     if isinstance(error, BaseExceptionGroup):
         notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(_TOLD_BELOW)]
-        lines[:0] = [error.message, *notes, *([] if len(parts) > 1 else [""])]
+        unreliable = session.seen is not None and session.seen.unreliable
+        message = session.seen.headline if session.seen is not None and unreliable else error.message
+        lines[:0] = [message, *notes, *([] if len(parts) > 1 else [""])]
     first = parts[0]
     location = _location_in_test(first, item, report)
     headline = f"{type(first).__name__}: {(str(first).splitlines() or [''])[0]}"
@@ -71,10 +74,21 @@ def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, i
 
 def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
     """End the report of a failure with the shell lines that repeat it."""
+    _add(report, _REPLAY, lines)
+
+
+def add_second_look(report: pytest.TestReport, session: GpuSession) -> None:
+    """Add to the report of a failure what a second look has shown, where there was one."""
+    lines = [] if session.seen is None else session.seen.lines()
+    if lines:
+        _add(report, _SECOND_LOOK, lines)
+
+
+def _add(report: pytest.TestReport, title: str, lines: Sequence[str]) -> None:
     if isinstance(report.longrepr, ExceptionRepr):
-        report.longrepr.addsection(_REPLAY, "\n".join(lines))
+        report.longrepr.addsection(title, "\n".join(lines))
     elif isinstance(report.longrepr, str):
-        report.longrepr = "\n".join([report.longrepr, f"{f' {_REPLAY} ':-^80}", *lines])
+        report.longrepr = "\n".join([report.longrepr, f"{f' {title} ':-^80}", *lines])
 
 
 def _printable(text: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from mgpu_check.processes.protocol import SEED
 from mgpu_check.pytest_plugin.report.replay import parts_of
+from mgpu_check.pytest_plugin.report.suspects import Seen
 from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["add_failure", "add_identity", "add_lack", "add_usage", "defects_met", "lacks_devices"]
@@ -25,6 +26,7 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
         "mgpu_check.failed_ranks",
         "mgpu_check.mistakes",
         "mgpu_check.replay",
+        "mgpu_check.second_look",
     )  # of a try before this one, where failures are tried again
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
     module = getattr(item, "module", None)
@@ -73,8 +75,12 @@ def defects_met(report: object) -> tuple[list[str], list[str]]:
     return showed, unseen
 
 
-def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str]) -> None:
-    """Record which ranks were involved in a failure, which mistakes it looks like, and what repeats it."""
+def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Seen | None) -> None:
+    """Record which ranks were involved in a failure, which mistakes it looks like, what repeats it, and what a second
+    look has shown.
+    """
+    if seen is not None and seen.headline:
+        _set(item, "second_look", seen.headline)
     mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
     if mistakes:
         _set(item, "mistakes", " ".join(mistakes))

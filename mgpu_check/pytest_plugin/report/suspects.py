@@ -1,0 +1,116 @@
+"""Say which device, or how many of them, a failure needs: from what came of the same example on other devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Seen", "Trial"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One more run of an example that has failed.
+
+    Attributes:
+        devices: indices of those that took part, in the order of ranks.
+        failed: whether it has failed again.
+        ranks: those that the failure names.
+    """
+
+    devices: tuple[int, ...]
+    failed: bool
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def blamed(self) -> frozenset[int]:
+        """The devices of the ranks that the failure names."""
+        return frozenset(self.devices[rank] for rank in self.ranks if 0 <= rank < len(self.devices))
+
+
+@dataclass
+class Seen:
+    """What a second look at an example has shown.
+
+    Attributes:
+        repeats: the example as it was, again and again.
+        elsewhere: the same on other devices, in another order, or in smaller worlds.
+        notes: what was left out, and why.
+    """
+
+    repeats: list[Trial] = field(default_factory=list)
+    elsewhere: list[Trial] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def _failing(self) -> list[Trial]:
+        return [trial for trial in (*self.repeats, *self.elsewhere) if trial.failed]
+
+    @property
+    def unreliable(self) -> bool:
+        """True if the same example fails and passes."""
+        return any(not trial.failed for trial in self.repeats)
+
+    @property
+    def headline(self) -> str:
+        """What the failure looks like, in a line; empty where nothing was seen."""
+        if not self.repeats:
+            return ""
+        part = self._part()
+        if not self.unreliable:
+            return part
+        times = f"failed {sum(trial.failed for trial in self.repeats)} of {len(self.repeats)} times"
+        return f"looks like unreliable hardware, or a race: {times}" + (f"; {part}" if part else "")
+
+    def lines(self) -> list[str]:
+        """Return all that was seen, the headline first."""
+        if not self.repeats:
+            return self.notes
+        failed = sum(trial.failed for trial in self.repeats)
+        found = [self.headline] if self.headline else []
+        found.append(f"again as it was: failed {failed} of {len(self.repeats)} times")
+        for size in sorted({len(trial.devices) for trial in self.elsewhere}):
+            trials = [trial for trial in self.elsewhere if len(trial.devices) == size]
+            wrong = [_shown(trial.devices) for trial in trials if trial.failed]
+            right = [_shown(trial.devices) for trial in trials if not trial.failed]
+            what = "on one device alone" if size == 1 else f"on {size} devices"
+            ended = [f"{verb} on {', '.join(each)}" for verb, each in (("fails", wrong), ("is right", right)) if each]
+            found.append(f"{what}: {'; '.join(ended)}")
+        return found + self.notes
+
+    def _part(self) -> str:
+        failing = self._failing
+        if not failing:
+            return ""
+        passing = [set(trial.devices) for trial in self.elsewhere if not trial.failed]
+        common = set.intersection(*(set(trial.devices) for trial in failing))
+        everything = set().union(*(trial.devices for trial in (*self.repeats, *self.elsewhere)))
+        suspects = common if self.unreliable else common - set().union(*passing)
+        alone = {trial.devices[0] for trial in failing if len(trial.devices) == 1}
+        if len(suspects) == 1 and len(everything) > 1:
+            (one,) = suspects
+            return f"looks like cuda:{one}: fails where it takes part, and nowhere else"
+        if alone == everything and len(alone) > 1:
+            return "fails on each device alone: looks like the code, or torch, and not like one device"
+        if len(common) == 2 and len(everything) > 2 and not any(common <= devices for devices in passing):
+            first, second = sorted(common)
+            return f"fails where cuda:{first} and cuda:{second} are together: looks like what is between them"
+        orders = {trial.devices for trial in failing if trial.ranks}
+        if len(orders) > 1:
+            named = [trial for trial in failing if trial.ranks]
+            devices = frozenset.intersection(*(trial.blamed for trial in named))
+            ranks = set.intersection(*(set(trial.ranks) for trial in named))
+            if len(devices) == 1 and not ranks:
+                return f"looks like cuda:{min(devices)}: what is wrong follows it, whichever rank has it"
+            if len(ranks) == 1 and not devices:
+                return (
+                    f"what is wrong stays with rank {min(ranks)}, whatever device it has: looks like the code, or torch"
+                )
+        least = min(len(trial.devices) for trial in failing)
+        if least > 1 and any(len(devices) < least for devices in passing):
+            return f"fails from {least} devices on, whichever they are: looks like the code, or torch, and not like one device"
+        return ""
+
+
+def _shown(devices: Sequence[int]) -> str:
+    return "+".join(f"cuda:{device}" for device in devices)

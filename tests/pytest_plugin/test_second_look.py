@@ -1,0 +1,90 @@
+"""A check of the packaged suite that fails looks again: which device it is, how many it needs, and how often it fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from mgpu_check.pytest_plugin.report.suspects import Seen, Trial
+
+ALWAYS = [Trial((0, 1, 2, 3), True)] * 5
+ALONE = [(device,) for device in range(4)]
+
+
+def seen(*elsewhere: Trial, repeats=ALWAYS) -> Seen:
+    return Seen(list(repeats), list(elsewhere))
+
+
+@pytest.mark.parametrize(
+    ("found", "headline"),
+    [
+        (seen(*(Trial(one, one == (2,)) for one in ALONE)), "looks like cuda:2: fails where it takes part"),
+        (seen(*(Trial(one, True) for one in ALONE)), "fails on each device alone: looks like the code"),
+        (
+            seen(*(Trial(one, False) for one in ALONE), Trial((0, 1), False), Trial((0, 1, 2), True)),
+            "fails from 3 devices on",
+        ),
+        (
+            seen(Trial((0, 3), True), Trial((1, 2), False), Trial((0, 1, 2), False), Trial((1, 2, 3), False)),
+            "fails where cuda:0 and cuda:3 are together: looks like what is between them",
+        ),
+        (
+            seen(Trial((1, 2, 3, 0), True, (1,)), repeats=[Trial((0, 1, 2, 3), True, (2,))]),
+            "looks like cuda:2: what is wrong follows it, whichever rank has it",
+        ),
+        (
+            seen(Trial((1, 2, 3, 0), True, (3,)), repeats=[Trial((0, 1, 2, 3), True, (3,))]),
+            "what is wrong stays with rank 3, whatever device it has",
+        ),
+        (seen(), ""),
+        (Seen(), ""),
+    ],
+)
+def test_the_headline_names_the_part(found, headline):
+    assert found.headline.startswith(headline)
+    assert bool(found.headline) is bool(headline)
+
+
+def test_what_fails_now_and_then_is_told_with_its_rate():
+    """A device that is right once may be at fault all the same."""
+    repeats = [Trial((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
+    found = seen(Trial((1,), True), Trial((0,), False), repeats=repeats)
+    assert found.headline == (
+        "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes part, and "
+        "nowhere else"
+    )
+    assert "on one device alone: fails on cuda:1; is right on cuda:0" in found.lines()
+
+
+def test_planted_hardware_is_named(run, pytester):
+    """In ranks and in one process; a device that always fails, and one that fails now and then."""
+    pytester.makepyfile(
+        planter="""
+        from mgpu_check.faults.hardware.registry import hardware_text, planted_from
+        from mgpu_check.pytest_plugin.stash import SESSION
+
+        FAULTS = {
+            "test_all_reduce": "collective-wrong:device=2",
+            "test_every_gpu_computes": "elementwise:device=1,every=5",
+        }
+
+        def pytest_runtest_setup(item):
+            item.config.stash[SESSION].fault = hardware_text([planted_from(FAULTS[item.name])])
+        """
+    )
+    result = run(
+        *("--gpus=3", "--simulate", "--gpu-level=quick", "-p", "planter", "--hypothesis-seed=0"),
+        *(
+            "--junitxml=out.xml",
+            "--pyargs",
+            "mgpu_check.suite",
+            "-k",
+            "(test_all_reduce and not test_all_reduce_) or test_every_gpu_computes",
+        ),
+    )
+    text = result.stdout.str()
+    assert "looks like cuda:2: what is wrong follows it, whichever rank has it" in text
+    assert "unreliable results" not in text
+    assert "looks like unreliable hardware, or a race: failed" in text
+    assert "looks like cuda:1: fails where it takes part, and nowhere else" in text
+    xml = (pytester.path / "out.xml").read_text()
+    assert 'name="mgpu_check.second_look" value="looks like cuda:2: what is wrong follows it' in xml
