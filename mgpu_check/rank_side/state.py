@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -147,9 +148,13 @@ def _destroy_extra_groups() -> None:
     if not dist.is_initialized():
         return
     world = dist.group.WORLD
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not world:
-            dist.destroy_process_group(group)
+    extra = [group for group in dist.distributed_c10d._world.pg_map if group is not world]
+    for group in extra:
+        dist.destroy_process_group(group)
+    tensor = sys.modules.get("torch.distributed.tensor")
+    if extra and tensor is not None:
+        # DTensor keeps, by meshes that are equal, what it has found out: with the mesh whose groups are gone now.
+        tensor.debug._clear_sharding_prop_cache()
 
 
 class Steps:

@@ -361,6 +361,17 @@ def test_no_test_poisons_the_next(run, pytester):
         def test_destroyed_group(rank):
             dist.destroy_process_group()
 
+        # DTensor keeps what it has found out of a mesh, with its groups, for meshes that are equal.
+        @pytest.mark.ranks(4)
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_meshes(rank, number):
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+            mesh = init_device_mesh("cuda", (2, 2))
+            x = distribute_tensor(torch.ones(2, 3).cuda(), mesh, [Replicate(), Shard(0)])
+            assert (x + x).full_tensor().sum() == 12
+
         @pytest.mark.ranks(2)
         def test_clean(rank):
             assert torch.get_default_dtype() is torch.float32
@@ -378,7 +389,7 @@ def test_no_test_poisons_the_next(run, pytester):
         """
     )
     result = run(*GPUS)
-    result.assert_outcomes(passed=4)
+    result.assert_outcomes(passed=6)
     result.stdout.fnmatch_lines(
         [
             "mgpu-check: test_*::test_thread left behind threads that still run: left-behind; its ranks were replaced",
