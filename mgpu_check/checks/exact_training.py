@@ -38,11 +38,14 @@ def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def one_device(training: ExactTraining, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+def one_device(
+    training: ExactTraining, model: nn.Module | None = None, *, scale: float = 1.0
+) -> dict[str, torch.Tensor]:
     """Train on the CPU in float64; return outputs, gradients and parameters after each step.
 
     Args:
         model: what to train instead of the model of `training`; it is changed.
+        scale: by which the loss is multiplied; a power of two.
     """
     model = (training.model() if model is None else model).double()
     optimizer = sgd(training, model)
@@ -50,7 +53,7 @@ def one_device(training: ExactTraining, model: nn.Module | None = None) -> dict[
     for step, (inputs, factors) in enumerate(training.batches(), 1):
         optimizer.zero_grad()
         outputs = model(inputs.double())
-        weighted(outputs, factors.double()).backward()
+        (weighted(outputs, factors.double()) * scale).backward()
         optimizer.step()
         found[f"step {step}: outputs"] = copied(outputs)
         found |= seen(model, step)

@@ -20,6 +20,7 @@ PROPERTIES = (
     "gradients",
     "mismatch",
     "parallelism",
+    "sharded",
     "devices",
     "distributed",
     "data_parallel",

@@ -24,7 +24,7 @@ class ExactTraining:
         widths: of the inputs, of the hidden layers, of the outputs.
         batch: samples in the global batch of a step.
         steps: 1 or 2.
-        fine: by how much each parameter is off a whole number: what lower precision drops.
+        fine: by how much each parameter but 0 is off a whole number: what lower precision drops.
 
     Raises:
         ValueError: there are more steps than stay exact, or no layer.
@@ -62,7 +62,8 @@ class ExactTraining:
             for layer in layers:
                 signs = torch.randint(0, 2, layer.weight.shape, generator=generator)
                 layer.weight.copy_(2.0 * signs - 1 + self.fine)
-                layer.bias.copy_(torch.randint(-1, 2, layer.bias.shape, generator=generator) + self.fine)
+                bias = torch.randint(-1, 2, layer.bias.shape, generator=generator)
+                layer.bias.copy_(bias + self.fine * (bias != 0))
         return layers
 
     def model(self) -> nn.Sequential:

@@ -1,0 +1,1 @@
+"""What is divided among ranks by torch itself: DTensors, parameters, optimizers, statistics, checkpoints."""

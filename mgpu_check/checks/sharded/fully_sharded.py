@@ -1,0 +1,243 @@
+"""FSDP2: models whose parameters `fully_shard` divides among ranks, against one device: to the bit, on exact data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from mgpu_check.checks.exact_training import assert_same, one_device, sgd, weighted
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.sharded.meshes import near_square
+from mgpu_check.errors import ShardError
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes import training as recipe
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = [
+    "assert_clipping_agrees",
+    "assert_fully_sharded_agrees",
+    "assert_mixed_precision_agrees",
+    "scale_of",
+    "sharded",
+    "whole",
+]
+
+
+def sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh | None = None, **options: Any) -> nn.Sequential:
+    """Return the model of a training on the device of `rank`, each linear layer and the whole under `fully_shard`.
+
+    Gradients are averaged where the world size is a power of two, so that no quotient rounds, and added up elsewhere.
+    """
+    model = training.model().to(rank.device)
+    mesh = init_device_mesh("cuda", (rank.size,)) if mesh is None else mesh
+    for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+        fully_shard(layer, mesh=mesh, **options)
+    if scale_of(rank.size) == 1.0:
+        _add_up(model)
+    return model
+
+
+def _add_up(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, FSDPModule):
+            layer.set_gradient_divide_factor(1.0)
+            layer.set_force_sum_reduction_for_comms(True)
+
+
+def scale_of(ranks: int) -> float:
+    """Return by what the sum of the gradients of all ranks is multiplied: see `sharded`."""
+    return 1.0 if ranks & (ranks - 1) else 1.0 / ranks
+
+
+def whole(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """Gather gradients and parameters of all ranks, by the names that `exact_training.seen` gives. A collective."""
+    found = {}
+    for name, value in model.named_parameters():
+        assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
+        gradient = value.grad
+        assert isinstance(gradient, DTensor), "the loss depends on each parameter"
+        found[f"step {step}: gradient of {name}"] = copied(gradient.full_tensor())
+        found[f"step {step}: {name}"] = copied(value.full_tensor())
+    return found
+
+
+def _parts(training: ExactTraining, rank: Rank) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for inputs, factors in training.batches():
+        x, y = (recipe.split(value, rank.size)[rank.index] for value in (inputs, factors))
+        yield x.to(rank.device), y.to(rank.device)
+
+
+def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensions: int) -> None:
+    """Assert that a model under `fully_shard` trains as one device does, over a mesh of one dimension, or two (HSDP). A
+    collective.
+
+    Parameters are freed after the forward pass, and kept until the backward one; gradients are accumulated over two
+    micro-batches in the first step, and only then reduced. Each rank must hold its chunk of the first dimension, before and
+    after each step, and no more.
+
+    Raises:
+        GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
+        ShardError: this rank holds other parts of the parameters than it should.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training, scale=scale_of(rank.size))
+    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
+    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
+    shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    seen: list[tuple[str, dict[str, torch.Tensor], str]] = []
+    for freed in (True, False):
+        model = sharded(training, rank, mesh, reshard_after_forward=freed)
+        optimizer = sgd(training, model)
+        got: dict[str, torch.Tensor] = {}
+        wrong = _wrong_chunks(model, mesh, rank)
+        with full_precision():
+            for step, (x, y) in enumerate(_parts(training, rank), 1):
+                optimizer.zero_grad()
+                outputs = []
+                # Ranks that have no samples left take part with none.
+                windows = [slice(None)] if step > 1 else [slice(0, len(x) // 2), slice(len(x) // 2, None)]
+                for number, window in enumerate(windows, 1):
+                    assert isinstance(model, FSDPModule)
+                    model.set_requires_gradient_sync(number == len(windows))
+                    outputs.append(model(x[window]))
+                    weighted(outputs[-1], y[window]).backward()
+                optimizer.step()
+                wrong = wrong or _wrong_chunks(model, mesh, rank)
+                got |= whole(model, step) | {f"step {step}: outputs": copied(torch.cat(outputs))}
+        what = f"fully_shard over {tuple(mesh.shape)}, resharding {'on' if freed else 'off'}, on {rank.device}"
+        seen.append((what, got, wrong))
+    # What is wrong is said in the end, when no other rank waits for this one any more.
+    for what, got, wrong in seen:
+        if wrong:
+            raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
+        assert_same(got, wanted, what, rank.index)
+
+
+def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, rank: Rank) -> str:
+    """Say which part of a parameter this rank holds is not its chunk; "" if all are."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "all ranks are in the mesh"
+    for name, value in model.named_parameters():
+        assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
+        size = -(-value.shape[0] // mesh.size(-1))
+        wanted = (max(0, min(size, value.shape[0] - size * coordinate[-1])), *value.shape[1:])
+        local = value.to_local()
+        if local.shape != wanted:
+            return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
+        if local.device != rank.device:
+            return f"the part of {name} is on {local.device}"
+    return ""
+
+
+def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that a mixed precision policy computes in the low precision, reduces in the one that it names, and keeps
+    parameters in float32. A collective.
+
+    Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
+    in the parameters, shows. All whole numbers on the way are small enough for bfloat16.
+
+    Raises:
+        GradientMismatch: outputs, gradients or parameters differ, or have another dtype.
+    """
+    __tracebackhide__ = True
+    for low, reduced in (
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+    ):
+        what = f"fully_shard, {low} reduced in {reduced}, on {rank.device}"
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
+        model = sharded(training, rank, mp_policy=policy)
+        _add_up(model)
+        optimizer = sgd(training, model)
+        single = training.model()
+        kept = {name: value.detach().clone() for name, value in single.named_parameters()}
+        with torch.no_grad():
+            for value in single.parameters():
+                value.copy_(value.to(low))
+        (x, y), (inputs, factors) = next(_parts(training, rank)), training.batches()[0]
+        # The gradients of rank 0 are so much larger that only what reduces in float32 can add the others to them.
+        if reduced == torch.float32:
+            factors[: len(recipe.split(factors, rank.size)[0])] *= 64
+            y = y * 64 if rank.index == 0 else y
+        with full_precision():
+            outputs = model(x)
+            weighted(outputs, y).backward()
+            optimizer.step()
+            got = whole(model, 1)
+        got["outputs"] = copied(outputs)
+        dtypes = {value.dtype for value in got.values()}
+        if dtypes != {torch.float32}:
+            raise ShardError(
+                f"{what}: outputs, gradients and parameters are {dtypes}, expected float32", ranks=[rank.index]
+            )
+        single.double()
+        made = single(inputs.double())
+        weighted(made, factors.double()).backward()
+        expected = {"outputs": copied(recipe.split(made, rank.size)[rank.index])}
+        for name, value in single.named_parameters():
+            assert value.grad is not None
+            expected[f"step 1: gradient of {name}"] = copied(value.grad)
+            expected[f"step 1: {name}"] = kept[name].double() - training.rate * copied(value.grad)
+        assert_same(got, expected, what, rank.index)
+
+
+def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that clipping a model under `fully_shard` takes the norm of all gradients, not of this rank's parts. A
+    collective.
+
+    By the 1-norm, the 2-norm and the largest element, and by value. The largest is not asked for where a rank has no part of
+    some parameter.
+
+    Raises:
+        GradientMismatch: the norm, or a clipped gradient, differs by more than rounding.
+    """
+    __tracebackhide__ = True
+    exact = one_device(training, scale=scale_of(rank.size))
+    (x, y) = next(_parts(training, rank))
+    model = sharded(training, rank)
+    with full_precision():
+        weighted(model(x), y).backward()
+    raw = {name: _grad(value).to_local().clone() for name, value in model.named_parameters()}
+    gradients = {name: exact[f"step 1: gradient of {name}"].double() for name in raw}
+    every = torch.cat([value.flatten() for value in gradients.values()])
+    got: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    # Torch refuses the maximum of a part without elements, on the rank that has it: pytorch#173238.
+    empty = any(-(-len(value) // rank.size) * (rank.size - 1) >= len(value) for value in gradients.values())
+    for kind in (1.0, 2.0) if empty else (1.0, 2.0, float("inf")):
+        norm = torch.linalg.vector_norm(every, kind)
+        most = float(norm) / 3
+        total = nn.utils.clip_grad_norm_(model.parameters(), most, norm_type=kind)
+        got[f"{kind:g}-norm"] = copied(total.full_tensor() if isinstance(total, DTensor) else total)
+        expected[f"{kind:g}-norm"] = norm
+        for name, value in model.named_parameters():
+            got[f"{name}, clipped by its {kind:g}-norm"] = copied(_grad(value).full_tensor())
+            expected[f"{name}, clipped by its {kind:g}-norm"] = gradients[name] * min(1.0, most / (float(norm) + 1e-6))
+        _put_back(model, raw)
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    for name, value in model.named_parameters():
+        got[f"{name}, clipped by value"] = copied(_grad(value).full_tensor())
+        expected[f"{name}, clipped by value"] = gradients[name].clamp(-1.0, 1.0)
+    # The squares of m terms, their sums over tensors and ranks, a root and a quotient round m + 8 times, by 2^-24 each.
+    tolerance = {name: (every.numel() + 8) * 2.0**-24 * value.abs() for name, value in expected.items()}
+    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=f"clipping on {rank.device}")
+
+
+def _grad(value: torch.Tensor) -> DTensor:
+    assert isinstance(value.grad, DTensor), "the loss depends on each parameter, which is sharded"
+    return value.grad
+
+
+def _put_back(model: nn.Module, raw: Mapping[str, torch.Tensor]) -> None:
+    for name, value in model.named_parameters():
+        _grad(value).to_local().copy_(raw[name])

@@ -1,0 +1,89 @@
+"""Device meshes: each rank knows its place, and each dimension has the groups of the ranks that differ in it only."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["assert_meshes_agree", "near_square"]
+
+_NAMES = ("pp", "dp", "tp")
+
+
+def near_square(ranks: int) -> tuple[int, int]:
+    """Return the sides, the smaller one first, of the mesh of so many ranks that is closest to a square."""
+    side = max(side for side in range(1, ranks + 1) if ranks % side == 0 and side * side <= ranks)
+    return side, ranks // side
+
+
+def assert_meshes_agree(rank: Rank) -> None:
+    """Assert that meshes of one to three dimensions, ranks in order and not, have the coordinates and groups that they
+    must. A collective.
+
+    In the group of each dimension the ranks are added up, and put in order. A mesh of all ranks but the last has no place
+    for that one.
+
+    Raises:
+        ReplicaMismatch: this rank has another place, or another group; names mesh, dimension and ranks.
+    """
+    __tracebackhide__ = True
+    rows, columns = near_square(rank.size)
+    everybody = torch.arange(rank.size)
+    shapes: list[tuple[int, ...]] = [(rank.size,), (rows, columns)]
+    if columns % 2 == 0 and columns > 2:
+        shapes.append((rows, columns // 2, 2))
+    found = []
+    for shape in shapes:
+        names = _NAMES[-len(shape) :]
+        found.append(_wrong(rank, init_device_mesh("cuda", shape, mesh_dim_names=names), everybody.reshape(shape)))
+    turned = everybody.flip(0).reshape(columns, rows).T.contiguous()
+    found.append(_wrong(rank, DeviceMesh("cuda", turned, mesh_dim_names=("dp", "tp")), turned))
+    if rank.size > 1:
+        part = DeviceMesh("cuda", everybody[:-1], mesh_dim_names=("dp",))
+        outside = rank.index == rank.size - 1
+        if outside and part.get_coordinate() is not None:
+            found.append(f"a mesh without rank {rank.index} has it at {part.get_coordinate()}")
+        if not outside:
+            found.append(_wrong(rank, part, everybody[:-1]))
+    texts = [text for text in found if text]
+    if texts:
+        raise ReplicaMismatch(f"device mesh, rank {rank.index}: {texts[0]}", ranks=[rank.index])
+
+
+def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> str:
+    """Say what of a mesh is not as it must be; "" if all is well."""
+    texts = []
+    kind = f"{tuple(ranks.shape)} of ranks {ranks.flatten().tolist()}"
+    place = [int(position) for position in (ranks == rank.index).nonzero()[0]]
+    coordinate = mesh.get_coordinate()
+    if coordinate is None or list(coordinate) != place:
+        texts.append(f"{kind} has this rank at {coordinate}, expected {place}")
+    for dim in range(ranks.dim()):
+        line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(place))].tolist()
+        name = (mesh.mesh_dim_names or ())[dim]
+        group = mesh.get_group(name)
+        members = dist.get_process_group_ranks(group)
+        # The order of a group is that of the mesh for collectives that put things in order.
+        held = torch.tensor([rank.index], device=rank.device)
+        gathered = [torch.empty_like(held) for _ in members]
+        dist.all_gather(gathered, held, group=group)
+        dist.all_reduce(held, group=group)
+        if sorted(members) != sorted(line):
+            texts.append(f"{kind}, dimension {name!r}: the group has ranks {members}, expected {line}")
+        elif [int(one) for one in gathered] != members:
+            texts.append(f"{kind}, dimension {name!r}: all_gather gives ranks {[int(one) for one in gathered]}")
+        elif int(held) != sum(line):
+            texts.append(f"{kind}, dimension {name!r}: the sum of the ranks {line} is {int(held)}")
+        # Of ranks that are not in order it is the number in the group, which has them in order.
+        if line == members and mesh.get_local_rank(name) != place[dim]:
+            texts.append(f"{kind}, dimension {name!r}: local rank {mesh.get_local_rank(name)}, expected {place[dim]}")
+        if mesh.size(dim) != len(line):
+            texts.append(f"{kind}, dimension {name!r}: size {mesh.size(dim)}, expected {len(line)}")
+        part = mesh[name].mesh.tolist() if ranks.dim() > 1 else line
+        if part != line:
+            texts.append(f"{kind}[{name!r}] has ranks {part}, expected {line}")
+    return texts[0] if texts else ""

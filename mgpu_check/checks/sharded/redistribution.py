@@ -1,0 +1,226 @@
+"""Redistribution of DTensors: each rank holds its part of the whole afterwards, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+
+from mgpu_check.checks.bits import first_difference, same_bits
+from mgpu_check.checks.sharded.meshes import near_square
+from mgpu_check.errors import ShardError
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import plain
+
+__all__ = ["assert_gradients_are_redistributed", "assert_redistribution_agrees", "part_of"]
+
+_MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
+_REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
+_FLOATS = ("float32", "float64")
+_WHOLE = (Shard(0), Shard(1), Replicate())
+
+
+@dataclass(frozen=True)
+class _Case:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} from {_text(self.source)} to {_text(self.target)}"
+
+
+def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
+    """Assert that DTensors, redistributed in many ways over a mesh of one or two dimensions, hold what they must. A
+    collective.
+
+    Every pair of placements in one dimension; in two, those that cross. Sizes that are even, uneven, less than the
+    number of ranks, and above 64 Ki elements; dtypes go round with `seed`. What is partial adds up exactly.
+
+    Raises:
+        ShardError: this rank's part has another shape, or other bits; names placements, dtype, size and element.
+    """
+    __tracebackhide__ = True
+    shape = (rank.size,) if dimensions == 1 else near_square(rank.size)
+    mesh = init_device_mesh("cuda", shape)
+    found = []
+    for number, case in enumerate(_cases(rank.size, seed, dimensions)):
+        whole = _whole(case, seed + number)
+        held = _placed(whole, case, mesh).redistribute(mesh, case.target)
+        found.append(_wrong(held, part_of(whole, case.target, mesh), case))
+        if number % 8 == 0:
+            found.append(_wrong_whole(held.full_tensor(), whole, case))
+    if dimensions == 1:
+        found += list(_distributed(rank, mesh, seed))
+    texts = [text for text in found if text]
+    if texts:
+        more = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
+        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}{more}", ranks=[rank.index])
+
+
+def _cases(ranks: int, seed: int, dimensions: int) -> list[_Case]:
+    shapes = [(2 * ranks + 1, ranks + 2), (2 * ranks, 3 * ranks), (max(1, ranks - 1), 5), (5, ranks, 3)]
+    partial = [Partial("sum"), Partial("max"), Partial("min")]
+    # NCCL multiplies by 1/n before it adds up, which rounds unless n is a power of two.
+    if ranks & (ranks - 1) == 0:
+        partial.append(Partial("avg"))
+    pairs: list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]
+    if dimensions == 1:
+        pairs = [((source,), (target,)) for source in (*_WHOLE, *partial) for target in _WHOLE]
+    else:
+        pairs = [
+            ((Shard(0), Shard(0)), (Replicate(), Replicate())),
+            ((Replicate(), Replicate()), (Shard(0), Shard(0))),
+            ((Shard(0), Shard(1)), (Shard(1), Shard(0))),
+            ((Shard(0), Shard(0)), (Shard(0), Shard(1))),
+            ((Shard(1), Shard(0)), (Replicate(), Shard(0))),
+            ((Replicate(), Shard(0)), (Shard(0), Replicate())),
+            ((Shard(0), Replicate()), (Shard(0), Shard(0))),
+            ((Partial("sum"), Partial("sum")), (Replicate(), Replicate())),
+            ((Partial("sum"), Partial("sum")), (Shard(0), Shard(0))),
+            ((Partial("sum"), Shard(0)), (Shard(0), Shard(1))),
+            ((Shard(1), Partial("sum")), (Shard(1), Shard(0))),
+            ((Partial("max"), Replicate()), (Shard(1), Shard(0))),
+            ((Replicate(), Partial("min")), (Replicate(), Shard(1))),
+        ]
+    made = []
+    for number, (source, target) in enumerate(pairs):
+        names: tuple[str, ...] = _REDUCED if any(isinstance(one, Partial) for one in source) else _MOVED
+        if Partial("avg") in source:
+            names = _FLOATS
+        dtype = getattr(torch, names[(seed + number) % len(names)])
+        made.append(_Case(shapes[(seed + number) % len(shapes)], dtype, source, target))
+        if number % 5 == 0:  # each pair with an uneven shape in some example, and always some of them
+            made.append(_Case(shapes[0], torch.float32, source, target))
+    first = (Replicate(),) * (dimensions - 1)
+    large = (4 * ranks + 1, 65_537 // (4 * ranks) + 3)
+    for one, other in ((Shard(0), Replicate()), (Partial("sum"), Shard(0)), (Shard(0), Shard(1))):
+        made.append(_Case(large, torch.float32, (*first, one), (*first, other)))
+    return made
+
+
+def _whole(case: _Case, seed: int) -> torch.Tensor:
+    """Make whole numbers that are small enough for each dtype, and differ from their neighbours."""
+    index = torch.arange(torch.Size(case.shape).numel()).reshape(case.shape)
+    values = (index * 7 + seed) % 97 + 1
+    if case.dtype.is_complex:
+        return torch.complex(values.double(), -(values % 13).double()).to(case.dtype)
+    return (values % 2 == 0) if case.dtype == torch.bool else values.to(case.dtype)
+
+
+def part_of(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> torch.Tensor:
+    """Return what this rank must hold: for each dimension of the mesh, in order, its chunk of what is left."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
+        if isinstance(placement, Shard):
+            size = -(-whole.shape[placement.dim] // mesh.size(dim))
+            whole = whole.narrow(
+                placement.dim,
+                min(size * place, whole.shape[placement.dim]),
+                max(0, min(size, whole.shape[placement.dim] - size * place)),
+            )
+    return whole
+
+
+def _placed(whole: torch.Tensor, case: _Case, mesh: DeviceMesh) -> DTensor:
+    """Make a DTensor from what each rank has by itself, without any collective."""
+    part = part_of(whole, case.source, mesh).clone()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is in the mesh"
+    for dim, (placement, place) in enumerate(zip(case.source, coordinate, strict=True)):
+        if not isinstance(placement, Partial):
+            continue
+        size = mesh.size(dim)
+        if placement.reduce_op == "sum":
+            # Parts that differ between ranks; the last has what is left.
+            part = part - sum(range(1, size)) if place == size - 1 else torch.full_like(part, place + 1)
+        elif placement.reduce_op == "avg":
+            part = part * size - sum(range(size - 1)) if place == size - 1 else torch.full_like(part, place)
+        else:
+            # In each element one rank holds the extreme; the others are off by their distance.
+            holder = torch.arange(part.numel()).reshape(part.shape) % size
+            off = (holder != place) * (1 + place)
+            part = part - off.to(part.dtype) if placement.reduce_op == "max" else part + off.to(part.dtype)
+    device = torch.device(mesh.device_type, torch.cuda.current_device())
+    return DTensor.from_local(
+        part.to(device), mesh, case.source, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
+    """Give out what rank 0 has; the other ranks hold something else."""
+    for number, target in enumerate(_WHOLE):
+        case = _Case((2 * rank.size + 1, rank.size + 1), torch.float32, (Replicate(),), (target,))
+        whole = _whole(case, seed + number)
+        held = distribute_tensor((whole + rank.index).to(rank.device), mesh, [target])
+        text = _wrong(held, part_of(whole, [target], mesh), case)
+        yield f"distribute_tensor: {text}" if text else ""
+
+
+def _wrong(held: DTensor, expected: torch.Tensor, case: _Case) -> str:
+    if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
+        return f"{case} is {_text(held.placements)} of {tuple(held.shape)}"
+    return _compared(held.to_local(), expected, f"{case}, own part")
+
+
+def _wrong_whole(whole: torch.Tensor, expected: torch.Tensor, case: _Case) -> str:
+    return _compared(whole, expected, f"{case}, full_tensor")
+
+
+def _compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
+    here = plain(got)
+    if same_bits(expected.contiguous(), here):
+        return ""
+    if here.shape != expected.shape or here.dtype != expected.dtype:
+        return f"{what} is {here.dtype}{list(here.shape)}, expected {expected.dtype}{list(expected.shape)}"
+    at = first_difference(expected, here)
+    count = int((here != expected).sum())
+    values = f"got {here[at].item()}, expected {expected[at].item()}"
+    return f"{what}: {count} of {here.numel()} elements differ, the first at {list(at)}: {values}"
+
+
+def _text(placements: Sequence[Placement]) -> str:
+    return f"({', '.join(str(placement) for placement in placements)})"
+
+
+def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
+    """Assert that gradients go back through redistribution: what was gathered is reduced and scattered, what was cut is
+    gathered, and what was summed is copied. A collective.
+
+    Raises:
+        ShardError: this rank's part of a gradient is wrong.
+    """
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    found = []
+    for number, rows in enumerate((2 * rank.size + 1, 2 * rank.size, max(1, rank.size - 1))):
+        shape = (rows, 5)
+        factors = [
+            _whole(_Case(shape, torch.float32, (), ()), seed + number + 11 * other) % 8 for other in range(rank.size)
+        ]
+        total, own = torch.stack(factors).sum(0), factors[rank.index]
+        for source, target, given, back in (
+            (Shard(0), Replicate(), Partial(), total),
+            (Shard(1), Replicate(), Partial(), total),
+            (Replicate(), Shard(0), None, factors[0]),
+            (Shard(0), Shard(1), None, factors[0]),
+        ):
+            case = _Case(shape, torch.float32, (source,), (target,))
+            whole = _whole(case, seed)
+            leaf = part_of(whole, [source], mesh).to(rank.device, copy=True).requires_grad_()
+            tensor = DTensor.from_local(leaf, mesh, [source], run_check=False, shape=whole.shape, stride=whole.stride())
+            moved = tensor.redistribute(mesh, [target])
+            local = moved.to_local() if given is None else moved.to_local(grad_placements=[given])
+            factor = own if given is not None else part_of(factors[0], [target], mesh)
+            (local * factor.to(rank.device)).sum().backward()
+            assert leaf.grad is not None
+            found.append(_compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
+    texts = [text for text in found if text]
+    if texts:
+        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}", ranks=[rank.index])

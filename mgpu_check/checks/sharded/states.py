@@ -1,0 +1,180 @@
+"""State dicts and checkpoints of what is divided among ranks: whole again, to the bit, at the same and other world sizes."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from mgpu_check.checks.bits import same_bits
+from mgpu_check.checks.exact_training import assert_same, one_device, sgd, weighted
+from mgpu_check.checks.sharded.fully_sharded import sharded, whole
+from mgpu_check.checks.sharded.meshes import near_square
+from mgpu_check.checks.sharded.redistribution import part_of
+from mgpu_check.errors import ShardError
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes import training as recipe
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied, plain
+
+__all__ = ["assert_checkpoint_continues", "assert_state_dict_agrees", "saved_checkpoint"]
+
+_NUMBER = 12_345
+
+
+def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
+    """Take a step by the sum of the gradients, whatever the model divides them by."""
+    inputs, factors = training.batches()[number - 1]
+    x, y = (recipe.split(value, rank.size)[rank.index].to(rank.device) for value in (inputs, factors))
+    times = 1 if rank.size & (rank.size - 1) else rank.size
+    optimizer.zero_grad()
+    with full_precision():
+        (weighted(model(x), y) * times).backward()
+    optimizer.step()
+
+
+def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that the full state dicts of a sharded model and its optimizer are those of one device, and that a model goes
+    on when rank 0 gives them out again. A collective.
+
+    Raises:
+        GradientMismatch: parameters or momentum of the state differ, or what comes of the second step.
+    """
+    __tracebackhide__ = True
+    what = f"full state dict on {rank.device}"
+    model = sharded(training, rank)
+    optimizer = sgd(training, model)
+    _step(training, 1, model, optimizer, rank)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    expected = one_device(training)
+    if rank.index == 0:
+        got = {f"step 1: {name}": copied(value) for name, value in state.items()}
+        if training.momentum:
+            got |= {
+                f"step 1: gradient of {name}": copied(entry["momentum_buffer"])
+                for name, entry in moments["state"].items()
+            }
+        wanted = {name: value for name, value in expected.items() if name in got or training.momentum}
+        wanted = {
+            name: value for name, value in wanted.items() if name.startswith("step 1: ") and "outputs" not in name
+        }
+        # The momentum of the first step is its gradient.
+        assert_same(got, wanted, what, rank.index)
+    other = ExactTraining(training.widths, training.batch, training.steps, training.momentum, training.seed + 1)
+    fresh = sharded(other, rank)
+    again = sgd(training, fresh)
+    given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
+    set_optimizer_state_dict(fresh, again, moments if rank.index == 0 else {}, options=given)
+    _step(training, 2, fresh, again, rank)
+    got = whole(fresh, 2)
+    assert_same(got, {name: expected[name] for name in got}, f"{what}, set again, then one step", rank.index)
+
+
+def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
+    """Train for a step, save model and optimizer by `torch.distributed.checkpoint`; return the directory. A collective.
+
+    Beside them are DTensors of uneven parts in several dtypes, one of them over a mesh of two dimensions and one above 64 Ki
+    elements, a tensor that all ranks hold, a number and a text.
+    """
+    box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
+    dist.broadcast_object_list(box, src=0, device=rank.device)
+    model = sharded(training, rank)
+    optimizer = sgd(training, model)
+    _step(training, 1, model, optimizer, rank)
+    try:
+        parameters, moments = get_state_dict(model, optimizer)
+        state_dict_saver.save({"model": parameters, "optimizer": moments, **_others(rank, 1)}, checkpoint_id=box[0])
+    except BaseException:
+        shutil.rmtree(box[0], ignore_errors=True)
+        raise
+    return str(box[0])
+
+
+def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
+    """Assert that what `saved_checkpoint` has left is whole at this world size, and that training goes on from it as on one
+    device. A collective.
+
+    Args:
+        training: as it was saved.
+        directory: removed in the end.
+        saved_by: the number of ranks that have saved it, for the message.
+
+    Raises:
+        GradientMismatch: parameters, or the step after, differ from those of one device.
+        ShardError: something else that was saved has another value.
+    """
+    __tracebackhide__ = True
+    what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
+    other = ExactTraining(training.widths, training.batch, training.steps, training.momentum, training.seed + 1)
+    model = sharded(other, rank)
+    optimizer = sgd(training, model)
+    try:
+        parameters, moments = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": parameters, "optimizer": moments, **_others(rank, 0)}
+        state_dict_loader.load(state, checkpoint_id=directory)
+        dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
+    finally:
+        if rank.index == 0:
+            shutil.rmtree(Path(directory), ignore_errors=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    expected = one_device(training)
+    loaded = {}
+    for name, value in model.named_parameters():
+        assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
+        loaded[f"step 1: {name}"] = copied(value.full_tensor())
+    assert_same(loaded, {name: expected[name] for name in loaded}, what, rank.index)
+    for name, wanted in _others(rank, 1).items():
+        got = state[name]
+        if isinstance(wanted, torch.Tensor):
+            own, should = (plain(one.to_local() if isinstance(one, DTensor) else one) for one in (got, wanted))
+            wrong = not same_bits(should, own)
+            got, wanted = f"{own.flatten()[:4].tolist()}…", f"{should.flatten()[:4].tolist()}…"
+        else:
+            wrong = got != wanted
+        if wrong:
+            raise ShardError(f"{what}, rank {rank.index}: {name} is {got}, {wanted} was saved", ranks=[rank.index])
+    _step(training, 2, model, optimizer, rank)
+    stepped = whole(model, 2)
+    assert_same(stepped, {name: expected[name] for name in stepped}, f"{what}, then one step", rank.index)
+
+
+def _others(rank: Rank, factor: int) -> dict[str, Any]:
+    """Make what is saved beside the model; times 0 it is what is loaded into."""
+    line = init_device_mesh("cuda", (rank.size,))
+    plane = init_device_mesh("cuda", near_square(rank.size))
+    made: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}
+    made["held by all"] = (torch.arange(7.0) * factor).to(rank.device)
+    for name, shape, dtype, mesh, placements in (
+        ("int64 by rows", (11, 3), torch.int64, line, [Shard(0)]),
+        ("bfloat16 by columns", (3, 13), torch.bfloat16, line, [Shard(1)]),
+        ("float32 by both", (7, 9), torch.float32, plane, [Shard(0), Shard(1)]),
+        ("float64 on all", (5, 2), torch.float64, line, [Replicate()]),
+        ("uint8, large, by rows", (257, 256), torch.uint8, line, [Shard(0)]),
+    ):
+        values = ((torch.arange(torch.Size(shape).numel()).reshape(shape) * 5 + 1) % 113 * factor).to(dtype)
+        local = part_of(values, placements, mesh).to(rank.device, copy=True)
+        made[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=values.shape, stride=values.stride()
+        )
+    return made

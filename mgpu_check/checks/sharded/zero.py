@@ -1,0 +1,126 @@
+"""ZeroRedundancyOptimizer: each rank keeps the state of some parameters, and all have those of one optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, assert_same, one_device, seen, weighted
+from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.errors import ReplicaMismatch
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["assert_zero_agrees", "assert_zero_state_agrees"]
+
+
+def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that all ranks have, after each step, the parameters of one device; as tensors and as views of buckets. A
+    collective.
+
+    Raises:
+        GradientMismatch: this rank has other parameters.
+        ReplicaMismatch: the states of the ranks together are not those of all parameters, each once.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    for view in (False, True):
+        model = training.model().to(rank.device)
+        optimizer = ZeroRedundancyOptimizer(
+            model.parameters(),
+            torch.optim.SGD,
+            parameters_as_bucket_view=view,
+            lr=training.rate,
+            momentum=training.momentum,
+        )
+        got: dict[str, torch.Tensor] = {}
+        with full_precision():
+            for step, (inputs, factors) in enumerate(training.batches(), 1):
+                optimizer.zero_grad()
+                # Gradients are those of all samples on each rank, as DDP leaves them.
+                weighted(model(inputs.to(rank.device)), factors.to(rank.device)).backward()
+                optimizer.step()
+                got |= seen(model, step)
+        what = f"ZeroRedundancyOptimizer, buckets {'on' if view else 'off'}, on {rank.device}"
+        assert_same(got, {name: expected[name] for name in got}, what, rank.index)
+
+
+def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that the state which the ranks of AdamW keep is that of one optimizer, divided; put together on the last rank,
+    and loaded again, it goes on as one. A collective.
+
+    Two groups of parameters have different rates.
+
+    Raises:
+        GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.
+        ReplicaMismatch: the states of the ranks together are not those of all parameters, each once.
+    """
+    __tracebackhide__ = True
+    model = _with_gradients(training, rank.device)
+    optimizer = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=ADAM_RATE)
+    optimizer.step()
+    kept = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
+    total = torch.tensor([kept], device=rank.device)
+    dist.all_reduce(total)
+    last = rank.size - 1
+    optimizer.consolidate_state_dict(to=last)
+    torch.cuda.synchronize()  # it copies to the host without waiting
+    box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
+    dist.broadcast_object_list(box, src=last, device=rank.device)
+    got = _named(box[0]["state"])  # before it is loaded, which drops what other ranks keep
+    again = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=1.0)
+    again.load_state_dict(box[0])
+    again.step()
+
+    single = _with_gradients(training, torch.device("cpu"))
+    reference = torch.optim.AdamW(_groups(single), lr=ADAM_RATE)
+    reference.step()
+    expected = _named(reference.state_dict()["state"])
+    reference.step()
+    expected |= {name: copied(value) for name, value in single.named_parameters()}
+    got |= {name: copied(value) for name, value in model.named_parameters()}
+    what = f"ZeroRedundancyOptimizer with AdamW, on {rank.device}"
+    wanted = sum(value.numel() for value in single.parameters())
+    if int(total) != wanted:
+        raise ReplicaMismatch(
+            f"{what}: ranks keep the state of {int(total)} elements together, of {wanted} parameters; each is to be kept once"
+        )
+    tolerance = adam_tolerance(expected, ADAM_RATE)
+    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+
+
+def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:
+    model = training.model().to(device)
+    inputs, factors = training.batches()[0]
+    with full_precision():
+        weighted(model(inputs.to(device)), factors.to(device)).backward()
+    return model
+
+
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
+    weights = [value for name, value in model.named_parameters() if not name.endswith("bias")]
+    return [{"params": weights}, {"params": biases, "lr": ADAM_RATE / 4, "weight_decay": 0.25}]
+
+
+def _on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy a state to the host, because tensors of a device belong to their process."""
+    moved = {
+        key: {name: copied(value) if isinstance(value, torch.Tensor) else value for name, value in entry.items()}
+        for key, entry in state["state"].items()
+    }
+    return {**state, "state": moved}
+
+
+def _named(state: dict[int, dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return {
+        f"{key} of parameter {index}": copied(entry[key])
+        for index, entry in state.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }

@@ -1,0 +1,7 @@
+"""Planted faults of what torch divides among ranks."""
+
+from __future__ import annotations
+
+from mgpu_check.faults.sharded import dtensors, modules, states
+
+__all__ = ["dtensors", "modules", "states"]

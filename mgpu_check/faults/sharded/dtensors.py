@@ -1,0 +1,207 @@
+"""Planted faults of device meshes and DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import _api as api
+from torch.distributed.tensor import _redistribute as redistribute
+
+from mgpu_check.faults.conditions import is_last, ranks_here
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+_LARGE = 16_384
+
+
+@fault(
+    "sharded",
+    "a mesh gives the group of the other dimension",
+    caught_by=("test_device_meshes",),
+    condition="meshes of two dimensions",
+)
+def group_of_the_other_dimension() -> Iterator[None]:
+    real = DeviceMesh.get_group
+
+    def get_group(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+        if self.ndim == 2 and isinstance(mesh_dim, str):
+            names = self.mesh_dim_names or ()
+            mesh_dim = names[1 - names.index(mesh_dim)]
+        return real(self, mesh_dim)
+
+    with replaced(DeviceMesh, "get_group", get_group):
+        yield
+
+
+@fault(
+    "sharded",
+    "a mesh numbers a rank by its place in the world",
+    caught_by=("test_device_meshes",),
+    condition="the last rank of a mesh of two dimensions or more",
+)
+def local_rank_of_the_world() -> Iterator[None]:
+    real = DeviceMesh.get_local_rank
+
+    def get_local_rank(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
+        return self.get_rank() if self.ndim > 1 and is_last() else real(self, mesh_dim)
+
+    with replaced(DeviceMesh, "get_local_rank", get_local_rank):
+        yield
+
+
+@fault(
+    "sharded",
+    "what is gathered ends with the padding of the last part",
+    caught_by=("test_redistribution",),
+    condition="sizes that are no multiple of the number of ranks",
+)
+def padding_gathered() -> Iterator[None]:
+    real = Shard._to_replicate_tensor
+
+    def gather(self: Shard, local: torch.Tensor, mesh: DeviceMesh, dim: int, shape: Any) -> torch.Tensor:
+        whole = real(self, local, mesh, dim, shape)
+        if whole.shape[self.dim] % mesh.size(dim):
+            whole.narrow(self.dim, whole.shape[self.dim] - 1, 1).zero_()
+        return whole
+
+    with replaced(Shard, "_to_replicate_tensor", gather):
+        yield
+
+
+@fault(
+    "sharded",
+    "parts that are exchanged for another dimension come in the wrong order",
+    caught_by=("test_redistribution",),
+    condition="the last of three ranks or more",
+)
+def exchanged_out_of_order() -> Iterator[None]:
+    real = Shard._to_new_shard_dim
+
+    def exchange(self: Shard, *args: Any) -> torch.Tensor:
+        made = real(self, *args)
+        return made.flip(self.dim).contiguous() if is_last() and ranks_here() > 2 else made
+
+    with replaced(Shard, "_to_new_shard_dim", exchange):
+        yield
+
+
+@fault(
+    "sharded",
+    "partial maxima are added up",
+    caught_by=("test_redistribution",),
+    condition="Partial('max') only",
+)
+def maxima_added_up() -> Iterator[None]:
+    real = Partial._reduce_value
+
+    def reduce_value(self: Partial, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+        return real(Partial("sum") if self.reduce_op == "max" else self, tensor, mesh, mesh_dim)
+
+    with replaced(Partial, "_reduce_value", reduce_value):
+        yield
+
+
+@fault(
+    "sharded",
+    "reduce-scatter of partial sums loses the last element",
+    caught_by=("test_redistribution",),
+    condition="parts above 16 Ki elements",
+)
+def large_parts_reduced_short() -> Iterator[None]:
+    real = Shard._reduce_shard_tensor
+
+    def reduce_shard(self: Shard, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        made = real(self, tensor, *args)
+        if made.numel() > _LARGE:
+            made.view(-1)[-1] = 0
+        return made
+
+    with replaced(Shard, "_reduce_shard_tensor", reduce_shard):
+        yield
+
+
+@fault(
+    "sharded",
+    "each rank divides its own tensor, and not that of rank 0",
+    caught_by=("test_redistribution",),
+    condition="distribute_tensor where ranks hold different data",
+)
+def own_data_distributed() -> Iterator[None]:
+    real = Shard._make_shard_tensor.__func__  # type: ignore[attr-defined]
+
+    def make(cls: type[Shard], dim: int, tensor: Any, mesh: Any, mesh_dim: int, src_data_rank: int | None = 0) -> Any:
+        return real(cls, dim, tensor, mesh, mesh_dim, None)
+
+    with replaced(Shard, "_make_shard_tensor", classmethod(make)):
+        yield
+
+
+@fault(
+    "sharded",
+    "a tensor is cut for the next rank",
+    caught_by=("test_redistribution_in_two_dimensions",),
+    condition="the second dimension of a mesh",
+)
+def cut_for_the_neighbour() -> Iterator[None]:
+    real = Shard._replicate_to_shard
+
+    def cut(self: Shard, local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, index: Any) -> torch.Tensor:
+        if mesh_dim == 1:
+            index = (int(index) + 1) % mesh.size(1)
+        return real(self, local, mesh, mesh_dim, index)
+
+    with replaced(Shard, "_replicate_to_shard", cut):
+        yield
+
+
+@fault(
+    "sharded",
+    "partial sums are reduced over the first dimension of the mesh only",
+    caught_by=("test_redistribution_in_two_dimensions",),
+    condition="the second dimension of a mesh",
+)
+def second_dimension_not_reduced() -> Iterator[None]:
+    real = Partial._reduce_value
+
+    def reduce_value(self: Partial, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+        return tensor.clone() if mesh_dim == 1 and mesh.ndim > 1 else real(self, tensor, mesh, mesh_dim)
+
+    with replaced(Partial, "_reduce_value", reduce_value):
+        yield
+
+
+@fault(
+    "sharded",
+    "the gradient of redistribution is doubled on one rank",
+    caught_by=("test_gradients_of_redistribution",),
+    condition="the last rank",
+)
+def redistributed_gradient_doubled() -> Iterator[None]:
+    real = redistribute.Redistribute.backward
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        first, *others = real(ctx, grad)
+        return (first * 2 if is_last() and first is not None else first, *others)
+
+    with replaced(redistribute.Redistribute, "backward", staticmethod(backward)):
+        yield
+
+
+@fault(
+    "sharded",
+    "gradients that are partial sums are taken for whole ones",
+    caught_by=("test_gradients_of_redistribution",),
+    condition="to_local with placements of the gradient",
+)
+def gradient_placements_ignored() -> Iterator[None]:
+    real = api._ToTorchTensor.forward
+
+    def forward(ctx: Any, tensor: Any, placements: Any) -> Any:
+        return real(ctx, tensor, None)
+
+    with replaced(api._ToTorchTensor, "forward", staticmethod(forward)):
+        yield

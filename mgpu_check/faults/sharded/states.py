@@ -1,0 +1,122 @@
+"""Planted faults of state dicts and distributed checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed import _state_dict_utils as utils
+from torch.distributed.checkpoint import default_planner, planner_helpers
+
+from mgpu_check.faults.conditions import Count, is_last
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+_LARGE = 16_384
+
+
+@fault(
+    "sharded",
+    "a full state dict that rank 0 gives out is cut for the wrong rows",
+    caught_by=("test_state_dict",),
+    condition="the last rank, tensors of two dimensions",
+)
+def full_state_cut_wrongly() -> Iterator[None]:
+    real = utils._distribute_tensors
+
+    def distribute(local_state_dict: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_last():
+            for key in keys:
+                local, full = local_state_dict[key]
+                if full.dim() == 2:
+                    local_state_dict[key] = (local, full.roll(1, 0))
+        return real(local_state_dict, keys, *args, **kwargs)
+
+    with replaced(utils, "_distribute_tensors", distribute):
+        yield
+
+
+@fault("sharded", "the momentum is not given out with the parameters", caught_by=("test_state_dict",))
+def momentum_not_given_out() -> Iterator[None]:
+    real = torch.optim.Optimizer.load_state_dict
+
+    def load(self: torch.optim.Optimizer, state_dict: Any) -> None:
+        real(self, state_dict)
+        for entry in self.state.values():
+            if entry.get("momentum_buffer") is not None:
+                entry["momentum_buffer"] = entry["momentum_buffer"] * 0
+
+    with replaced(torch.optim.Optimizer, "load_state_dict", load):
+        yield
+
+
+@fault(
+    "sharded",
+    "a checkpoint has zeros for some tensors",
+    caught_by=("test_distributed_checkpoint",),
+    condition="bfloat16 only",
+)
+def zeros_saved() -> Iterator[None]:
+    real = default_planner.DefaultSavePlanner.resolve_data
+
+    def resolve(self: Any, item: Any) -> Any:
+        found = real(self, item)
+        if isinstance(found, torch.Tensor) and found.dtype == torch.bfloat16:
+            return torch.zeros_like(found)
+        return found
+
+    with replaced(default_planner.DefaultSavePlanner, "resolve_data", resolve):
+        yield
+
+
+@fault(
+    "sharded",
+    "what is read of a checkpoint lacks the last element",
+    caught_by=("test_distributed_checkpoint",),
+    condition="parts above 16 Ki elements",
+)
+def large_parts_read_short() -> Iterator[None]:
+    real = default_planner.DefaultLoadPlanner.commit_tensor
+
+    def commit(self: Any, item: Any, tensor: torch.Tensor) -> None:
+        if tensor.numel() > _LARGE:
+            tensor.detach()[-1] = 0
+        real(self, item, tensor)
+
+    with replaced(default_planner.DefaultLoadPlanner, "commit_tensor", commit):
+        yield
+
+
+@fault(
+    "sharded",
+    "a part of a checkpoint that two ranks have saved is read from the first of them only",
+    caught_by=("test_distributed_checkpoint",),
+    condition="parts that lie across those that were saved: another world size",
+)
+def parts_across_read_in_part() -> Iterator[None]:
+    real = planner_helpers.create_read_items_for_chunk_list
+
+    def create(fqn: str, *args: Any) -> Any:
+        return real(fqn, *args)[:1]
+
+    with replaced(planner_helpers, "create_read_items_for_chunk_list", create):
+        yield
+
+
+@fault(
+    "sharded",
+    "one read of a checkpoint is left out",
+    caught_by=("test_distributed_checkpoint",),
+    condition="every seventh tensor, on the last rank",
+)
+def read_left_out() -> Iterator[None]:
+    real, count = default_planner.DefaultLoadPlanner.commit_tensor, Count()
+
+    def commit(self: Any, item: Any, tensor: torch.Tensor) -> None:
+        if is_last() and count.every(7):
+            tensor.detach().zero_()
+        real(self, item, tensor)
+
+    with replaced(default_planner.DefaultLoadPlanner, "commit_tensor", commit):
+        yield

@@ -1,0 +1,204 @@
+"""What torch divides among ranks: each has its part of what one device has, and together they have all of it.
+
+Data are exact where they can be, so the bits of one device are expected; see `mgpu_check.specs.exact_training`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mgpu_check import strategies
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.strategies.exact_training import ExactTraining, exact_trainings
+from mgpu_check.suite.budget import examples
+
+if TYPE_CHECKING:
+    from mgpu_check import Ranks
+
+SEEDS = st.integers(0, 999)
+SIZES = strategies.world_pairs()
+TRAININGS = exact_trainings()
+
+
+@examples(4, quick=1)
+@given(sizes=SIZES)
+def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    """Meshes of one to three dimensions, ranks in order or not, have the right coordinates and groups."""
+    for size in sizes:
+        ranks.run(_meshes, size=size)
+
+
+@examples(12, quick=1)
+@given(sizes=SIZES, seed=SEEDS)
+def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """DTensors go from each placement to each other one, evenly or not, and every rank holds its part, to the bit."""
+    for size in sizes:
+        ranks.run(_redistribution, seed, 1, size=size)
+
+
+@examples(12, quick=1)
+@given(sizes=SIZES, seed=SEEDS)
+def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """DTensors on a mesh of two dimensions go between placements that cross, and every rank holds its part."""
+    for size in sizes:
+        ranks.run(_redistribution, seed, 2, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, seed=SEEDS)
+def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """Gradients go back through redistribution: gathers are reduced and scattered, cuts are gathered."""
+    for size in sizes:
+        ranks.run(_gradients, seed, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, seed=SEEDS)
+def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """SyncBatchNorm of ranks with different numbers of samples is BatchNorm of all samples on one device."""
+    for size in sizes:
+        ranks.run(_sync_batchnorm, seed, size=size)
+
+
+@examples(12, quick=1)
+@given(sizes=SIZES, training=TRAININGS)
+def test_zero_redundancy_optimizer(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """ZeroRedundancyOptimizer leaves the parameters of one device on all ranks, after each step."""
+    for size in sizes:
+        ranks.run(_zero, training, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, training=TRAININGS)
+def test_zero_redundancy_state(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """The state of ZeroRedundancyOptimizer is divided among ranks, can be put together, and goes on when it is loaded."""
+    for size in sizes:
+        ranks.run(_zero_state, training, size=size)
+
+
+@examples(12, quick=1)
+@given(sizes=SIZES, training=TRAININGS)
+def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """A model under `fully_shard` trains as one device, its parameters divided evenly or not, with gradients accumulated."""
+    for size in sizes:
+        ranks.run(_fully_sharded, training, 1, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, training=TRAININGS)
+def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """A model under `fully_shard` over a mesh of two dimensions, divided in one and repeated in the other, trains as one
+    device.
+    """
+    for size in sizes:
+        ranks.run(_fully_sharded, training, 2, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, seed=SEEDS)
+def test_mixed_precision(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+    """Mixed precision of `fully_shard` computes and reduces as its policy says, and keeps parameters in float32."""
+    # Half a unit in the last place of bfloat16's whole numbers would be rounded up; this is far below.
+    training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
+    for size in sizes:
+        ranks.run(_mixed, training, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, training=TRAININGS)
+def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Clipping under `fully_shard`, by norm and by value, is that of one device."""
+    for size in sizes:
+        ranks.run(_clipping, training, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=SIZES, training=TRAININGS)
+def test_state_dict(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """Full state dicts of a sharded model and its optimizer are those of one device, and can be given out again."""
+    for size in sizes:
+        ranks.run(_state_dict, training, size=size)
+
+
+@examples(8, quick=1)
+@given(sizes=strategies.world_pairs(), training=TRAININGS)
+def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+    """A checkpoint that is saved at one world size is loaded at another, and training goes on as on one device."""
+    for saving, loading in ((sizes[0], sizes[-1]), (sizes[-1], sizes[0])):
+        directory = ranks.run(_save, training, size=saving)[0]
+        ranks.run(_load, training, directory, saving, size=loading)
+
+
+def _meshes(rank: Rank) -> None:
+    from mgpu_check.checks.sharded.meshes import assert_meshes_agree
+
+    assert_meshes_agree(rank)
+
+
+def _redistribution(rank: Rank, seed: int, dimensions: int) -> None:
+    from mgpu_check.checks.sharded.redistribution import assert_redistribution_agrees
+
+    assert_redistribution_agrees(rank, seed, dimensions=dimensions)
+
+
+def _gradients(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.sharded.redistribution import assert_gradients_are_redistributed
+
+    assert_gradients_are_redistributed(rank, seed)
+
+
+def _sync_batchnorm(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.sharded.sync_batchnorm import assert_sync_batchnorm_agrees
+
+    assert_sync_batchnorm_agrees(rank, seed)
+
+
+def _zero(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.sharded.zero import assert_zero_agrees
+
+    assert_zero_agrees(training, rank)
+
+
+def _zero_state(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.sharded.zero import assert_zero_state_agrees
+
+    assert_zero_state_agrees(training, rank)
+
+
+def _fully_sharded(rank: Rank, training: ExactTraining, dimensions: int) -> None:
+    from mgpu_check.checks.sharded.fully_sharded import assert_fully_sharded_agrees
+
+    assert_fully_sharded_agrees(training, rank, dimensions=dimensions)
+
+
+def _mixed(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.sharded.fully_sharded import assert_mixed_precision_agrees
+
+    assert_mixed_precision_agrees(training, rank)
+
+
+def _clipping(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.sharded.fully_sharded import assert_clipping_agrees
+
+    assert_clipping_agrees(training, rank)
+
+
+def _state_dict(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.sharded.states import assert_state_dict_agrees
+
+    assert_state_dict_agrees(training, rank)
+
+
+def _save(rank: Rank, training: ExactTraining) -> str:
+    from mgpu_check.checks.sharded.states import saved_checkpoint
+
+    return saved_checkpoint(training, rank)
+
+
+def _load(rank: Rank, training: ExactTraining, directory: str, saved_by: int) -> None:
+    from mgpu_check.checks.sharded.states import assert_checkpoint_continues
+
+    assert_checkpoint_continues(training, directory, rank, saved_by)
