@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer, lr_scheduler
@@ -26,29 +27,28 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
+from mgpu_check.gates.operands import Rows, contents, facts, layout, site, sums_of
 from mgpu_check.gates.program import modules_of
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
-from mgpu_check.processes.frames import is_engine, is_installed
-from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.arguments import group_of, option
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
-from mgpu_check.torch_hooks.tensors import as_real
 
 __all__ = ["traced"]
 
 
 @contextlib.contextmanager
-def traced(model: Any, trace: Trace) -> Iterator[None]:
+def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
     """Write to `trace` what the code under test calls, in this thread and those that it starts."""
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
-        trace.events.append(Event("step", type(optimizer).__name__, "", {"rates": rates}))
+        line = site(sys._getframe())
+        trace.events.append(Event("step", type(optimizer).__name__, line, {"rates": rates}))
 
-    recorder = _EventRecorder(model, trace)
+    recorder = _EventRecorder(model, trace, rows)
     hook = register_optimizer_step_post_hook(stepped)
     before, of_threads = sys.getprofile(), threading.getprofile()
     threading.setprofile(recorder)
@@ -65,14 +65,19 @@ def traced(model: Any, trace: Trace) -> Iterator[None]:
         hook.remove()
 
 
+class _Nested(threading.local):
+    depth: int = 0
+
+
 class _EventRecorder:
     """Records events of one rank, as a profile function."""
 
-    def __init__(self, model: Any, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, model: Any, trace: Trace, rows: Rows) -> None:
+        self._trace, self._rows = trace, rows
         self.on = True
         self._modules = list(modules_of(model).values())
         self._asynchronous: list[tuple[Any, Event, list[tuple[torch.Tensor, int]]]] = []
+        self._nested = _Nested()
         self._following: list[list[RemovableHandle]] = []  # of each backward pass that is under way
 
     def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
@@ -90,17 +95,46 @@ class _EventRecorder:
                     hook.remove()
         elif code is _CALL:
             self._collective(frame, what, result)
-        elif code is _WAIT and what == "call":
-            work = frame.f_locals["work"]
-            for pending, event, versions in self._asynchronous:
-                if pending is work:
-                    event.details["waited"] = True
-                    # Whoever writes to the operand before the wait has not waited for it.
-                    event.details["touched"] = any(tensor._version != version for tensor, version in versions)
+        elif code is _WAIT:
+            self._wait(frame.f_locals["work"], what)
+        elif code is _MODULE:
+            self._forward(frame, what)
+        elif what == "return" and (finish := _FINISHED.get(code)) is not None:
+            with contextlib.suppress(Exception):
+                finish(self, result)
         elif what == "call" and (watched := _WATCHED.get(code)) is not None:
             kind, name, read = watched
             with contextlib.suppress(Exception):  # evidence that cannot be had is not worth a failure
-                self._trace.events.append(Event(kind, name, _site(frame), read(frame.f_locals, self)))
+                self._trace.events.append(Event(kind, name, site(frame), read(frame.f_locals, self)))
+
+    def last(self, kind: str) -> Event:
+        """Return the event of this kind that came last."""
+        return next(event for event in reversed(self._trace.events) if event.kind == kind)
+
+    def _wait(self, work: Any, what: str) -> None:
+        for pending, event, versions in self._asynchronous:
+            if pending is not work:
+                continue
+            if what == "return":
+                _note_results(event, [tensor for tensor, _ in versions])
+                continue
+            event.details["waited"] = True
+            # Whoever writes to the operand before the wait has not waited for it.
+            event.details["touched"] = any(tensor._version != version for tensor, version in versions)
+
+    def _forward(self, frame: types.FrameType, what: str) -> None:
+        """Note the call of a module that no other module calls: with which parameters, and on which samples."""
+        self._nested.depth += 1 if what == "call" else -1
+        if what != "call" or self._nested.depth != 1:
+            return
+        with contextlib.suppress(Exception):
+            module = frame.f_locals["self"]
+            inputs = [value for value in frame.f_locals["args"] if isinstance(value, torch.Tensor)]
+            said = {
+                "parameters": sums_of(module.named_parameters()),
+                "samples": self._rows.samples(inputs[0]) if inputs else None,
+            }
+            self._trace.events.append(Event("model", type(module).__name__, site(frame), said))
 
     def _follow(self, roots: Sequence[Any]) -> list[RemovableHandle]:
         """Watch the threads in which autograd is about to go back from `roots`: it has one for each GPU.
@@ -124,23 +158,28 @@ class _EventRecorder:
 
     def _collective(self, frame: types.FrameType, what: str, result: Any) -> None:
         local = frame.f_locals
-        if what == "return":
-            outermost = not local["self"]._inside.depth
-            if outermost and isinstance(result, dist.Work) and self._trace.events:
-                event = next(event for event in reversed(self._trace.events) if event.kind == "collective")
-                event.details |= {"asynchronous": True, "waited": False}
-                tensors = [
-                    value for value in (*local["args"], *local["kwargs"].values()) if isinstance(value, torch.Tensor)
-                ]
-                self._asynchronous.append((result, event, [(tensor, tensor._version) for tensor in tensors]))
-            return
+        form, args, kwargs = local["form"], local["args"], local["kwargs"]
         if local["self"]._inside.depth:
             return
+        if what == "return":
+            given = [form.argument(name, args, kwargs) for name in form.parameters]
+            tensors = [value for value in given if isinstance(value, torch.Tensor)]
+            event = next((event for event in reversed(self._trace.events) if event.kind == "collective"), None)
+            if event is None:
+                return
+            if isinstance(result, dist.Work):
+                event.details |= {"asynchronous": True, "waited": False}
+                self._asynchronous.append((result, event, [(tensor, tensor._version) for tensor in tensors]))
+            else:
+                _note_results(event, tensors)
+            return
         with contextlib.suppress(Exception):
-            details = self._operands(local["form"], local["args"], local["kwargs"])
-            self._trace.events.append(Event("collective", local["form"].name, _site(frame), details))
+            details = self._operands(frame, form, args, kwargs)
+            self._trace.events.append(Event("collective", form.name, site(frame), details))
 
-    def _operands(self, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _operands(
+        self, frame: types.FrameType, form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
         group = group_of(form.argument(form.group, args, kwargs))
         details: dict[str, Any] = {} if group is None else {"group": group.ranks}
         for name in form.parameters:
@@ -154,24 +193,13 @@ class _EventRecorder:
                     int(value) if name in ("src", "dst") or group is None else group.ranks[value]
                 )
             elif isinstance(value, torch.Tensor):
-                details.setdefault("tensors", []).append(self._tensor(value))
+                said = facts(value, self._result_in, frame) | {"before": contents(value)}
+                details.setdefault("tensors", []).append(said)
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-                details["list"] = [self._tensor(one) for one in value]
+                details["list"] = [facts(one, self._result_in, frame) for one in value]
                 places = [one.data_ptr() for one in value if one.numel()]
                 details["aliased"] = len(set(places)) < len(places)
         return details
-
-    def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
-        said: dict[str, Any] = {
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "shape": tuple(value.shape),
-            "gaps": not _is_dense(value),
-            "differentiable": value.requires_grad and torch.is_grad_enabled(),
-            "result": self._result_in(value),
-        }
-        if value.numel() == 1:
-            said["value"] = float(as_real(value.detach()).sum())
-        return said
 
     def _result_in(self, value: torch.Tensor) -> Result | None:
         """Return the gradient or parameter in whose memory a tensor is."""
@@ -195,29 +223,6 @@ class _EventRecorder:
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _site(frame: types.FrameType) -> str:
-    """Return the innermost line of the code under test."""
-    caller = frame.f_back
-    while caller is not None:
-        file = caller.f_code.co_filename
-        if not is_engine(file) and not is_installed(file) and not file.startswith("<"):
-            return f"{relative(file)}:{caller.f_lineno}"
-        caller = caller.f_back
-    return ""
-
-
 def _nothing(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {}
 
@@ -229,9 +234,31 @@ def _seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
 def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     loss = local["self"].detach()
     said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
-    # By what ranks can tell whether they hold the same parameters; of a DTensor each holds its own part.
-    whole = [(name, value.detach()) for name, value in recorder.parameters() if not hasattr(value, "full_tensor")]
-    return said | {"parameters": {name: float(as_real(value).double().sum()) for name, value in whole}}
+    return said | {
+        "parameters": sums_of(recorder.parameters()),
+        "layouts": {name: layout(value) for name, value in recorder.parameters()},
+    }
+
+
+def _note_results(event: Event, tensors: Sequence[torch.Tensor]) -> None:
+    with contextlib.suppress(Exception):
+        event.details["after"] = [contents(tensor) for tensor in tensors]
+
+
+def _backward_ends(recorder: _EventRecorder, result: Any) -> None:
+    whole = ((name, value.grad) for name, value in recorder.parameters() if not hasattr(value, "full_tensor"))
+    left = {name: contents(value) for name, value in whole if value is not None and value.layout == torch.strided}
+    recorder.last("backward").details["left"] = left
+
+
+def _clip_ends(recorder: _EventRecorder, result: Any) -> None:
+    if isinstance(result, torch.Tensor) and not hasattr(result, "full_tensor"):
+        recorder.last("clip").details["norm"] = float(result)
+
+
+def _scale(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
+    scaler = local["self"]
+    return {"scale": float(scaler._init_scale if scaler._scale is None else scaler._scale)}
 
 
 def _sampler(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
@@ -266,6 +293,7 @@ def _loader(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any
         "streams": streams,
         "sampler": type(getattr(loader, "sampler", None)).__name__,
         "samples": None if streams else len(loader.dataset),
+        "dropped": 0 if streams or not loader.drop_last else len(loader.sampler) % (loader.batch_size or 1),
     }
 
 
@@ -298,6 +326,7 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (clip_grad.clip_grad_norm_, "clip", "clip_grad_norm_", _nothing),
     (clip_grad.clip_grad_value_, "clip", "clip_grad_value_", _nothing),
     (torch.manual_seed, "seed", "manual_seed", _seed),
+    (GradScaler.scale, "scale", "GradScaler.scale", _scale),
     (torch.Tensor.backward, "backward", "backward", _backward),
     (DistributedSampler.__init__, "sampler", "DistributedSampler", _sampler),
     (DistributedSampler.__iter__, "iterate", "DistributedSampler", _iterates),
@@ -317,6 +346,11 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
 _WATCHED: dict[types.CodeType, tuple[str, str, Read]] = {
     _code(function): (kind, name, read) for function, kind, name, read in _TABLE
 }
+_FINISHED: dict[types.CodeType, Callable[[_EventRecorder, Any], None]] = {
+    _code(torch.Tensor.backward): _backward_ends,
+    _code(clip_grad.clip_grad_norm_): _clip_ends,
+}
+_MODULE = _code(nn.Module._wrapped_call_impl)
 _CALL = _code(Recorder.call)
 _WAIT = _code(Recorder.wait)
 _BACKWARD = _code(torch.autograd.graph._engine_run_backward)

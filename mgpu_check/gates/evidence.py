@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
+from mgpu_check.mistakes.observed import Trace
 from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.processes.rank_lists import few
 
@@ -28,7 +29,7 @@ def evidence_of(tensors: Tensors) -> Evidence:
         start=start,
         loads=_loads(tensors),
         parted="ranks part ways later" if tensors.relations.split and _held(tensors) else "",
-        decisions=[_steps(tensors), _rates(tensors)],
+        decisions=[_steps(tensors), _rates(tensors), _scales(tensors)],
         grounds=[_metrics(tensors)],
         factor=_factor(tensors),
         micro_batches=_micro_batches(tensors),
@@ -113,6 +114,15 @@ def _rates(tensors: Tensors) -> ByRank:
     return ByRank(rates, f"ranks have stepped with different learning rates{by}")
 
 
+def _scales(tensors: Tensors) -> ByRank:
+    scales = [[event.details["scale"] for event in trace.of("scale")] for trace in tensors.traces]
+    event = tensors.first("scale")
+    told = ", ".join(f"{one[0]:g} on rank {rank}" for rank, one in enumerate(scales) if one)
+    return ByRank(
+        scales, "" if event is None else f"{event.name} ({event.site}) has a scale of each rank's own: {told}"
+    )
+
+
 def _metrics(tensors: Tensors) -> ByRank:
     metrics = [[event.details.get("metric") for event in trace.of("schedule")] for trace in tensors.traces]
     event = tensors.first("schedule")
@@ -128,8 +138,10 @@ def _factor(tensors: Tensors) -> Factor | None:
     if ratio is None:
         return None
     elsewhere = tensors.factor_elsewhere()
-    # What is the same factor at another world size does not come from the world size.
-    fixed = not of and elsewhere is not None and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
+    # What is the same factor at another world size does not come from the world size; where some ranks have no sample there,
+    # they add nothing, and it may.
+    telling = elsewhere is not None and not 0 < tensors.samples < elsewhere[0]
+    fixed = not of and elsewhere is not None and telling and abs(elsewhere[1] - ratio) <= _NEAR * abs(ratio)
     verb = "is" if len(tensors.names) == 1 or of else "are"
     return Factor(ratio, _NEAR, f"{of}{few(tensors.names)} {verb}", () if fixed else (1, -1, 2, -2))
 
@@ -147,12 +159,21 @@ def _normalizes(tensors: Tensors) -> str:
 
 
 def _draws(tensors: Tensors) -> str:
-    if all(trace.drawn == tensors.expected.drawn for trace in tensors.traces):
+    if all(_drawn(trace) == tensors.expected.drawn for trace in tensors.traces):
         return ""
     return (
         "each rank draws random numbers for its own part of the batch, as dropout and noise do: nothing else can be told "
         "from that"
     )
+
+
+def _drawn(trace: Trace) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of random numbers, without the seed that a DataLoader draws for its workers."""
+    shapes = list(trace.drawn)
+    for _ in trace.of("loader"):
+        if () in shapes:
+            shapes.remove(())
+    return tuple(shapes)
 
 
 def _repeated_epoch(tensors: Tensors) -> str:

@@ -11,10 +11,11 @@ from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.evidence import calls_of, evidence_of
 from mgpu_check.gates.program import wants_world_size
 from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, relations_of, repeats
-from mgpu_check.gates.running import run_traced
+from mgpu_check.gates.running import run_traced, run_traced_alone
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
+from mgpu_check.mistakes.parting import first_parting
 from mgpu_check.mistakes.report import Finding, Observable, Report
 from mgpu_check.mistakes.rules.order import findings_of, findings_of_calls
 from mgpu_check.mistakes.tensors import Tensors
@@ -108,7 +109,17 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
         further=further,
         elsewhere=elsewhere,
         shardwise=shardwise,
+        alone=_trace_alone(trials, scenario),
     )
+
+
+def _trace_alone(trials: Trials, scenario: Scenario) -> Trace | None:
+    """Return what one device calls, for what ranks are compared with."""
+    try:
+        alone: Trace = trials.ranks.run(run_traced_alone, trials.program, scenario, size=1)[0]
+    except (CheckFailure, RankHang):
+        return None
+    return alone
 
 
 def _with_other_seeds(trials: Trials, scenario: Scenario, windows: int) -> list[Tensors]:
@@ -203,6 +214,7 @@ def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequ
     wrong = [name for name in relations.held if name in relations.wrong or name in relations.split] or [
         name for name, held in relations.held.items() if False in held.values()
     ]
+    ranks_part = first_parting(tensors)
     parted = sum(relations.held[name].get(PARITY) is False for name in wrong)
     first = _first_parting(tensors)
     where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""
@@ -222,6 +234,7 @@ def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequ
         observables,
         findings,
         list(_remarks(tensors, not findings)),
+        parting="" if ranks_part is None else str(ranks_part),
     )
 
 

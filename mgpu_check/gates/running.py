@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from mgpu_check.gates.batches import make_batches
 from mgpu_check.gates.events import traced
 from mgpu_check.gates.observing import observe
+from mgpu_check.gates.operands import Rows
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation, Trace
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["run_step", "run_traced"]
+__all__ = ["run_step", "run_traced", "run_traced_alone"]
 
 _SMALL = 100_000
 """Elements up to which the values of every rank travel; above, those of rank 0, and the others' checksums."""
@@ -29,15 +31,35 @@ def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = Fal
 
 def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observation, Trace]:
     """Return the step on this rank, with what each optimizer step leaves, and what the step has called."""
+    return _traced(_placed(rank, program, scenario), program, scenario, of_reference=False)
+
+
+def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> Trace:
+    """Return what the reference calls, or the step at world size 1 where there is none."""
+    return _traced(rank, program, scenario, of_reference=program.reference is not None)[1]
+
+
+def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[Observation, Trace]:
+    trace = Trace()
+    batches = make_batches(
+        program.batch,
+        scenario.batches,
+        scenario.samples,
+        scenario.steps,
+        scenario.change,
+        scenario.factor,
+        scenario.seed,
+    )
+    rows = Rows(batches)
     with full_precision():
-        trace = Trace()
         seen = observe(
-            _placed(rank, program, scenario),
+            rank,
             program,
             scenario,
+            of_reference=of_reference,
             deep=True,
             traced=True,
-            around=lambda model: traced(model, trace),
+            around=lambda model: traced(model, trace, rows),
         )
     return seen, trace
 

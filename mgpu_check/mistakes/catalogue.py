@@ -55,8 +55,9 @@ _ALL = (
     ),
     MistakeClass(
         "clipped-before-synchronization",
-        "gradients are clipped on each rank before they are averaged",
-        "synchronize (and unscale) first, then clip by the norm of the whole gradient",
+        "gradients are clipped by another norm than that of the whole, averaged gradient",
+        "synchronize (and unscale) first, then clip by the norm of the whole gradient: all-reduce the sum of squares of what "
+        "each rank holds a part of",
     ),
     MistakeClass(
         "wrong-process-group",
@@ -150,13 +151,24 @@ _ALL = (
     ),
     MistakeClass(
         "result-discarded",
-        "a collective ran on a temporary copy, and its result was dropped",
-        "keep the contiguous copy, reduce it, and copy it back",
+        "a collective ran on a temporary copy, or its result was written over",
+        "keep the contiguous copy, reduce it, and copy it back; add to what was reduced before, and do not write over it",
     ),
     MistakeClass(
         "strided-view",
         "a collective ran on a view with gaps",
         "communicate tensor.contiguous(), and copy the result back",
+    ),
+    MistakeClass(
+        "memory-formats-differ",
+        "ranks hand a collective tensors that lie in memory in another order of dimensions",
+        "give all ranks one memory format, and communicate tensor.contiguous(): a collective combines elements by their "
+        "places in memory, not by their indices",
+    ),
+    MistakeClass(
+        "reduced-again",
+        "a running sum is reduced after each batch, with what was reduced before still in it",
+        "keep each rank's own sum, and reduce it once, at the end; or reduce what is new, and add that",
     ),
     MistakeClass(
         "not-waited",
@@ -178,7 +190,7 @@ _ALL = (
     MistakeClass(
         "decision-per-rank",
         "each rank decides by its own values what all ranks must do alike",
-        "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a rate or the end",
+        "all-reduce the value (loss, overflow flag, stop signal) before it decides about a step, a scale, a rate or the end",
     ),
     MistakeClass(
         "uneven-steps",
@@ -190,6 +202,11 @@ _ALL = (
         "low-precision-overflow",
         "a sum over ranks overflows the narrow dtype that it is communicated in",
         "divide before the sum, or reduce in float32",
+    ),
+    MistakeClass(
+        "integer-division",
+        "a mean, or a share of a count, loses its fraction",
+        "divide with /, and not with //, in floating point, and convert integers before they are averaged",
     ),
     MistakeClass(
         "low-precision-arithmetic",

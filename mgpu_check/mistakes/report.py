@@ -55,6 +55,7 @@ class Report:
         observables: all that were looked at; those that are wrong are shown first.
         findings: the likely causes, the most telling first.
         remarks: what else there is to know, a line each.
+        parting: where ranks first part, and what each had there, in one clause; "" where they do not.
     """
 
     headline: str
@@ -62,6 +63,7 @@ class Report:
     observables: Sequence[Observable] = ()
     findings: Sequence[Finding] = ()
     remarks: Sequence[str] = ()
+    parting: str = ""
 
     @property
     def mistakes(self) -> tuple[str, ...]:
@@ -72,6 +74,7 @@ class Report:
         lines = [self.headline]
         if self.case:
             lines.append("  smallest case: " + ", ".join(f"{name} {value}" for name, value in self.case.items()))
+        lines += [f"  {self.parting}"] if self.parting else []
         for number, finding in enumerate(self.findings):
             known = CLASSES[finding.mistake]
             lines += [

@@ -19,6 +19,7 @@ from mgpu_check.mistakes.observed import (
     Trace,
 )
 from mgpu_check.mistakes.results import Kind, Result
+from mgpu_check.mistakes.weights import fitted
 from mgpu_check.numerics.factors import common_factor, evenly
 
 __all__ = ["Tensors"]
@@ -48,6 +49,7 @@ class Tensors:
         hypotheses: what one device gives for parts of the batch.
         wrong_alone: the step differs from the reference at world size 1 already.
         shardwise: the reference knows the world size, and goes through the batch as ranks do.
+        alone: what one device has called.
         elsewhere: another world size, and what rank 0 has left there.
         further: the same case with other random numbers.
         right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
@@ -66,6 +68,7 @@ class Tensors:
     further: Sequence[Tensors] = ()
     elsewhere: tuple[int, Observation] | None = None
     shardwise: bool = False
+    alone: Trace | None = None
 
     def wrong(self, *kinds: Kind) -> list[Result]:
         """Return what differs from one device, in the order of the model: all of it, or the values of some kinds,
@@ -188,7 +191,13 @@ class Tensors:
 
     def factor_of_updates(self) -> float | None:
         """Return the same of what the step adds to the parameters, as a learning rate changes it."""
+        if any(name.owner not in self.expected.single.initial for name in self.names):
+            return None  # a single number is some multiple of any other
         return self._factor(self.names, self.expected.single.initial)
+
+    def factor_here(self, names: Collection[Result] = ()) -> float | None:
+        """Return the same of this case by itself: with other random numbers it may be another one."""
+        return self._factor(names or self.names, {})
 
     def factor_elsewhere(self) -> tuple[int, float] | None:
         """Return another world size, and the factor there."""
@@ -266,30 +275,48 @@ class Tensors:
         """Return how much each micro-batch counts, 1 where it counts as it should; None where no weights explain what
         is wrong.
 
-        By least squares over all elements of rank 0 that differ, of what ranks have for each of their micro-batches.
+        Of rank 0, of what ranks have for each of their micro-batches.
         """
-        if not self.names:
-            return None
         columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
-        got: list[torch.Tensor] = []
-        for name in self.names:
-            value = self.seen[0].values.get(name)
+        got = [self.seen[0].values.get(name) for name in self.names]
+        for name, value in zip(self.names, got, strict=True):
             for window, column in enumerate(columns):
                 parts = [part[window].get(name) for part in division.parts]
                 if value is None or any(part is None or part.shape != value.shape for part in parts):
                     return None
                 stacked = torch.stack([part.double() for part in parts if part is not None])
                 column.append(stacked.mean(0).flatten() / division.windows)
-            assert value is not None
-            got.append(value.double().flatten())
-        matrix = torch.stack([torch.cat(column) for column in columns], dim=1)
-        right = torch.cat(got)
-        if not bool(matrix.isfinite().all() & right.isfinite().all()) or len(right) <= 2 * division.windows:
+        return fitted(columns, [value for value in got if value is not None])
+
+    def weights_of_ranks(self, division: Division) -> list[list[float]] | None:
+        """Return, for each rank, how much each rank's part counts in what it holds, 1 / world size where all count alike in
+        a mean; None where no weights explain what is wrong.
+        """
+        columns = self._columns(division)
+        if columns is None:
             return None
-        found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
-        if bool(((matrix @ found - right).abs() > _LOOSE * right.abs().max()).any()):
-            return None
-        return [float(weight) for weight in found]
+        found = []
+        for one in self.seen:
+            values = [value for name in self.names if (value := one.values.get(name)) is not None]
+            weights = fitted(columns, values) if len(values) == len(self.names) else None
+            if weights is None:
+                return None
+            found.append(weights)
+        return found
+
+    def norms_of_parts(self, division: Division) -> list[float]:
+        """Return the norm of all that differs, in each rank's part."""
+        return [float(torch.cat(column).norm()) for column in self._columns(division) or ()]
+
+    def _columns(self, division: Division) -> list[list[torch.Tensor]] | None:
+        columns: list[list[torch.Tensor]] = [[] for _ in division.parts]
+        for name in self.names:
+            for column, windows in zip(columns, division.parts, strict=True):
+                part = self._of_rank(name, windows)
+                if part is None or part.shape != self.expected.exact[name].shape:
+                    return None
+                column.append(part.flatten())
+        return columns
 
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()

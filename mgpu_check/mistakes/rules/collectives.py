@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.report import Finding
@@ -23,8 +24,10 @@ __all__ = [
     "narrow_operand",
     "not_waited",
     "off_by_number_of_groups",
+    "other_layouts",
     "other_reduction",
     "overflows",
+    "parameters_of_other_layouts",
     "parted_by_group",
     "read_too_early",
     "reduces_by_other_operation",
@@ -72,6 +75,57 @@ def strided_view(tensors: Tensors) -> Finding | None:
             if tensor["gaps"]:
                 of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
                 return Finding("strided-view", f"{_where(event)} was given a view with gaps in memory, of {of}")
+    return None
+
+
+def other_layouts(tensors: Tensors) -> Finding | None:
+    """Name a collective whose tensors lie in memory in another order of dimensions on another rank, or in its own list."""
+    calls = [trace.of("collective") for trace in tensors.traces]
+    for same in zip(*calls, strict=False):
+        for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):
+            unlike = len({one["layout"] for one in given}) > 1 and len({one["shape"] for one in given}) == 1
+            if unlike and len({event.name for event in same}) == 1:
+                told = ", ".join(_in_memory(one, rank) for rank, one in enumerate(given))
+                of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
+                return Finding(
+                    "memory-formats-differ",
+                    f"{_where(same[0])} was given {of} with its dimensions in another order of memory on each rank: {told}",
+                )
+    for _, event in tensors.events("collective"):
+        parts, own = event.details.get("list", []), event.details.get("tensors", [])
+        for one in own[:1]:
+            odd = next(
+                (part for part in parts if part["shape"] == one["shape"] and part["layout"] != one["layout"]), None
+            )
+            if odd is not None:
+                return Finding(
+                    "memory-formats-differ",
+                    f"{_where(event)} was given {one['dtype']}{list(one['shape'])} with the dimensions {_order(one)} from the "
+                    f"outermost in memory to the innermost, and a list of tensors with {_order(odd)}",
+                )
+    return None
+
+
+def _in_memory(tensor: Mapping[str, Any], rank: int) -> str:
+    return f"{_order(tensor)} on rank {rank}"
+
+
+def _order(tensor: Mapping[str, Any]) -> str:
+    return ">".join(map(str, tensor["layout"])) or "any"
+
+
+def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
+    """Name parameters that lie in memory in another order of dimensions on another rank, where they are communicated."""
+    firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
+    held = [event.details["layouts"] for event in firsts if event is not None and "layouts" in event.details]
+    if len(held) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
+        return None
+    for name, order in held[0].items():
+        if any(other.get(name) != order for other in held):
+            told = ", ".join(_in_memory({"layout": other.get(name, ())}, rank) for rank, other in enumerate(held))
+            return Finding(
+                "memory-formats-differ", f"{name} has its dimensions in another order of memory on each rank: {told}"
+            )
     return None
 
 
@@ -223,6 +277,10 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
             continue
         if any(tensor.get("differentiable") and not tensor["result"] for tensor in event.tensors):
             told = f"{_where(event)} was given a tensor that requires gradients, and its result requires none"
+            return Finding("gradient-cut-by-collective", told)
+    for event in (event for trace in tensors.traces for event in _before_backward(trace)):
+        if any(tensor.get("detached") for tensor in event.tensors):
+            told = f"{_where(event)} was given values that gradients flow to, detached or under no_grad: its result has none"
             return Finding("gradient-cut-by-collective", told)
     return None
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
-from mgpu_check.mistakes.observed import Event, Other
+from mgpu_check.mistakes.observed import Event, Other, Trace
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.results import Result
+from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
     import torch
@@ -17,10 +18,13 @@ if TYPE_CHECKING:
 __all__ = [
     "all_see_the_same",
     "counted_by_every_rank",
+    "counts_too_few",
     "drops_last",
     "epochs_alike",
     "first_shard_for_all",
+    "loader_drops_last",
     "missing_rows",
+    "models_miss_samples",
     "of_rank_0_alone",
     "other_order",
     "pads",
@@ -154,6 +158,67 @@ def drops_last(tensors: Tensors) -> Finding | None:
     samples, replicas = event.details["samples"], event.details["replicas"]
     told = f"DistributedSampler ({event.site}) with drop_last drops {samples % replicas} of {samples} samples"
     return Finding("samples-missed", told)
+
+
+def loader_drops_last(tensors: Tensors) -> Finding | None:
+    """Name samples that a DataLoader with drop_last drops: those of its last, incomplete batch."""
+    for rank, event in tensors.events("loader"):
+        if count := event.details.get("dropped"):
+            were = "sample" if count == 1 else "samples"
+            told = f"DataLoader ({event.site}) with drop_last drops {count} {were} on rank {rank}, of {event.details['samples']} that it is given"
+            return Finding("samples-missed", told)
+    return None
+
+
+def models_miss_samples(tensors: Tensors) -> Finding | None:
+    """Name missed samples by what models were called with: some that one device gives to a model are on no rank."""
+    seen = [_samples_of(trace) for trace in tensors.traces]
+    wanted = None if tensors.alone is None else _samples_of(tensors.alone)
+    if not seen or wanted is None or any(one is None for one in seen) or tensors.first("split") is not None:
+        return None
+    if tensors.first("model") is None:
+        return None  # it may call the parts of the model by themselves
+    missing = sorted(set(wanted).difference(*(one or () for one in seen)))
+    if not missing:
+        return None
+    where = [f"{index}" + (f" of batch {step + 1}" if tensors.steps > 1 else "") for step, index in missing]
+    site = next(event.site for _, event in tensors.events("model"))
+    verb = "is" if len(missing) == 1 else "are"
+    return Finding(
+        "samples-missed",
+        f"{len(missing)} of {len(set(wanted))} samples {verb} not given to the model ({site}) on any rank: {few(where, 4)}",
+    )
+
+
+def counts_too_few(tensors: Tensors) -> Finding | None:
+    """Name missed samples, where one device counts all samples of the batch, and ranks together fewer."""
+    for name in tensors.wrong("returned"):
+        cases = [
+            (case, case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)
+        ]
+        if not all(right is not None and got is not None and _is_fewer(case, right, got) for case, right, got in cases):
+            continue
+        return Finding(
+            "samples-missed",
+            f"{name} counts {int(tensors.seen[0].values[name])} samples on ranks, and {tensors.samples} on one device: all of "
+            "them",
+        )
+    return None
+
+
+def _is_fewer(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
+    if right.numel() != 1 or got.numel() != 1 or tensors.relations.split:
+        return False
+    all_of_them, counted = float(right), float(got)
+    return all_of_them == tensors.samples and counted == int(counted) and 0 <= counted < all_of_them
+
+
+def _samples_of(trace: Trace) -> list[tuple[int, int]] | None:
+    """Return the samples that models were called with; None where some input was no row of the batch."""
+    given = [event.details["samples"] for event in trace.of("model")]
+    if any(one is None for one in given):
+        return None
+    return [sample for one in given for sample in one]
 
 
 def _uneven_sampler(tensors: Tensors) -> Event | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.results import Result
-from mgpu_check.processes.rank_lists import named
+from mgpu_check.processes.rank_lists import grouped, named
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
@@ -17,10 +19,12 @@ __all__ = [
     "broadcast_of_rank_0",
     "buffers_alone_drift",
     "buffers_drift",
+    "calls_models_apart",
     "decides_by_own_values",
     "decides_by_rank",
     "decides_for_its_parameters",
     "draws_by_rank",
+    "kept_on_some",
     "may_draw_by_rank",
     "restores_later_on_some",
     "restores_on_some",
@@ -88,6 +92,48 @@ def updates_on_some(tensors: Tensors) -> Finding | None:
         return None
     told = f"{odd} was updated on {named(updated)} only, and nothing gives it to the others"
     return Finding("value-of-one-rank", told)
+
+
+def kept_on_some(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where some ranks alone have brought a state up to date, and others have it as built."""
+    initial = tensors.expected.single.initial
+    for name in tensors.relations.split:
+        before = initial.get(name.of)
+        values = [one.values.get(name) for one in tensors.seen]
+        known = [value for value in values if value is not None and before is not None and value.shape == before.shape]
+        if name.kind not in ("params", "buffers") or before is None or len(known) < tensors.size:
+            continue
+        moved = [rank for rank, value in enumerate(known) if not value.to(before.dtype).equal(before)]
+        if not 0 < len(moved) < tensors.size or set(moved) & set(tensors.relations.wrong.get(name, [])):
+            continue
+        return Finding(
+            "value-of-one-rank", f"{name} was updated on {named(moved)} only, and is as it was built on the others"
+        )
+    return None
+
+
+def calls_models_apart(tensors: Tensors) -> Finding | None:
+    """Name the value of one rank, where ranks call a model of other parameters, though what they train is the same."""
+    if any(name.kind in ("params", "buffers", "grads") for name in (*tensors.wrong(), *tensors.relations.split)):
+        return None
+    calls = [trace.of("model") for trace in tensors.traces]
+    for same in zip(*calls, strict=False):
+        held = [event.details["parameters"] for event in same]
+        if len({(event.name, event.site) for event in same}) > 1 or all(one == held[0] for one in held):
+            continue
+        odd = next(name for name in held[0] if any(one.get(name) != held[0][name] for one in held))
+        told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
+        return Finding(
+            "value-of-one-rank",
+            f"{same[0].name} is called ({same[0].site}) with other parameters on some ranks than on others, {odd} sums to "
+            f"{told}, though the parameters that are trained are the same: a copy or an average of them is kept on some ranks "
+            "only",
+        )
+    return None
+
+
+def _grouped(held: Sequence[Mapping[str, float]], name: str) -> list[tuple[Mapping[str, float], list[int]]]:
+    return [(held[ranks[0]], ranks) for _, ranks in grouped((one.get(name), rank) for rank, one in enumerate(held))]
 
 
 def decides_for_its_parameters(tensors: Tensors) -> Finding | None:

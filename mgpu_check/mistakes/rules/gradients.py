@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
@@ -18,17 +19,23 @@ __all__ = [
     "clips_by_other_norms",
     "clips_first",
     "clips_parts",
-    "differs_from_rank_to_rank",
     "each_rank_its_own",
     "gradients_apart",
     "limits_another_norm",
     "mean_of_metrics",
     "mean_of_parts",
     "normalizes_parts",
+    "outside_of_the_wrapper",
     "statistics_of_parts",
+    "stays_as_backward_left_it",
     "uneven_parts",
     "wrong_where_uneven",
 ]
+
+_CLOSE = 1e-5
+"""Relative: the sum and the norm of a tensor that nothing has changed since."""
+_SHOWN = 4
+"""Ranks whose values are told."""
 
 
 def clips_first(tensors: Tensors) -> Finding | None:
@@ -160,24 +167,51 @@ def each_rank_its_own(tensors: Tensors) -> Finding | None:
     return _local(tensors, local, f"{few(local)} {verb} each rank's own, of {division.name}")
 
 
-def differs_from_rank_to_rank(tensors: Tensors) -> Finding | None:
-    """Name what is not synchronized, where gradients, or what stands for them, differ from rank to rank."""
+def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
+    """Name what is not synchronized, where each rank ends with the gradient that its own backward pass has left."""
+    local = [name for name in tensors.relations.split if name.kind == "grads"]
+    lasts = [next(iter(reversed(trace.of("backward"))), None) for trace in tensors.traces]
+    left = [event.details.get("left", {}) for event in lasts if event is not None]
+    if len(left) < max(2, len(lasts)):
+        return None
+    own = [name for name in local if _is_as_left(tensors, name, left)]
+    if not own:
+        return None
+    site = next(event.site for event in lasts if event is not None)
+    told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+    return _local(tensors, own, f"{few(own)} is what each rank's own backward ({site}) has left, of norm {told}")
+
+
+def _is_as_left(tensors: Tensors, name: Result, left: Sequence[Mapping[str, Mapping[str, float]]]) -> bool:
+    """Return whether ranks end with what backward has left, which is not the same on all of them."""
+    sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
+    values = [one.values[name].double() for one in tensors.seen if name in one.values]
+    if len(sums) < tensors.size or len(values) < tensors.size or len(set(sums)) == 1:
+        return False
+    return all(
+        abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
+        for value, (total, norm) in zip(values, sums, strict=True)
+    )
+
+
+def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
+    """Name what is not synchronized, where gradients differ, and the calls show that nothing can have combined them."""
     local = [
         name
         for name in tensors.relations.split
         if name.kind == "grads" or (tensors.account and name.kind == "returned")
     ]
-    if not local or each_rank_its_own(tensors):
+    if not local or each_rank_its_own(tensors) or not (why := _nothing_combines(tensors, local)):
         return None
-    return _local(tensors, local, f"{few(local)} differ from rank to rank")
+    return _local(tensors, local, f"{few(local)} differ from rank to rank{why}", "")
 
 
-def _local(tensors: Tensors, local: list[Result], told: str) -> Finding:
+def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = None) -> Finding:
     if all(_is_buffer(tensors, name) for name in local):
         return Finding("buffers-drift", told + ": nothing synchronizes them")
     if not tensors.gradient_like:
         return Finding("value-of-one-rank", f"{told}: nothing has combined them")
-    return Finding("gradients-not-synchronized", told + _why_local(tensors, local))
+    return Finding("gradients-not-synchronized", told + (_why_local(tensors, local) if why is None else why))
 
 
 def _is_buffer(tensors: Tensors, name: Result) -> bool:
@@ -196,6 +230,14 @@ def _is_buffer(tensors: Tensors, name: Result) -> bool:
 
 def _why_local(tensors: Tensors, local: list[Result]) -> str:
     wrap = tensors.first("wrap")
+    unused = wrap is not None and not wrap.details["find_unused"]
+    may = "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
+    return _nothing_combines(tensors, local) or may
+
+
+def _nothing_combines(tensors: Tensors, local: list[Result]) -> str:
+    """Say by which calls it shows that gradients are each rank's own, as a clause that follows another; "" if by none."""
+    wrap = tensors.first("wrap")
     if wrap is None:
         return "" if any(True for _ in tensors.events("collective")) else "; no collective was called"
     covered = {name for _, event in tensors.events("wrap") for name in event.details["parameters"]}
@@ -207,8 +249,7 @@ def _why_local(tensors: Tensors, local: list[Result]) -> str:
         return "; backward ran under no_sync"
     if tensors.first("forward") is None:
         return "; DistributedDataParallel was made, but never called: the module inside was"
-    unused = not wrap.details["find_unused"]
-    return "; some parameters may be unused, and find_unused_parameters is False" if unused else ""
+    return ""
 
 
 def added_on_every_rank(tensors: Tensors) -> Finding | None:

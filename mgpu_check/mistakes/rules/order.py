@@ -25,7 +25,9 @@ from mgpu_check.mistakes.rules import (
     evaluation,
     factors,
     gradients,
+    outcomes,
     samples,
+    scales,
     steps,
 )
 from mgpu_check.mistakes.samples import EpochSamples, Loader
@@ -55,6 +57,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     collectives.aliased_list,
     collectives.strided_view,
     collectives.uneven_tensors,
+    collectives.other_layouts,
     # Ranks do other things than each other, as calls show. All that they compute differs then; this is why. A checkpoint
     # on some ranks goes before another initialization, which it looks like.
     decisions.restores_on_some,
@@ -66,18 +69,24 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     decisions.starts_apart,
     # Which samples ranks have seen, by the samples, or by the loader and what it counts.
     data.all_see_the_same,
+    data.models_miss_samples,
     data.whole_dataset,
     # Calls together with values that they explain: neither alone would say as much.
     collectives.result_discarded,
     decisions.restores_later_on_some,
     collectives.read_too_early,
+    outcomes.reduces_again,
     data.surplus_samples,
     data.pads_a_metric,
     # One device gives the very result for another batch, or leaves other parameters as they were.
+    data.counts_too_few,
     data.drops_last,
+    data.loader_drops_last,
     data.truncates,
     data.pads_the_batch,
     decisions.updates_on_some,
+    decisions.kept_on_some,
+    decisions.calls_models_apart,
     decisions.decides_for_its_parameters,
     # Ranks that draw random numbers, or decide by values of their own: beside it nothing about sums can be told.
     decisions.draws_by_rank,
@@ -89,6 +98,13 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     gradients.clips_by_other_norms,
     gradients.clips_first,
     gradients.clips_parts,
+    scales.clips_each_part,
+    scales.limits_by_a_norm_of_parts,
+    # Ranks that scale by numbers of their own, and counts without their fraction; before sums of parts that count alike.
+    scales.unscales_by_its_own,
+    scales.counts_parts_unlike,
+    scales.rounds_to_integers,
+    scales.divides_a_count,
     collectives.delivers_to_one_rank,
     gradients.statistics_of_parts,
     steps.adds_what_was_left,
@@ -100,6 +116,8 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     data.repeated_rows,
     gradients.gradients_apart,
     gradients.each_rank_its_own,
+    gradients.stays_as_backward_left_it,
+    outcomes.written_over,
     steps.counts_windows_unlike,
     data.missing_rows,
     factors.off_by_world_size,
@@ -121,7 +139,8 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     gradients.normalizes_parts,
     decisions.steps_unlike_one_device,
     collectives.other_reduction,
-    gradients.differs_from_rank_to_rank,
+    gradients.outside_of_the_wrapper,
+    collectives.parameters_of_other_layouts,
     gradients.limits_another_norm,
     gradients.wrong_where_uneven,
     # What nothing speaks against: it is said where nothing better is known.

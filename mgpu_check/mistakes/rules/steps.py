@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+from mgpu_check.mistakes.observed import Event
 from mgpu_check.mistakes.report import Finding
 
 if TYPE_CHECKING:
@@ -45,7 +47,21 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
             continue
         told = ", ".join(f"{weight:.3g}" for weight in weights)
         seen = f"in {tensors.names[0]} the micro-batches of each rank count {told} times"
+        if min(weights) < _LEFT_OUT and (reduced := _reduced_between(tensors)) is not None:
+            again = f"{reduced.name} ({reduced.site}) has reduced it, and what came of that is written over"
+            return Finding("result-discarded", f"{seen}: one of them is left out, though {again}")
         if min(weights) < _LEFT_OUT:
             return Finding("samples-missed", f"{seen}: one of them is left out")
         return Finding("stale-gradients", f"{seen}: what was reduced already is reduced again")
+    return None
+
+
+def _reduced_between(tensors: Tensors) -> Event | None:
+    """Return the first collective on several numbers between two backward passes of rank 0."""
+    passes = 0
+    for event in tensors.traces[0].of("backward", "collective") if tensors.traces else ():
+        passes += event.kind == "backward"
+        found = event.kind == "collective" and any(math.prod(tensor["shape"]) > 1 for tensor in event.tensors)
+        if found and 0 < passes < len(tensors.traces[0].of("backward")):
+            return event
     return None

@@ -1,0 +1,142 @@
+"""What is noted of tensors that the code under test hands to collectives and models, while a failure is looked into."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.gates.batches import samples_in
+from mgpu_check.mistakes.results import Result
+from mgpu_check.processes.frames import is_engine, is_installed
+from mgpu_check.processes.record import relative
+from mgpu_check.torch_hooks.nested import tensors_of
+from mgpu_check.torch_hooks.tensors import as_real, digest_of
+
+__all__ = ["Rows", "contents", "facts", "layout", "site", "sums_of"]
+
+_KEPT = 64
+"""Elements up to which the values themselves are kept."""
+_FRAMES = 4
+"""Callers of the code under test in which a tensor is looked for that shares memory with an operand."""
+
+
+def facts(
+    value: torch.Tensor, result_in: Callable[[torch.Tensor], Result | None], frame: types.FrameType
+) -> dict[str, Any]:
+    """Return what there is to know of an operand as the collective is entered."""
+    said: dict[str, Any] = {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": tuple(value.shape),
+        "gaps": not _is_dense(value),
+        "layout": layout(value),
+        "differentiable": value.requires_grad and torch.is_grad_enabled(),
+        "detached": _is_detached(value, frame),
+        "result": result_in(value),
+    }
+    if value.numel() == 1:
+        said["value"] = float(as_real(value.detach()).sum())
+    return said
+
+
+def contents(value: torch.Tensor) -> dict[str, Any]:
+    """Return the sum and the norm of a tensor, in float64; and its values where they are few."""
+    flat = as_real(value.detach()).cpu().double().flatten()
+    said: dict[str, Any] = {"sum": float(flat.sum()), "norm": float(flat.norm())}
+    return said | {"values": flat.tolist()} if flat.numel() <= _KEPT else said
+
+
+def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
+    """Return the sum of each tensor, by which ranks can tell whether they hold the same; not of a DTensor, of which each
+    holds its own part.
+    """
+    whole = [(name, value.detach()) for name, value in named if not hasattr(value, "full_tensor")]
+    return {name: float(as_real(value).double().sum()) for name, value in whole}
+
+
+class Rows:
+    """The samples of the global batches, known again by their values wherever a model is given some of them."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self._known: list[dict[str, tuple[int, int]]] = []
+        of_leaves: dict[int, list[tuple[str, tuple[int, int]]]] = {}
+        for step, batch in enumerate(batches):
+            count = samples_in(batch)
+            for number, leaf in enumerate(tensors_of(batch)):
+                if leaf.dim() > 1 and len(leaf) == count:
+                    rows = ((digest_of(row), (step, index)) for index, row in enumerate(leaf))
+                    of_leaves.setdefault(number, []).extend(rows)
+        # Samples that are equal cannot be told apart.
+        self._known = [dict(rows) for rows in of_leaves.values() if len(dict(rows)) == len(rows)]
+
+    def samples(self, given: torch.Tensor) -> list[tuple[int, int]] | None:
+        """Return which samples these are, as (batch, index); None where they are not, or not all, rows of one tensor of
+        the batches.
+        """
+        if given.dim() < 2:
+            return None
+        digests = [digest_of(row) for row in given.detach().cpu()]
+        for known in self._known:
+            if all(digest in known for digest in digests):
+                return [known[digest] for digest in digests]
+        return None
+
+
+def layout(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions of more than one element from the outermost in memory to the innermost."""
+    sized = [dim for dim, size in enumerate(value.shape) if size > 1]
+    strides = value.stride()
+    return tuple(sorted(sized, key=lambda dim: strides[dim], reverse=True))
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Return whether the elements fill a stretch of memory, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _is_detached(value: torch.Tensor, frame: types.FrameType) -> bool:
+    """Return whether autograd has a history of these values that the collective does not get: under no_grad, or by
+    detach() of a tensor that the code under test still holds.
+    """
+    if value.dim() < 1 or not value.numel() or not (value.is_floating_point() or value.is_complex()):
+        return False
+    if value.requires_grad:
+        return value.grad_fn is not None and not torch.is_grad_enabled()
+    start = value.data_ptr()
+    return any(
+        one.grad_fn is not None and one.shape == value.shape and one.data_ptr() == start for one in _held_above(frame)
+    )
+
+
+def _held_above(frame: types.FrameType) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the local variables of the code under test, and of its callers."""
+    caller, left = frame.f_back, _FRAMES
+    while caller is not None and left:
+        if _is_under_test(caller):
+            left -= 1
+            yield from (value for value in caller.f_locals.values() if isinstance(value, torch.Tensor))
+        caller = caller.f_back
+
+
+def site(frame: types.FrameType | None) -> str:
+    """Return the innermost line of the code under test among the callers of a frame: "train.py:40"."""
+    caller = frame.f_back if frame is not None else None
+    while caller is not None:
+        if _is_under_test(caller):
+            return f"{relative(caller.f_code.co_filename)}:{caller.f_lineno}"
+        caller = caller.f_back
+    return ""
+
+
+def _is_under_test(frame: types.FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return not is_engine(file) and not is_installed(file) and not file.startswith("<")

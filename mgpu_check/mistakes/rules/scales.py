@@ -1,0 +1,211 @@
+"""Mistakes by which parts of the batch, or numbers, count by another measure than on one device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.processes.rank_lists import few
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.mistakes.observed import Division
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "clips_each_part",
+    "counts_parts_unlike",
+    "divides_a_count",
+    "limits_by_a_norm_of_parts",
+    "rounds_to_integers",
+    "unscales_by_its_own",
+]
+
+_SAME = 1e-3
+"""Relative: weights, norms and factors that are as good as equal."""
+_UNLIKE = 1e-2
+"""Relative: weights that are not."""
+_NOTHING = 1e-3
+"""Of the largest weight: a part that does not count."""
+_COUNTS = 4
+"""Numbers of a collective that are looked at."""
+_EXACT = 1e-4
+"""Relative: how near a factor is to that of a rounded count."""
+
+
+def unscales_by_its_own(tensors: Tensors) -> Finding | None:
+    """Name a scale of each rank's own, where ranks hold one sum of parts, each times another factor."""
+    for _, rows in _weighed(tensors):
+        factors = [_ratio(row, rows[0]) for row in rows]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) == len(factors) and max(map(abs, known)) > (1 + _UNLIKE) * min(map(abs, known)):
+            each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
+            return Finding(
+                "decision-per-rank",
+                f"{few(tensors.names)}: ranks hold one and the same sum of parts, each times a factor of its own ({each}), as "
+                "where each rank takes off a loss scale of its own",
+            )
+    return None
+
+
+def counts_parts_unlike(tensors: Tensors) -> Finding | None:
+    """Name a scale of each rank's own, where ranks agree on a sum in which equal parts count unlike."""
+    if not tensors.gradient_like or tensors.hypotheses.padded:
+        return None
+    for division, rows in _weighed(tensors):
+        if division.even and _alike(rows) and max(rows[0]) > (1 + _UNLIKE) * min(rows[0]) > 0:
+            each = ", ".join(f"{weight * tensors.size:.4g} of rank {rank}" for rank, weight in enumerate(rows[0]))
+            return Finding(
+                "decision-per-rank",
+                f"{few(tensors.names)}: the parts of ranks are of one size and count unlike ({each}), as where each rank scales "
+                "its loss by a number of its own",
+            )
+    return None
+
+
+def clips_each_part(tensors: Tensors) -> Finding | None:
+    """Name clipping before the mean, where each part counts with one and the same norm."""
+    if not tensors.gradient_like:
+        return None
+    for division, rows in _weighed(tensors):
+        norms = tensors.norms_of_parts(division)
+        counted = [weight * norm for weight, norm in zip(rows[0], norms, strict=True)]
+        if _alike(rows) and min(counted) > 0 and max(counted) <= (1 + _SAME) * min(counted):
+            told = ", ".join(f"{norm:.4g}" for norm in norms)
+            return Finding(
+                "clipped-before-synchronization",
+                f"{few(tensors.names)}: the parts of ranks, of norms {told}, count with one and the same norm: each was clipped "
+                "before they were added",
+            )
+    return None
+
+
+def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
+    """Name clipping by another norm, where one device's gradient has one norm whatever the batch, and ranks' has not."""
+    if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
+        return None
+    cases = (tensors, *tensors.further)
+    norms = [_norm(case.expected.exact[name].norm() for name in tensors.names) for case in cases]
+    own = [
+        _norm(case.seen[0].values[name].double().norm() for name in tensors.names if name in case.seen[0].values)
+        for case in cases
+    ]
+    # All numbers of a gradient, so that a norm says something; the same in all cases, so that it is a limit.
+    several = sum(tensors.expected.exact[name].numel() for name in tensors.names) > 2
+    is_limit = several and min(norms) > 0 and max(norms) <= (1 + _SAME) * min(norms)
+    if not is_limit or abs(own[0] - norms[0]) <= _UNLIKE * norms[0] or tensors.factor() is not None:
+        return None
+    return Finding(
+        "clipped-before-synchronization",
+        f"{few(tensors.names)}: on one device the norm is {norms[0]:.4g} whatever the batch, which is a limit, and on "
+        f"{tensors.size} ranks it is {own[0]:.4g}: what is clipped is limited by the norm of a part",
+    )
+
+
+def rounds_to_integers(tensors: Tensors) -> Finding | None:
+    """Name a mean without its fraction: wrong values are those of one device, rounded down or towards zero."""
+    for name in tensors.wrong("returned"):
+        cases = [(case.expected.exact.get(name), case.seen[0].values.get(name)) for case in (tensors, *tensors.further)]
+        known = [(right, got.double()) for right, got in cases if right is not None and got is not None]
+        if len(known) < len(cases) or any(right.shape != got.shape for right, got in known):
+            continue
+        # Of a fraction of 1 nothing is left, as in many a value that is wrong for another reason.
+        telling = any(bool((got.abs() >= 1).any()) for _, got in known)
+        right, here = known[0]
+        telling = telling or _is_quotient(tensors, right, here)
+        if telling and bool((right != right.round()).any()) and all(_is_rounded(*case) for case in known):
+            values = few([f"{value:.6g}" for value in right.flatten().tolist()])
+            told = few([f"{value:.6g}" for value in here.flatten().tolist()])
+            return Finding("integer-division", f"{name} is {told}, and {values} on one device: the fraction is dropped")
+    return None
+
+
+def _is_quotient(tensors: Tensors, right: torch.Tensor, got: torch.Tensor) -> bool:
+    """Return whether an integer that a collective has given, divided by the world size, is what one device has."""
+    for _, event in tensors.events("collective"):
+        given = zip(event.details.get("tensors", ()), event.details.get("after", ()), strict=False)
+        for values in (after.get("values", []) for tensor, after in given if "int" in tensor["dtype"]):
+            shares = [value / tensors.size for value in values]
+            if len(shares) == right.numel() and all(
+                abs(share - value) <= _EXACT * abs(share) and math.floor(share) == here
+                for share, value, here in zip(shares, right.flatten().tolist(), got.flatten().tolist(), strict=True)
+            ):
+                return True
+    return False
+
+
+def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
+    return bool((got == right.floor()).all() | (got == right.trunc()).all())
+
+
+def divides_a_count(tensors: Tensors) -> Finding | None:
+    """Name the integer division of a count: the factor is that of a share of it with its fraction and without."""
+    ratio = tensors.factor_here()
+    if ratio is None or ratio <= 0 or not tensors.names:
+        return None
+    for count, of in _counts(tensors):
+        share, floor = count / tensors.size, count // tensors.size
+        for rounded, how in ((floor, "down"), (floor + 1, "up")):
+            if not floor or count % tensors.size == 0 or not rounded:
+                continue
+            for factor in (share / rounded, rounded / share):
+                if abs(ratio - factor) <= _EXACT * factor:
+                    return Finding(
+                        "integer-division",
+                        f"{few(tensors.names)} is {ratio:.6g} times what one device gives: {of}, {count:g}, divided by "
+                        f"{tensors.size} ranks is {share:g}, and {rounded:g} rounded {how}, as by //",
+                    )
+    return None
+
+
+def _counts(tensors: Tensors) -> Iterator[tuple[int, str]]:
+    if tensors.samples:
+        yield tensors.samples, "the number of samples"
+    for _, event in tensors.events("collective"):
+        for contents in event.details.get("after", ()):
+            for value in contents.get("values", ())[:_COUNTS]:
+                if math.isfinite(value) and value == int(value) and value > 1:
+                    yield int(value), f"what {event.name} ({event.site}) gives"
+
+
+def _weighed(tensors: Tensors) -> Iterator[tuple[Division, list[list[float]]]]:
+    """Yield the divisions whose parts explain all that is wrong, whatever the random numbers, with the weights of each
+    rank, where no rank has its own part alone.
+    """
+    for division in tensors.hypotheses.divisions:
+        rows = tensors.weights_of_ranks(division)
+        if rows is None or not all(_counts_several(row) for row in rows):
+            continue
+        same = [
+            other
+            for case in tensors.further
+            for other in case.hypotheses.divisions
+            if (other.name, other.windows) == (division.name, division.windows)
+            and case.weights_of_ranks(other) is not None
+        ]
+        if len(same) == len(tensors.further):
+            yield division, rows
+
+
+def _counts_several(row: Sequence[float]) -> bool:
+    largest = max(map(abs, row))
+    return sum(abs(weight) > _NOTHING * largest for weight in row) > 1
+
+
+def _alike(rows: Sequence[Sequence[float]]) -> bool:
+    return all(abs(one - other) <= _SAME * abs(other) for row in rows for one, other in zip(row, rows[0], strict=True))
+
+
+def _ratio(row: Sequence[float], first: Sequence[float]) -> float | None:
+    """Return by which factor a row is another one; None where it is not a multiple of it."""
+    largest = max(range(len(first)), key=lambda index: abs(first[index]))
+    factor = row[largest] / first[largest]
+    near = all(abs(one - factor * other) <= _SAME * abs(row[largest]) for one, other in zip(row, first, strict=True))
+    return factor if near and factor else None
+
+
+def _norm(norms: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(math.fsum(float(norm) ** 2 for norm in norms))

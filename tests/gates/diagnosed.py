@@ -1,0 +1,396 @@
+"""Wrong programs, each beside a right twin, whose mistakes are near others: which one it is shows in small things."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check import Rank
+from tests.gates.steps import Batch
+
+
+@dataclass(frozen=True)
+class Diagnosed:
+    """A program.
+
+    Attributes:
+        step: as the gate wants it, with ``wrong`` as an option.
+        mistake: which it makes where `wrong` is set.
+        parting: in what ranks first part; "" where they do not.
+    """
+
+    step: Callable[..., Any]
+    mistake: str
+    build: Callable[[], Any]
+    batch: Callable[[int], Batch]
+    reference: Callable[..., Any] | None
+    samples: int
+    parting: str = ""
+
+
+ALL: dict[str, Diagnosed] = {}
+
+
+def program(
+    mistake: str,
+    build: Callable[[], Any],
+    batch: Callable[[int], Batch],
+    reference: Callable[..., Any] | None,
+    samples: int,
+    parting: str = "",
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def put(step: Callable[..., Any]) -> Callable[..., Any]:
+        ALL[step.__name__] = Diagnosed(step, mistake, build, batch, reference, samples, parting)
+        return step
+
+    return put
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def regression(n: int) -> Batch:
+    x = torch.randn(n, 6)
+    return x, 3 * x.sum(1, keepdim=True).sin()
+
+
+def part(batch: Batch, rank: Rank) -> Batch:
+    return tuple(leaf[rank.index :: rank.size] for leaf in batch)
+
+
+def synchronize(model: nn.Module, rank: Rank) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= rank.size
+
+
+def backward(model: nn.Module, batch: Batch) -> None:
+    F.mse_loss(model(batch[0]), batch[1]).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@torch.no_grad()
+def loss(model: nn.Module, batch: Batch) -> dict[str, Any]:
+    return {"loss": F.mse_loss(model(batch[0]), batch[1])}
+
+
+# Norms
+
+
+def clipped(model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+    F.mse_loss(model(batch[0]), batch[1].expand(-1, 8)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return gradients(model)
+
+
+@program("clipped-before-synchronization", lambda: nn.Linear(6, 8), regression, clipped, 4)
+def clips_by_the_norm_of_its_columns(model, batch, rank, wrong):
+    x, y = batch
+    own = {name: value.detach().chunk(rank.size)[rank.index].clone() for name, value in model.named_parameters()}
+    for value in own.values():
+        value.requires_grad_()
+    F.mse_loss(F.linear(x, own["weight"], own["bias"]), y.expand(-1, 8 // rank.size)).div(rank.size).backward()
+    total = sum(value.grad.square().sum() for value in own.values())
+    if not wrong:
+        dist.all_reduce(total)
+    scale = (0.1 / (total.sqrt() + 1e-6)).clamp(max=1.0)
+    return {name: torch.cat(gathered(value.grad * scale, rank)) for name, value in own.items()}
+
+
+def gathered(value: torch.Tensor, rank: Rank) -> list[torch.Tensor]:
+    parts = [torch.empty_like(value) for _ in range(rank.size)]
+    dist.all_gather(parts, value)
+    return parts
+
+
+# Scales
+
+
+@program("decision-per-rank", mlp, regression, backward, 4, "of gradient of 0.weight")
+def takes_off_a_scale_of_its_own(model, batch, rank, wrong):
+    scale = 1024.0 / (rank.index + 1 if wrong else 1)
+    x, y = part(batch, rank)
+    (F.mse_loss(model(x), y) * scale).backward()
+    synchronize(model, rank)
+    for parameter in model.parameters():
+        parameter.grad /= scale
+
+
+@program("decision-per-rank", mlp, regression, backward, 4)
+def takes_off_the_mean_of_scales(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    value = F.mse_loss(model(x), y)
+    scale = 1 / value.detach()
+    mean = scale.clone()
+    dist.all_reduce(mean)
+    mean /= rank.size
+    (value * (scale if wrong else mean)).backward()
+    synchronize(model, rank)
+    for parameter in model.parameters():
+        parameter.grad /= mean
+
+
+# Counts
+
+
+def floors() -> Callable[..., Any]:
+    return lambda model, batch: {"length": batch[0].sum() / len(batch[0])}
+
+
+@program("integer-division", mlp, lambda n: (torch.randint(1, 50, (n,)),), floors(), 6)
+def drops_the_fraction_of_a_mean(model, batch, rank, wrong):
+    (x,) = part(batch, rank)
+    total = torch.stack([x.sum(), torch.tensor(len(x))])
+    dist.all_reduce(total)
+    return {"length": (total[0] // total[1]).float() if wrong else total[0] / total[1]}
+
+
+@program("integer-division", mlp, regression, loss, 5)
+@torch.no_grad()
+def drops_the_fraction_of_a_count(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    total, count = F.mse_loss(model(x), y, reduction="sum"), torch.tensor(len(x))
+    dist.all_reduce(total)
+    dist.all_reduce(count)
+    return {"loss": total / rank.size / (count // rank.size if wrong else count / rank.size)}
+
+
+# Running sums
+
+
+@program("reduced-again", mlp, regression, loss, 8)
+@torch.no_grad()
+def reduces_a_running_sum(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    total, count = torch.zeros(()), torch.zeros(())
+    last = len(x) // 2 - 1
+    for number, (some, right) in enumerate(zip(x.split(2), y.split(2), strict=True)):
+        total += F.mse_loss(model(some), right, reduction="sum")
+        count += len(some)
+        if wrong or number == last:
+            for value in (total, count):
+                dist.all_reduce(value)
+    return {"loss": total / count}
+
+
+# Collectives that autograd does not see
+
+
+def pairs(n: int) -> Batch:
+    x = torch.randn(n, 6)
+    return x, x + 0.3 * torch.randn(n, 6)
+
+
+def contrastive(model: nn.Module, batch: Batch) -> None:
+    one, other = model(batch[0]), model(batch[1])
+    F.cross_entropy(F.normalize(one) @ F.normalize(other).t(), torch.arange(len(one))).backward()
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, own, rank):
+        ctx.rank = rank
+        return torch.cat(gathered(own, rank))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient)
+        return gradient.chunk(ctx.rank.size)[ctx.rank.index], None
+
+
+def contrasts(model: nn.Module, batch: Batch, rank: Rank, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    one, other = (model(leaf.chunk(rank.size)[rank.index]) for leaf in batch)
+    labels = torch.arange(len(one)) + len(one) * rank.index
+    F.cross_entropy(F.normalize(one) @ F.normalize(take(other)).t(), labels).backward()
+    synchronize(model, rank)
+
+
+@program("gradient-cut-by-collective", lambda: nn.Linear(6, 4), pairs, contrastive, 4)
+def gathers_under_no_grad(model, batch, rank, wrong):
+    def take(other: torch.Tensor) -> torch.Tensor:
+        if not wrong:
+            return Gathered.apply(other, rank)
+        with torch.no_grad():
+            return torch.cat(gathered(other, rank))
+
+    contrasts(model, batch, rank, take)
+
+
+@program("gradient-cut-by-collective", lambda: nn.Linear(6, 4), pairs, contrastive, 4)
+def gathers_what_is_detached(model, batch, rank, wrong):
+    def take(other: torch.Tensor) -> torch.Tensor:
+        if not wrong:
+            return Gathered.apply(other, rank)
+        parts = gathered(other.detach(), rank)
+        parts[rank.index] = other
+        return torch.cat(parts)
+
+    contrasts(model, batch, rank, take)
+
+
+# What one rank alone keeps
+
+
+class Averaged:
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.average = copy.deepcopy(model)
+
+
+def trained(state: Averaged, model: nn.Module, batch: Batch, rank: Rank, keeps: bool) -> dict[str, Any]:
+    state.optimizer.zero_grad()
+    x, y = part(batch, rank)
+    F.mse_loss(model(x), y).backward()
+    synchronize(model, rank)
+    state.optimizer.step()
+    with torch.no_grad():
+        for old, new in zip(state.average.parameters(), model.parameters(), strict=True):
+            if keeps:
+                old.lerp_(new, 0.5)
+        total = F.mse_loss(state.average(x), y, reduction="sum")
+    dist.all_reduce(total)
+    return {"loss": total / len(batch[0])}
+
+
+class AveragedOnRank0(Averaged):
+    def __call__(self, model, batch, rank):
+        return trained(self, model, batch, rank, keeps=rank.index == 0)
+
+
+class AveragedOnAll(Averaged):
+    def __call__(self, model, batch, rank):
+        return trained(self, model, batch, rank, keeps=True)
+
+
+@program("value-of-one-rank", mlp, regression, None, 4, "in Sequential, the sum of 0.weight")
+def averages_on_rank_0(wrong):
+    return AveragedOnRank0 if wrong else AveragedOnAll
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@program("value-of-one-rank", Centered, regression, None, 4, "of buffer mean")
+def keeps_a_buffer_on_rank_0(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    mean = x.sum(0)
+    dist.all_reduce(mean)
+    if rank.index == 0 or not wrong:
+        model.mean.lerp_(mean / len(batch[0]), 0.1)
+    F.mse_loss(model(x), y).backward()
+    synchronize(model, rank)
+
+
+# Memory
+
+
+def convolution() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(16, 1))
+
+
+def images(n: int) -> Batch:
+    return torch.randn(n, 3, 4, 4), torch.randn(n, 1)
+
+
+@program("memory-formats-differ", convolution, images, backward, 4, "of gradient of 0.weight")
+def reduces_by_places_in_memory(model, batch, rank, wrong):
+    if rank.index and wrong:
+        model.to(memory_format=torch.channels_last)
+    x, y = part(batch, rank)
+    F.mse_loss(model(x), y).backward()
+    for parameter in model.parameters():
+        flat = parameter.grad.as_strided((parameter.numel(),), (1,))
+        dist.all_reduce(flat)
+        flat /= rank.size
+
+
+# Results that do not stay
+
+
+@program("result-discarded", mlp, regression, backward, 8)
+def writes_over_the_shard_of_a_micro_batch(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    shard: Any = 0
+    for some, right in zip(x.chunk(2), y.chunk(2), strict=True):
+        model.zero_grad()
+        (F.mse_loss(model(some), right, reduction="sum") / len(batch[0])).backward()
+        flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()] + [torch.zeros(1)])
+        dist.all_reduce(flat)  # what reduce_scatter does, on backends that lack it
+        mine = flat[: len(flat) // rank.size * rank.size].chunk(rank.size)[rank.index].clone()
+        shard = mine if wrong else shard + mine
+    whole = torch.cat(gathered(shard, rank))
+    start = 0
+    for parameter in model.parameters():
+        parameter.grad = whole[start : start + parameter.numel()].view_as(parameter).clone()
+        start += parameter.numel()
+
+
+@program("result-discarded", mlp, regression, backward, 4)
+def writes_over_a_bucket(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    F.mse_loss(model(x), y).backward()
+    bucket, reduced = torch.zeros(64), []
+    for parameter in model.parameters():
+        flat = bucket[: parameter.numel()] if wrong else torch.zeros(parameter.numel())
+        flat.copy_(parameter.grad.flatten())
+        dist.all_reduce(flat)
+        reduced.append(flat)
+    for parameter, flat in zip(model.parameters(), reduced, strict=True):
+        parameter.grad.copy_(flat.view_as(parameter) / rank.size)
+
+
+# Batches that are dropped
+
+
+def batches(batch: Batch, size: int, drop: bool) -> Iterator[Batch]:
+    length = len(batch[0])
+    for start in range(0, length - length % size if drop else length, size):
+        yield tuple(leaf[start : start + size] for leaf in batch)
+
+
+@program("samples-missed", mlp, regression, loss, 6)
+@torch.no_grad()
+def drops_the_last_batch(model, batch, rank, wrong):
+    total = torch.zeros(2)
+    for x, y in batches(part(batch, rank), 2, wrong):
+        total += torch.stack([F.mse_loss(model(x), y, reduction="sum"), torch.tensor(float(len(x)))])
+    dist.all_reduce(total)
+    return {"loss": total[0] / total[1]}
+
+
+# Gradients that differ, and are not each rank's own
+
+
+@program("gradients-not-synchronized", mlp, regression, backward, 4, "in backward, the norm of gradient of 0.weight")
+def leaves_parts_of_its_own_choice(model, batch, rank, wrong):
+    order = torch.randperm(len(batch[0]), generator=torch.Generator().manual_seed(5)).chunk(rank.size)[rank.index]
+    F.mse_loss(model(batch[0][order]), batch[1][order]).backward()
+    if not wrong:
+        synchronize(model, rank)
+
+
+@program("value-of-one-rank", mlp, regression, backward, 4, "of gradient of 0.weight")
+def mixes_gradients_by_rank(model, batch, rank, wrong):
+    x, y = part(batch, rank)
+    F.mse_loss(model(x), y).backward()
+    synchronize(model, rank)
+    for parameter in model.parameters() if wrong else ():
+        parameter.grad = parameter.grad.roll(rank.index)

@@ -1,0 +1,57 @@
+"""Mistakes that are near each other get their own names, and the report says where ranks first part."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+
+import pytest
+
+from mgpu_check import ScalingMismatch, assert_step_scales
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
+from mgpu_check.mistakes.results import KINDS
+from tests.gates.diagnosed import ALL, Diagnosed
+
+pytestmark = pytest.mark.gpus(2)
+
+
+def step_of(program: Diagnosed, *, wrong: bool):
+    if "rank" not in inspect.signature(program.step).parameters:
+        return program.step(wrong)  # a class
+    return functools.partial(program.step, wrong=wrong)
+
+
+# One of those that are told by the same rule.
+LIKE_ANOTHER = (
+    "gathers_what_is_detached",
+    "writes_over_a_bucket",
+    "drops_the_fraction_of_a_count",
+    "mixes_gradients_by_rank",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LIKE_ANOTHER else name for name in ALL]
+)
+def test_a_program_is_named_by_its_mistake(ranks, name):
+    program = ALL[name]
+    options = {"build": program.build, "batch": program.batch, "reference": program.reference, "sizes": program.samples}
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step_of(program, wrong=True), world_sizes=[2], max_examples=2, **options)
+    text = str(caught.value)
+    assert caught.value.mistakes[:1] == (program.mistake,), text
+    parting = re.search(r"ranks first part (?:at|after) \S*diagnosed\.py:\d+, (.*)", text)
+    assert (parting is None) == (not program.parting), text
+    assert parting is None or program.parting in parting[1], text
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_its_twin_is_right(ranks, name):
+    program = ALL[name]
+    step = Program(step_of(program, wrong=False), program.build, program.batch, program.reference)
+    trials = Trials(ranks, step, frozenset(KINDS), None, name)
+    assert trials.run(Scenario(2, program.samples)) is None
+    assert trials.completed[2] == 1
