@@ -144,7 +144,9 @@ def _is_rounded(right: torch.Tensor, got: torch.Tensor) -> bool:
 def divides_a_count(tensors: Tensors) -> Finding | None:
     """Name the integer division of a count: the factor is that of a share of it with its fraction and without."""
     ratio = tensors.factor_here()
-    if ratio is None or ratio <= 0 or not tensors.names:
+    # One number has some ratio to any other.
+    alone = sum(tensors.expected.exact[name].numel() for name in tensors.names) == 1
+    if ratio is None or ratio <= 0 or (alone and tensors.mean_of_parts is not None):
         return None
     for count, of in _counts(tensors):
         share, floor = count / tensors.size, count // tensors.size
@@ -162,7 +164,7 @@ def divides_a_count(tensors: Tensors) -> Finding | None:
 
 
 def _counts(tensors: Tensors) -> Iterator[tuple[int, str]]:
-    if tensors.samples:
+    if tensors.samples and tensors.factor() is not None:
         yield tensors.samples, "the number of samples"
     for _, event in tensors.events("collective"):
         for contents in event.details.get("after", ()):
