@@ -27,7 +27,8 @@ def _given(rank: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROW
     count = rows * size * _COLUMNS * size
     span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
     values = (torch.arange(count) * 7 + rank * 3 + seed) % span
-    return values.view(rows * size, -1).to(dtype)
+    given: torch.Tensor = values.view(rows * size, -1).to(dtype)
+    return given
 
 
 class _Account:
