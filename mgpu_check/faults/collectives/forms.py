@@ -24,7 +24,7 @@ _FUNCTIONAL, _GRADIENTS, _COALESCED = (
     caught_by=(_FUNCTIONAL,),
     condition="dimension 1",
 )
-def dimension_ignored() -> Iterator[None]:
+def functional_dimension_ignored() -> Iterator[None]:
     real = functional.all_gather_tensor
 
     def gather(self: torch.Tensor, gather_dim: int, *args: Any, **kwargs: Any) -> Any:

@@ -113,7 +113,7 @@ def columns_of_the_first_shard() -> Iterator[None]:
     caught_by=("test_every_dtype_and_order",),
     condition="NaN with a payload, float32 and float64",
 )
-def payloads_lost() -> Iterator[None]:
+def scattered_payloads_lost() -> Iterator[None]:
     """What a copy that computes does, x + 0."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
