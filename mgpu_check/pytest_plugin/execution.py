@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
+from mgpu_check.checks.covered import heard_by
 from mgpu_check.checks.known_defects import reported_to
 from mgpu_check.engine.pool import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.pytest_plugin.forwarding import steps_to
-from mgpu_check.pytest_plugin.ranks import abandoning
+from mgpu_check.pytest_plugin.ranks import Ranks, abandoning
+from mgpu_check.pytest_plugin.report.drawn import Drawn
 from mgpu_check.pytest_plugin.report.example import blob_of_this, is_final, keeping_steps
 from mgpu_check.pytest_plugin.report.replay import BLOB
 from mgpu_check.pytest_plugin.requirements import Needs
@@ -67,8 +69,15 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
     """Make a call of `item.obj` run the test where it belongs, for the time of the context."""
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
-    with by_value(modules_of(item)), _settings_for_ranks(item), keeping_steps(), reported_to(session.met.append):
+    with (
+        by_value(modules_of(item)),
+        _settings_for_ranks(item),
+        keeping_steps(),
+        reported_to(session.met.append),
+        heard_by(session.hear_covered),
+    ):
         session.drawn = handle is not None
+        session.values = Drawn() if is_packaged(item) else None
         body = original if needs.where == "parent" else _sent(original, item, needs, session)
         counted = _counted(body, session, drawn=handle is not None)
         setattr(counted, ORIGINAL, original)
@@ -184,6 +193,8 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
                 session.explain(failure)  # now: the ranks know their last failure only, and others may follow
             raise
         session.count_example()
+        if session.values is not None and drawn:
+            session.values.add({n: v for n, v in kwargs.items() if not isinstance(v, (protocol.Placeholder, Ranks))})
         return result
 
     return counted

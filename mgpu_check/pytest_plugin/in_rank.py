@@ -21,6 +21,7 @@ from _pytest._code.code import Traceback, TracebackEntry
 from _pytest._io import TerminalWriter
 from _pytest.assertion import util
 
+from mgpu_check.checks.covered import heard_by
 from mgpu_check.checks.known_defects import reported_to
 from mgpu_check.processes.frames import is_engine
 from mgpu_check.processes.raised import EXPLAIN, without_engine
@@ -72,6 +73,7 @@ def call(
             without_debugger(),
             replaced(replacements),
             reported_to(lambda met: tell(("known", (met.name, met.failed)))),
+            heard_by(lambda facts: tell(("covered", dict(facts)))),
         ):
             result = function(*args, **kwargs)
             _warn_of_strays()

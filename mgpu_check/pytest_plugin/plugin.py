@@ -231,6 +231,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     from mgpu_check.pytest_plugin.setup import adopt, begin
 
     session.on_ranks = functools.partial(adopt, item, session)
+    session.forget_test()
     if needs is None:
         return
     if item.config.getoption("trace", False) and needs.where != "parent":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mgpu_check.checks.known_defects import Met
     from mgpu_check.engine.pool import RankPool
     from mgpu_check.engine.remote.launcher import AgentLauncher
+    from mgpu_check.pytest_plugin.report.drawn import Drawn
     from mgpu_check.pytest_plugin.report.suspects import Seen
     from mgpu_check.pytest_plugin.second_look import Failed
 
@@ -49,6 +50,7 @@ class GpuSession:
         examples: examples, or plain runs, that the current test has completed.
         failing: the example of the current test that was the last to fail.
         seen: what a second look at it has shown.
+        values: what the examples of a check of the packaged suite were given.
         looked: seconds that all second looks of the run have taken.
         met: the known defects of others that it has met.
         on_example: called after each, to show progress.
@@ -73,6 +75,7 @@ class GpuSession:
         self.examples = 0
         self.failing: Failed | None = None
         self.seen: Seen | None = None
+        self.values: Drawn | None = None
         self.looked = 0.0
         self.met: list[Met] = []
         self.fault: str | None = None
@@ -205,6 +208,19 @@ class GpuSession:
         self.examples += 1
         self.on_example()
 
+    def forget_test(self) -> None:
+        """Forget what is known of the test before, as another one begins: that may be skipped before it has devices."""
+        self.examples = 0
+        self.failing = self.seen = self.values = None
+        self.met.clear()
+        if self._pool is not None:
+            self._pool.sizes = set()
+
+    def hear_covered(self, facts: Mapping[str, Any]) -> None:
+        """Take note of what the current test goes through besides its arguments."""
+        if self.values is not None:
+            self.values.note(facts)
+
     def begin_test(self, name: str, count: int = 0) -> int:
         """Start the account of a test, and see that no rank died since the last one.
 
@@ -214,9 +230,7 @@ class GpuSession:
         Returns:
             How many it has.
         """
-        self.examples = 0
-        self.failing = self.seen = None
-        self.met.clear()
+        self.forget_test()
         slots = self.leasing.begin(count, name)
         self._note_deaths()
         self.pool.begin_test(slots)

@@ -63,11 +63,13 @@ def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
 
 
 def _reductions(functions: Sequence[str], places: Sequence[str], values: str, seed: int) -> list[CollectiveCall]:
-    combinations = itertools.product(functions, places, REDUCED, OPERATIONS)
     return _right(
         [
-            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed + number, seed=seed)
-            for number, (function, place, dtype, op) in enumerate(combinations)
+            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed, seed=seed)
+            for function in functions
+            for place in places
+            for dtype in REDUCED
+            for op in OPERATIONS
         ]
     )
 
@@ -120,7 +122,7 @@ def copies(seed: int) -> list[CollectiveCall]:
     """Return every collective that copies, of every dtype, on devices, and of half of them on the CPU."""
     return _right(
         [
-            CollectiveCall(function, dtype, place=place, values="bits", root=seed + number, seed=seed)
+            CollectiveCall(function, dtype, place=place, values="bits", root=seed, seed=seed)
             for function in COPYING
             for place in PLACES
             for number, dtype in enumerate(COPIED)

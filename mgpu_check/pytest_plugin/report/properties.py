@@ -41,6 +41,8 @@ def add_usage(item: pytest.Item, session: GpuSession) -> None:
     """Record what the test has used."""
     _set(item, "examples", session.examples)
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
+    if session.values is not None:
+        _set(item, "drawn", str(session.values))
     showed = dict.fromkeys(met.name for met in session.met if met.failed)
     _set(item, _SHOWED, " ".join(showed))
     _set(item, _UNSEEN, " ".join(dict.fromkeys(met.name for met in session.met if met.name not in showed)))

@@ -1,4 +1,4 @@
-"""The closing table of the packaged suite: property, check, examples, world sizes, result, seconds."""
+"""The closing table of the packaged suite: property, check, examples, world sizes, result, seconds; what was drawn."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Row:
     seconds: float
     line: int
     reason: str = ""
+    drawn: str = ""
 
 
 def row_of(report: pytest.TestReport) -> Row | None:
@@ -68,6 +69,7 @@ def row_of(report: pytest.TestReport) -> Row | None:
         seconds=report.duration,
         line=report.location[1] or 0,
         reason=reason,
+        drawn=str(properties.get("mgpu_check.drawn", "")),
     )
 
 
@@ -116,7 +118,8 @@ def print_to(terminal: pytest.TerminalReporter) -> None:
         terminal.line(f"  {row.seconds:7.1f}")
         for line in more:
             terminal.line(f"{'':<{names}}  {line}")
-        _below(terminal, names, row.reason)
+        _below(terminal, names, row.reason, "- ")
+        _below(terminal, names, row.drawn, "  drawn: ")
         last = row.property
     terminal.line(
         f"{len(rows)} checks of {len({row.property for row in rows})} properties, "
@@ -125,11 +128,16 @@ def print_to(terminal: pytest.TerminalReporter) -> None:
     )
 
 
-def _below(terminal: pytest.TerminalReporter, indent: int, text: str) -> None:
+def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:
     """Print what there is to say of a row, below it, over the whole width; links stay in one piece."""
     width = max(_LEAST_TEXT, terminal._tw.fullwidth - indent - 2)
     for line in textwrap.wrap(
-        text, width, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
     ):
         terminal.line(f"{'':<{indent}}  {line}")
 

@@ -1,0 +1,95 @@
+"""Tell what the examples of a check had in common, and where they differed: dtypes, sizes, layouts, ... in a line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["Drawn"]
+
+_SHOWN = 3
+"""Words of one kind that are named; of more the number is told."""
+_LONGEST = 24
+_SILENT = frozenset({"seed"})
+_WORDS = 1000  # of one kind: a check may draw texts
+
+
+class Drawn:
+    """What a check was given in its examples, by the names of its arguments and of the fields of specs.
+
+    Specs are plain values: dataclasses, tuples, words and numbers. A shape counts by its number of elements.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[str, dict[str, None]] = {}
+        self._numbers: dict[str, tuple[float, float]] = {}
+        self._different: set[int] = set()
+        self._examples = 0
+
+    def add(self, arguments: Mapping[str, Any]) -> None:
+        """Take note of an example."""
+        self._examples += 1
+        self._different.add(hash(tuple(_leaves("", arguments))))
+        self.note(arguments)
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Take note of what an example goes through besides its arguments."""
+        for name, value in _leaves("", facts):
+            if not name or name in _SILENT:
+                continue
+            if isinstance(value, str):
+                words = self._words.setdefault(name, {})
+                if len(words) < _WORDS:
+                    words[value] = None
+            else:
+                least, most = self._numbers.get(name, (value, value))
+                self._numbers[name] = min(least, value), max(most, value)
+
+    def __str__(self) -> str:
+        """Return it in a line, such as "dtype float32 float16 bool (10), elements 0 to 1,048,576"; empty for nothing."""
+        parts = [_of_words(name, list(words)) for name, words in self._words.items()]
+        parts += [_of_numbers(name, least, most) for name, (least, most) in self._numbers.items()]
+        if parts and self._examples > 2 * len(self._different):
+            parts.append(f"only {len(self._different)} different")
+        return ", ".join(parts)
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str | float]]:
+    """Yield the words and numbers of a plain value, each with the name of the innermost argument or field that has it."""
+    if isinstance(value, str):
+        yield name, value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
+    elif isinstance(value, bool):
+        yield name, "yes" if value else "no"
+    elif isinstance(value, (int, float)):
+        if math.isfinite(value):
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(key if isinstance(key, str) else name, one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if field.repr:
+                yield from _leaves(field.name, getattr(value, field.name, None))
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        if name == "shape" and all(isinstance(size, int) for size in value):
+            yield "elements", math.prod(value)
+            return
+        for one in value:
+            yield from _leaves(name, one)
+
+
+def _of_words(name: str, words: list[str]) -> str:
+    shown = " ".join(words[:_SHOWN])
+    return f"{_spoken(name)} {shown}" + (f" ({len(words)})" if len(words) > _SHOWN else "")
+
+
+def _of_numbers(name: str, least: float, most: float) -> str:
+    if least == most:
+        return f"{_spoken(name)} {least:,}"
+    return f"{_spoken(name)} {least:,} to {most:,}"
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,57 @@
+"""The closing table tells what the checks of the packaged suite were given, and what a skipped one was not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mgpu_check.pytest_plugin.report.drawn import Drawn
+from mgpu_check.specs.contributions import Contributions
+from mgpu_check.specs.tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    dtype: str
+    shapes: tuple[TensorSpec, ...] = ()
+
+
+def test_words_and_numbers_are_collected_by_the_names_of_fields():
+    drawn = Drawn()
+    for number, dtype in enumerate(("float32", "float64", "int64", "uint8")):
+        spec = TensorSpec((number, 1024), dtype, seed=number)
+        drawn.add({"size": number + 1, "data": Contributions(spec), "view": number > 1, "rate": 0.5})
+    assert str(drawn) == (
+        "dtype float32 float64 int64 (4), layout contiguous, values distinct, operation sum, view no yes, size 1 to 4, "
+        "elements 0 to 3,072, rate 0.5"
+    )
+
+
+def test_cases_in_a_list_count_each():
+    drawn = Drawn()
+    drawn.add({"cases": [Case("bool", (TensorSpec((2, 3)), TensorSpec(()))), Case("int8")]})
+    assert str(drawn) == "dtype bool float32 int8, layout contiguous, values distinct, elements 1 to 6"
+
+
+def test_a_check_that_draws_the_same_again_and_again_is_seen():
+    drawn = Drawn()
+    for number in range(10):
+        drawn.add({"count": number % 2})
+    assert str(drawn) == "count 0 to 1, only 2 different"
+
+
+def test_what_a_check_goes_through_itself_counts_as_no_example():
+    drawn = Drawn()
+    drawn.note({"dtype": ["int8", "int8"]})
+    assert str(drawn) == "dtype int8"
+
+
+def test_a_run_tells_what_was_drawn_and_a_skipped_check_has_drawn_nothing(run, pytester):
+    result = run(
+        *("--gpus=1", "--simulate", "--gpu-level=quick", "--junitxml=out.xml", "--pyargs", "mgpu_check.suite"),
+        *("-k", "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes"),
+    )
+    text = result.stdout.str()
+    assert "drawn: dtype float32 " in text
+    (skipped,) = (line for line in text.splitlines() if " skipped " in line and "allreduce" in line)
+    assert " 0  -  " in skipped
+    assert 'name="mgpu_check.drawn" value="dtype float32 ' in (pytester.path / "out.xml").read_text()
