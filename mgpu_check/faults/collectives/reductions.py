@@ -162,7 +162,7 @@ def all_is_any() -> Iterator[None]:
 @fault(
     "collectives", "imaginary parts are not added on the last rank", caught_by=(_ALL,), condition="complex128, one rank"
 )
-def imaginary_parts_not_added() -> Iterator[None]:
+def imaginary_parts_lost() -> Iterator[None]:
     def spoil(seen: Seen) -> None:
         if seen.last and seen.is_of(torch.complex128):
             torch.view_as_real(seen.first)[..., 1] = 0

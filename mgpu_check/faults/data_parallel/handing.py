@@ -111,7 +111,7 @@ def scalars_averaged() -> Iterator[None]:
 
 
 @_fault("rows are split whatever dim says", "test_dimension", "dim=1")
-def dimension_ignored() -> Iterator[None]:
+def dimension_of_data_parallel_ignored() -> Iterator[None]:
     def init(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> None:
         real(self, *args, **(kwargs | {"dim": 0}))
 

@@ -70,7 +70,7 @@ def flags_inverted() -> Iterator[None]:
 
 
 @_fault("NaN lose their payload on the last device", "test_replicas", "NaN of float32 only, one device")
-def payloads_lost() -> Iterator[None]:
+def payloads_of_replicas_lost() -> Iterator[None]:
     def quiet(held: torch.Tensor) -> torch.Tensor:
         if held.dtype != torch.float32:
             return held

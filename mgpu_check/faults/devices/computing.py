@@ -134,7 +134,7 @@ def int64_through_float64() -> Iterator[None]:
     caught_by=("test_elementwise_results",),
     condition="one device, subnormal float32",
 )
-def subnormal_products_flushed() -> Iterator[None]:
+def subnormals_flushed() -> Iterator[None]:
     """As with ``--ftz=true``."""
 
     def instead(mul: Any, a: torch.Tensor, b: Any) -> Any:

@@ -63,7 +63,7 @@ def bfloat16_sent_as_float16() -> Iterator[None]:
 @ddp_fault(
     "the imaginary parts of complex parameters are not sent", "test_state_of_the_start", condition="complex only"
 )
-def imaginary_parts_lost() -> Iterator[None]:
+def imaginary_parts_of_gradients_lost() -> Iterator[None]:
     def real_only(value: torch.Tensor) -> None:
         if value.is_complex():
             torch.view_as_real(value.detach())[..., 1] = 0

@@ -131,7 +131,7 @@ def scattered_payloads_lost() -> Iterator[None]:
     caught_by=("test_every_dtype_and_order",),
     condition="subnormal numbers only",
 )
-def scattered_subnormals_flushed() -> Iterator[None]:
+def subnormals_of_shards_flushed() -> Iterator[None]:
     """As on a device that flushes them."""
 
     def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
