@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mgpu_check.cli.codes import Parser
-from mgpu_check.processes.python_path import with_startup
+from mgpu_check.processes.launched import simulating
 
 __all__ = ["add_simulate", "environment", "main", "program_command", "split_program"]
 
@@ -134,13 +134,7 @@ def _installed_program(name: str) -> str | None:
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
     """Return this process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
-    made = dict(os.environ)
-    if backing == "cpu":
-        # It says which real devices may be used, often none. What the program itself sets for its children holds.
-        made.pop("CUDA_VISIBLE_DEVICES", None)
-    made["PYTHONPATH"] = with_startup(made)
-    made["_MGPU_CHECK_SIMULATE"] = f"{gpus},{backing}"
-    return made
+    return simulating(os.environ, gpus, backing)
 
 
 def main(argv: list[str]) -> int:

@@ -30,7 +30,7 @@ from mgpu_check.compare.entered import entered
 from mgpu_check.compare.remaining import adopt, end_orphans
 from mgpu_check.compare.trace import Trace, read
 from mgpu_check.engine.process import describe_exit
-from mgpu_check.engine.remote.variables import OF_LAUNCHERS
+from mgpu_check.processes.launched import without_launcher
 from mgpu_check.processes.python_path import with_startup
 from mgpu_check.processes.record import fewest
 from mgpu_check.processes.signals import STACKS_SIGNAL
@@ -287,7 +287,7 @@ def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
 
 def _variables(environment: Mapping[str, str], rank: int, world: int, port: int) -> dict[str, str]:
     """Return the environment of a rank: as torchrun sets it on one machine."""
-    made = {name: value for name, value in environment.items() if not OF_LAUNCHERS.fullmatch(name)}
+    made = without_launcher(environment)
     made["PYTHONPATH"] = with_startup(made)
     for name in ("RANK", "LOCAL_RANK", "ROLE_RANK"):
         made[name] = str(rank)

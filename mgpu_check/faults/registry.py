@@ -22,6 +22,7 @@ PROPERTIES = (
     "parallelism",
     "sharded",
     "devices",
+    "launch",
     "distributed",
     "data_parallel",
 )

@@ -19,8 +19,9 @@ from mgpu_check.engine.remote.connections import Connections
 from mgpu_check.engine.remote.credentials import Key
 from mgpu_check.engine.remote.current import become
 from mgpu_check.engine.remote.launcher import AgentLauncher
-from mgpu_check.engine.remote.variables import OF_LAUNCHERS, LaunchedProcess
+from mgpu_check.engine.remote.variables import LaunchedProcess
 from mgpu_check.engine.remote.versions import versions
+from mgpu_check.processes.launched import OF_LAUNCHERS
 
 __all__ = ["Driver", "is_driver", "start_driver", "take_over"]
 

@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OF_LAUNCHERS", "LaunchedProcess", "first_host", "launched_process_of"]
-
-OF_LAUNCHERS = re.compile(
-    r"RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|NAME|WORLD_SIZE)"
-    r"|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+|SLURM_(PROCID|LOCALID|NODEID)"
-)
-"""Variables that describe one of the launched processes, and would be wrong in any other."""
+__all__ = ["LaunchedProcess", "first_host", "launched_process_of"]
 
 # Below the ports that Linux gives to outgoing connections, and above those of most services.
 _FIRST_PORT, _PORTS = 15_000, 16_000

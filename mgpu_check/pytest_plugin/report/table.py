@@ -51,7 +51,8 @@ def row_of(report: pytest.TestReport) -> Row | None:
     if hasattr(report, "wasxfail"):
         outcome = "xfailed" if outcome == "skipped" else "xpassed"
     showed, unseen = defects_met(report) if outcome == "passed" else ([], [])
-    reason = "; ".join([*map(told, showed), *map(told_unseen, unseen)])
+    measured = [str(properties["mgpu_check.measured"])] if "mgpu_check.measured" in properties else []
+    reason = "; ".join([*measured, *map(told, showed), *map(told_unseen, unseen)])
     if outcome == "failed":
         reason = str(properties.get("mgpu_check.second_look", ""))
     if showed:

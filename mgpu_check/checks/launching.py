@@ -1,0 +1,237 @@
+"""Launch a script on the devices, as torchrun does and as scripts do that spawn their ranks, and look at what its ranks tell.
+
+Run as a program, this module does what torchrun does, with one import of torch for all: its ranks are forks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
+from mgpu_check.processes.launched import simulating, without_launcher
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = ["SCRIPT", "Launched", "arguments_for", "assert_rank_is_told", "assert_trained", "launched", "speed_of"]
+
+SCRIPT = str(Path(__file__).parents[1] / "recipes" / "distributed_script.py")
+
+_TOLERANCE = 1e-9
+"""Of the losses, in float64: some 10^5 operations round by 2^-53 of their operands each; a sample too many changes 10^-3."""
+_OF_A_RANK, _STEPS = 16, 8
+"""Samples in a batch of a rank, and batches of an epoch."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What the ranks of a run have told, in rank order, and the seconds that an epoch took, the first one aside."""
+
+    told: tuple[Mapping[str, Any], ...]
+
+    @property
+    def seconds(self) -> float:
+        """The median over epochs of the slowest rank."""
+        epochs = sorted(max(times) for times in zip(*(one["seconds"] for one in self.told), strict=True))[:-1]
+        return float(epochs[len(epochs) // 2])
+
+
+def arguments_for(count: int, *, dtype: str = "float64", width: int = 16, of_a_rank: int = _OF_A_RANK) -> list[str]:
+    """Return arguments of the script with which `count` ranks, and one alone, have batches of the same samples."""
+    batch = of_a_rank * count
+    return [f"--batch-size={batch}", f"--samples={_STEPS * batch}", f"--dtype={dtype}", f"--width={width}"]
+
+
+def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], simulate: int | None) -> list[Launched]:
+    """Run the script in worlds of so many ranks, one after the other.
+
+    Args:
+        way: "torchrun", or "spawn", where the script takes as many ranks as it sees GPUs: as many as a world has.
+        arguments: of the script.
+        simulate: number of simulated devices, or None on real ones.
+
+    Raises:
+        RankDied: a run failed, or a rank told nothing; with its output.
+    """
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="mgpu-check-") as directory:
+        reports = [Path(directory) / str(world) for world in worlds]
+        for report in reports:
+            report.mkdir()
+        environment = simulating(without_launcher(os.environ), simulate)
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        # The agent asks how many GPUs there are: of NVML, since who has asked the driver cannot fork ranks.
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        if way == "torchrun":
+            tasks = [[world, [*arguments, f"--report={report}"]] for world, report in zip(worlds, reports, strict=True)]
+            _run([sys.executable, "-m", __name__, json.dumps(tasks)], environment)
+        else:
+            listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+            for world, report in zip(worlds, reports, strict=True):
+                if simulate is None:
+                    entries = [str(index) for index in range(world)] if listed is None else listed.split(",")
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(entries[:world])
+                else:
+                    environment = simulating(environment, world)
+                _run([sys.executable, SCRIPT, *arguments, "--spawn", f"--report={report}"], environment)
+        for world, report in zip(worlds, reports, strict=True):
+            files = [report / f"rank{rank}.json" for rank in range(world)]
+            silent = [rank for rank, file in enumerate(files) if not file.exists()]
+            if silent or len(list(report.iterdir())) > world:
+                found = ", ".join(sorted(file.stem for file in report.iterdir())) or "none"
+                raise RankDied(f"{way}: of {world} ranks these have trained to the end: {found}", ranks=silent)
+            runs.append(Launched(tuple(json.loads(file.read_text()) for file in files)))
+    return runs
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root])
+    done = subprocess.run(
+        list(command), env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RankDied(f"the script ended with exit code {done.returncode}:\n{done.stdout[-500:]}{done.stderr[-4000:]}")
+
+
+def assert_trained(way: str, runs: Sequence[Launched]) -> None:
+    """Assert that the ranks of each run were where they should be, and have learnt what one device learns.
+
+    Each rank was told its RANK, LOCAL_RANK and WORLD_SIZE, and one MASTER_ADDR and MASTER_PORT for all; its model was on its own device; all
+    ended with the same parameters, bit for bit; the loss fell to less than half; and runs of other sizes have the same losses.
+
+    Raises:
+        RankDied: a rank was told something else. ``ranks`` has it.
+        ReplicaMismatch: ranks ended with other parameters, or losses.
+        GradientMismatch: the loss did not fall, or is not that of the first run.
+    """
+    __tracebackhide__ = True
+    for run in runs:
+        _assert_places(way, run)
+        first = run.told[0]
+        for rank, told in enumerate(run.told):
+            for what in ("parameters", "losses"):
+                if told[what] != first[what]:
+                    shown = f"{told[what]}, rank 0 {first[what]}"
+                    raise ReplicaMismatch(
+                        f"{way}, {len(run.told)} ranks: rank {rank} ended with other {what} than rank 0: {shown}",
+                        ranks=(rank,),
+                    )
+        losses = first["losses"]
+        if not losses[-1] < losses[0] / 2:
+            raise GradientMismatch(f"{way}, {len(run.told)} ranks: the loss does not fall to its half: {losses}")
+        alone = runs[0].told[0]["losses"]
+        for epoch, (one, other) in enumerate(zip(losses, alone, strict=True)):
+            if not math.isclose(one, other, rel_tol=_TOLERANCE):
+                raise GradientMismatch(
+                    f"{way}: the loss of epoch {epoch} is {one!r} on {len(run.told)} ranks, but {other!r} on "
+                    f"{len(runs[0].told)}, with batches of the same samples"
+                )
+
+
+def speed_of(runs: Sequence[Launched], simulated: bool) -> str:
+    """Say how long an epoch took on one device and on several; on real devices also how much faster several were."""
+    said = ", ".join(f"{run.seconds:.3f} s on {_devices(len(run.told))}" for run in runs)
+    if simulated:
+        return f"an epoch takes {said}; simulated, so that says nothing about speed"
+    alone, last = runs[0], runs[-1]
+    times = alone.seconds / last.seconds
+    return f"an epoch takes {said}: {times:.2f} times as fast, efficiency {times / len(last.told):.0%}"
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count > 1)}"
+
+
+def assert_rank_is_told(rank: Rank) -> None:
+    """Assert that the variables of this rank's process say which rank it is, as torchrun's do, and that torch reads them so.
+
+    Raises:
+        RankDied: a variable is missing, or says something else. ``ranks`` has this rank.
+    """
+    __tracebackhide__ = True
+    import torch.distributed as dist
+
+    of_host: list[Any] = [None] * rank.size
+    dist.all_gather_object(of_host, (rank.node_index, os.environ.get("LOCAL_RANK")))
+    beside = [local for node, local in of_host if node == rank.node_index]
+    expected = {
+        "RANK": rank.index,
+        "LOCAL_RANK": rank.local_index,
+        "WORLD_SIZE": rank.size,
+        "LOCAL_WORLD_SIZE": len(beside),
+        "GROUP_RANK": rank.node_index,
+    }
+    for name, right in expected.items():
+        if os.environ.get(name) != str(right):
+            got = os.environ.get(name)
+            raise RankDied(
+                f"rank {rank.index} of {rank.size}: {name} is {got!r}, expected '{right}'", ranks=(rank.index,)
+            )
+    if len(set(beside)) < len(beside):
+        raise RankDied(
+            f"rank {rank.index} of {rank.size}: ranks of its host have LOCAL_RANK {beside}", ranks=(rank.index,)
+        )
+    seen = (dist.get_rank(), dist.get_world_size(), dist.get_node_local_rank())
+    if seen != (rank.index, rank.size, rank.local_index):
+        raise RankDied(
+            f"rank {rank.index} of {rank.size}: torch.distributed takes it for rank {seen[0]} of {seen[1]}, with local rank "
+            f"{seen[2]}, expected {rank.local_index}",
+            ranks=(rank.index,),
+        )
+
+
+def _assert_places(way: str, run: Launched) -> None:
+    world = len(run.told)
+    for rank, told in enumerate(run.told):
+        seen = told["environment"]
+        expected = {"rank": rank, "world_size": world, "device": f"cuda:{rank}", "current_device": rank}
+        if way == "torchrun":
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            expected |= {name: str(value) for name, value in numbers.items()}
+        for name, right in expected.items():
+            got = told.get(name, seen.get(name))
+            if got != right:
+                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {got!r}, expected {right!r}", ranks=(rank,))
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not seen[name] or seen[name] != run.told[0]["environment"][name]:
+                raise RankDied(f"{way}: rank {rank} of {world}: {name} is {seen[name]!r}, on rank 0 "
+                               f"{run.told[0]['environment'][name]!r}", ranks=(rank,))  # fmt: skip
+
+
+def _rank(arguments: Sequence[str]) -> None:
+    """Be a rank that torchrun's agent has started: run the script as it is."""
+    sys.argv = [SCRIPT, *arguments]
+    runpy.run_path(SCRIPT, run_name="__main__")
+
+
+def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
+    """Launch the script in so many processes, with those arguments, one task after the other."""
+    import torch._dynamo  # noqa: F401  # DistributedDataParallel imports it, in each rank that does not have it from here
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for world, arguments in tasks:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world,
+            run_id=f"mgpu-check-{os.getpid()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            start_method="fork",
+            max_restarts=0,
+            monitor_interval=0.02,
+        )
+        elastic_launch(config, _rank)(arguments)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,243 @@
+"""Defects of what launches ranks, and of what a script that trains calls; they strike in the processes that are launched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel, distributed
+from torch.utils.data import DistributedSampler
+
+from mgpu_check.checks.launching import SCRIPT
+from mgpu_check.faults.registry import fault
+from mgpu_check.rank_side.rank import current_rank
+from mgpu_check.torch_hooks.patches import replaced
+
+_LAUNCHER = "mgpu_check.checks.launching"
+
+_inner: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+"""What is planted in the launched process, by the name of the fault."""
+
+
+def _within(plant: Callable[[], Iterator[None]]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Have a defect planted in the process that launches ranks: they are its forks, or spawned by it."""
+    _inner[plant.__name__] = contextlib.contextmanager(plant)
+
+    def outside() -> contextlib.AbstractContextManager[None]:
+        run = subprocess.run
+
+        def run_broken(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+            for program in (SCRIPT, _LAUNCHER):
+                if program in command:
+                    rest = command[command.index(program) + 1 :]
+                    code = f"from {__name__} import begin; begin({plant.__name__!r}, {program!r})"
+                    command = [sys.executable, "-c", code, *rest]
+            return run(command, **options)
+
+        return replaced(subprocess, "run", run_broken)
+
+    return outside
+
+
+def begin(name: str, program: str) -> None:
+    """In the launched process: plant the defect, and be the program that was asked for."""
+    with _inner[name]():
+        if program == SCRIPT:
+            sys.argv[0] = SCRIPT
+            runpy.run_path(SCRIPT, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__")
+
+
+@fault(
+    "launch",
+    "LOCAL_RANK of the last rank is that of the first",
+    caught_by=("test_ranks_are_told_who_they_are",),
+    condition="worlds of 3 ranks and more",
+)
+def local_rank_of_the_first() -> Iterator[None]:
+    """Two ranks would share a GPU."""
+    rank = current_rank()
+    before = os.environ.get("LOCAL_RANK", "")
+    if rank is not None and rank.index == rank.size - 1 and rank.size >= min(3, torch.cuda.device_count()):
+        # A single rank is the first itself.
+        os.environ["LOCAL_RANK"] = "0" if rank.index else "1"
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = before
+
+
+@_within
+def _agent_counts_wrongly() -> Iterator[None]:
+    from torch.distributed.elastic.multiprocessing import api
+
+    wrap = api._wrap
+
+    def wrapped(local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
+        envs[local_rank]["LOCAL_WORLD_SIZE"] = str(len(envs) + (len(envs) == torch.cuda.device_count()))
+        wrap(local_rank, fn, args, envs, *rest)
+
+    with replaced(api, "_wrap", wrapped):
+        yield
+
+
+@fault(
+    "launch",
+    "torchrun's agent tells ranks of one more on their host",
+    caught_by=("test_script_under_torchrun",),
+    condition="as many ranks as GPUs",
+)
+def agent_counts_one_too_many() -> Iterator[None]:
+    """Threads and shares of the host are then worked out wrongly."""
+    with _agent_counts_wrongly():
+        yield
+
+
+@_within
+def _parameters_stay() -> Iterator[None]:
+    with replaced(distributed, "_sync_module_states", lambda *args, **named: None):
+        yield
+
+
+@fault("launch", "ranks keep the parameters that they began with", caught_by=("test_script_under_torchrun",))
+def parameters_not_broadcast() -> Iterator[None]:
+    """Gradients are averaged, of models that differ."""
+    with _parameters_stay():
+        yield
+
+
+@_within
+def _steps_alone() -> Iterator[None]:
+    forward = DistributedDataParallel.forward
+    calls = 0
+
+    def alone(self: Any, *inputs: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 7 == 0:
+            with self.no_sync():
+                return forward(self, *inputs, **named)
+        return forward(self, *inputs, **named)
+
+    with replaced(DistributedDataParallel, "forward", alone):
+        yield
+
+
+@fault(
+    "launch",
+    "one step in seven is not synchronized",
+    caught_by=("test_script_under_torchrun",),
+    condition="one step in seven",
+)
+def some_steps_alone() -> Iterator[None]:
+    """Ranks part, and train models of their own."""
+    with _steps_alone():
+        yield
+
+
+@_within
+def _sums() -> Iterator[None]:
+    init = DistributedDataParallel.__init__
+
+    def hooked(self: Any, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        if dist.get_world_size() >= 3:
+            self.register_comm_hook(None, _summed)
+
+    with replaced(DistributedDataParallel, "__init__", hooked):
+        yield
+
+
+def _summed(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
+    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0] / 2)
+    return future
+
+
+@fault(
+    "launch",
+    "gradients are divided by 2, whatever the number of ranks",
+    caught_by=("test_script_under_torchrun",),
+    condition="worlds of 3 ranks and more",
+)
+def gradients_divided_by_two() -> Iterator[None]:
+    """As in an example for two GPUs; the model learns, at another rate."""
+    with _sums():
+        yield
+
+
+@_within
+def _all_samples() -> Iterator[None]:
+    init = DistributedSampler.__init__
+
+    def everything(self: Any, dataset: Any, *args: Any, **named: Any) -> None:
+        init(self, dataset, *args, **named)
+        self.rank = self.rank // 2 * 2
+
+    with replaced(DistributedSampler, "__init__", everything):
+        yield
+
+
+@fault(
+    "launch",
+    "every second rank loads the samples of the one before it",
+    caught_by=("test_script_under_torchrun",),
+    condition="ranks with odd numbers",
+)
+def samples_of_the_neighbour() -> Iterator[None]:
+    """Half of the dataset is never seen; parameters and losses agree on all ranks."""
+    with _all_samples():
+        yield
+
+
+@_within
+def _steps_end() -> Iterator[None]:
+    step = torch.optim.SGD.step
+    steps = 0
+
+    def few(self: Any, *args: Any, **named: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return step(self, *args, **named) if steps <= 3 else None
+
+    with replaced(torch.optim.SGD, "step", few):
+        yield
+
+
+@fault(
+    "launch",
+    "the optimizer steps three times, and then no more",
+    caught_by=("test_script_under_torchrun",),
+    condition="steps after the third",
+)
+def optimizer_stops() -> Iterator[None]:
+    """All ranks agree, and learn nothing."""
+    with _steps_end():
+        yield
+
+
+@_within
+def _device_missed() -> Iterator[None]:
+    count = torch.cuda.device_count
+    with replaced(torch.cuda, "device_count", lambda: count() - 1 or 2):
+        yield
+
+
+@fault(
+    "launch",
+    "a script that asks how many GPUs there are is told of one fewer",
+    caught_by=("test_script_that_spawns_its_ranks",),
+    condition="the process that spawns the others only",
+)
+def spawns_one_rank_fewer() -> Iterator[None]:
+    """The last GPU stands idle."""
+    with _device_missed():
+        yield

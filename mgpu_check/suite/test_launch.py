@@ -1,0 +1,72 @@
+"""Launch: ranks are told who they are, and a script as tutorials write it trains on the devices what one device trains.
+
+How long an epoch takes, on one device and on all, is measured and printed, and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.settings import active
+
+if TYPE_CHECKING:
+    from mgpu_check import Ranks
+
+_SECONDS_OF_A_RANK = 20.0  # in which it imports torch, beside others
+
+
+def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
+    """The variables of each rank have its rank, local rank and world size, in worlds of every size."""
+    for size in range(1, ranks.size + 1):
+        ranks.run(_told, size=size)
+
+
+def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
+    """A script in the style of tutorials, launched by torchrun's agent, learns on all devices what it learns on one."""
+    timeout = active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size
+    (measured,) = ranks.run(_under_torchrun, size=1, timeout=timeout)
+    record_property("mgpu_check.measured", measured)
+
+
+def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
+    """A script that spawns a rank for each GPU that it sees learns on all of them."""
+    if active().gpu_level == "quick":
+        pytest.skip("each rank imports torch: at --gpu-level=standard")
+    ranks.run(_spawned, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size)
+
+
+def _told(rank: Rank) -> None:
+    from mgpu_check.checks.launching import assert_rank_is_told
+
+    assert_rank_is_told(rank)
+
+
+def _under_torchrun(rank: Rank) -> str:
+    import torch
+
+    from mgpu_check.checks.launching import arguments_for, assert_trained, launched, speed_of
+    from mgpu_check.simulated import simulated_device_count
+
+    count, simulated = torch.cuda.device_count(), simulated_device_count()
+    worlds = sorted({1, count})
+    runs = launched("torchrun", worlds, arguments_for(count), simulated)
+    assert_trained("torchrun", runs)
+    if simulated is None:
+        # What the tutorials' model computes is too little to tell the speed of real devices.
+        runs = launched("torchrun", worlds, arguments_for(count, dtype="float32", width=4096, of_a_rank=2048), None)
+    return speed_of(runs, simulated is not None)
+
+
+def _spawned(rank: Rank) -> None:
+    import torch
+
+    from mgpu_check.checks.launching import arguments_for, assert_trained, launched
+    from mgpu_check.simulated import simulated_device_count
+
+    # Two show what more would: each has to import torch.
+    count = min(2, torch.cuda.device_count())
+    assert_trained("spawn", launched("spawn", [count], arguments_for(count), simulated_device_count()))
