@@ -108,7 +108,7 @@ def _parameters_stay() -> Iterator[None]:
 
 
 @fault("launch", "ranks keep the parameters that they began with", caught_by=("test_script_under_torchrun",))
-def parameters_not_broadcast() -> Iterator[None]:
+def parameters_as_they_began() -> Iterator[None]:
     """Gradients are averaged, of models that differ."""
     with _parameters_stay():
         yield
