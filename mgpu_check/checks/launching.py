@@ -23,7 +23,7 @@ from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["SCRIPT", "Launched", "arguments_for", "assert_rank_is_told", "assert_trained", "launched", "speed_of"]
 
-SCRIPT = str(Path(__file__).parents[1] / "recipes" / "distributed_script.py")
+SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
 
 _TOLERANCE = 1e-9
 """Of the losses, in float64: some 10^5 operations round by 2^-53 of their operands each; a sample too many changes 10^-3."""

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.data import DistributedSampler
 
-from mgpu_check.checks.launching import SCRIPT
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
+from mgpu_check.recipes import distributed_script
 from mgpu_check.torch_hooks.patches import replaced
 
-_LAUNCHER = "mgpu_check.checks.launching"
+_LAUNCHER, _SCRIPT = "mgpu_check.checks.launching", os.path.abspath(distributed_script.__file__)
 
 _inner: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
 """What is planted in the launched process, by the name of the fault."""
@@ -34,7 +34,7 @@ def _within(plant: Callable[[], Iterator[None]]) -> Callable[[], contextlib.Abst
         run = subprocess.run
 
         def run_broken(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-            for program in (SCRIPT, _LAUNCHER):
+            for program in (_SCRIPT, _LAUNCHER):
                 if program in command:
                     rest = command[command.index(program) + 1 :]
                     code = f"from {__name__} import begin; begin({plant.__name__!r}, {program!r})"
@@ -49,9 +49,9 @@ def _within(plant: Callable[[], Iterator[None]]) -> Callable[[], contextlib.Abst
 def begin(name: str, program: str) -> None:
     """In the launched process: plant the defect, and be the program that was asked for."""
     with _inner[name]():
-        if program == SCRIPT:
-            sys.argv[0] = SCRIPT
-            runpy.run_path(SCRIPT, run_name="__main__")
+        if program == _SCRIPT:
+            sys.argv[0] = _SCRIPT
+            runpy.run_path(_SCRIPT, run_name="__main__")
         else:
             runpy.run_module(program, run_name="__main__")
 
