@@ -57,18 +57,18 @@ class KnownDefect:
 
 _TABLE = (
     KnownDefect(
-        "data-parallel-autocast-dtype",
-        "the threads of DataParallel lose the dtype of autocast, which is a thread's own, and compute in float16",
-        "https://github.com/pytorch/pytorch/pull/63416",
-        shown_by=("test_data_parallel.py::test_autocast_dtype",),
-        strikes=lambda dtype, devices: dtype == "bfloat16" and devices > 1,
-    ),
-    KnownDefect(
         "gloo-views-with-gaps",
         "gloo reduces a CPU view with gaps as if it had none, silently",
         "https://github.com/pytorch/pytorch/issues/192920",
         shown_by=("test_allreduce.py::test_all_reduce_of_views_on_the_cpu",),
         strikes=lambda contiguous, size: not contiguous and size > 1,
+    ),
+    KnownDefect(
+        "data-parallel-autocast-dtype",
+        "the threads of DataParallel lose the dtype of autocast, which is a thread's own, and compute in float16",
+        "https://github.com/pytorch/pytorch/pull/63416",
+        shown_by=("test_data_parallel.py::test_autocast_dtype",),
+        strikes=lambda dtype, devices: dtype == "bfloat16" and devices > 1,
     ),
 )
 

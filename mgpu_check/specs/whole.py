@@ -16,7 +16,7 @@ PLAIN = ("mlp", "wide", "deep", "lenet", "residual", "embedding", "attention", "
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
-_TARGETS = {"lenet": 63, "residual": 63, "attention": 3, "reused": 63}
+_TARGETS = {"tied": 511, "lenet": 63, "residual": 63, "attention": 3, "reused": 63}
 """Largest targets where products of many factors would leave the whole numbers that float32 has; else `_LARGEST`."""
 _LARGEST = 4095
 """Needs 12 bits of significand: TF32 and float16 have 11, bfloat16 8."""
