@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mgpu_check.pytest_plugin.report.drawn import Drawn
@@ -48,10 +49,14 @@ def test_what_a_check_goes_through_itself_counts_as_no_example():
 def test_a_run_tells_what_was_drawn_and_a_skipped_check_has_drawn_nothing(run, pytester):
     result = run(
         *("--gpus=1", "--simulate", "--gpu-level=quick", "--junitxml=out.xml", "--pyargs", "mgpu_check.suite"),
-        *("-k", "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes"),
+        *(
+            "-k",
+            "test_memories_are_separate or test_all_reduce_of_views_on_the_cpu or test_tutorial_shapes or (devices and test_reductions)",
+        ),
     )
     text = result.stdout.str()
     assert "drawn: dtype float32 " in text
     (skipped,) = (line for line in text.splitlines() if " skipped " in line and "allreduce" in line)
     assert " 0  -  " in skipped
+    assert re.search(r"drawn: dtype [a-z0-9 ]+\(\d+\), cases \d", text), "what a check enumerates itself"
     assert 'name="mgpu_check.drawn" value="dtype float32 ' in (pytester.path / "out.xml").read_text()

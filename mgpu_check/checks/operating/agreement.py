@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from mgpu_check.checks.covered import covered
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, plain
 
@@ -118,11 +119,16 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
     __tracebackhide__ = True
     count, wrong = 0, list[Wrong]()
     places = [Places(device) for device in devices]
+    dtypes: dict[str, None] = {}
+    elements: set[int] = set()
     for count, case in enumerate(cases, 1):  # noqa: B007
         right = case.right()
+        dtypes |= dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in right)
+        elements |= {one.numel() for one in right}
         for place in places:
             if what := _judged(case, place, right):
                 wrong.append(Wrong(place.device, str(case), what))
+    covered(cases=count, dtype=list(dtypes), elements=elements)
     if wrong:
         raise named_wrong(wrong, devices, count)
     return count
