@@ -16,6 +16,7 @@ __all__ = [
     "device_counts",
     "device_orders",
     "device_pairs",
+    "large_worlds",
     "places",
     "world_pairs",
     "world_sizes",
@@ -94,6 +95,20 @@ def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[in
         ValueError: when drawn, if the run has fewer than `least` devices.
     """
     return _when_drawn(lambda: _worlds(least, most))
+
+
+def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
+    """Draw world sizes like `world_sizes`, the largest first: for checks of few examples, of which one has all ranks."""
+
+    def make() -> st.SearchStrategy[int]:
+        if len(settings.active().per_host) >= 2:
+            return _worlds(least, most)
+        largest = min(_devices(), _devices() if most is None else most)
+        if largest < least:
+            return _up_to(least, most, _devices(), "large_worlds")
+        return st.sampled_from(range(largest, least - 1, -1))
+
+    return _when_drawn(make)
 
 
 def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SEEDS = st.integers(0, 999)
 SIZES = strategies.world_pairs()
+WORLDS = strategies.large_worlds()
 TRAININGS = exact_trainings()
 
 
@@ -64,19 +65,17 @@ def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
 
 
 @examples(12, quick=1)
-@given(sizes=SIZES, training=TRAININGS)
-def test_zero_redundancy_optimizer(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+@given(size=WORLDS, training=TRAININGS)
+def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """ZeroRedundancyOptimizer leaves the parameters of one device on all ranks, after each step."""
-    for size in sizes:
-        ranks.run(_zero, training, size=size)
+    ranks.run(_zero, training, size=size)
 
 
 @examples(8, quick=1)
-@given(sizes=SIZES, training=TRAININGS)
-def test_zero_redundancy_state(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+@given(size=WORLDS, training=TRAININGS)
+def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """The state of ZeroRedundancyOptimizer is divided among ranks, can be put together, and goes on when it is loaded."""
-    for size in sizes:
-        ranks.run(_zero_state, training, size=size)
+    ranks.run(_zero_state, training, size=size)
 
 
 @examples(12, quick=1)
@@ -98,13 +97,12 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
 
 
 @examples(8, quick=1)
-@given(sizes=SIZES, seed=SEEDS)
-def test_mixed_precision(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
+@given(size=WORLDS, seed=SEEDS)
+def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
     """Mixed precision of `fully_shard` computes and reduces as its policy says, and keeps parameters in float32."""
     # Half a unit in the last place of bfloat16's whole numbers would be rounded up; this is far below.
     training = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, seed=seed, fine=2.0**-14)
-    for size in sizes:
-        ranks.run(_mixed, training, size=size)
+    ranks.run(_mixed, training, size=size)
 
 
 @examples(8, quick=1)
@@ -116,11 +114,10 @@ def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining)
 
 
 @examples(8, quick=1)
-@given(sizes=SIZES, training=TRAININGS)
-def test_state_dict(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
+@given(size=WORLDS, training=TRAININGS)
+def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """Full state dicts of a sharded model and its optimizer are those of one device, and can be given out again."""
-    for size in sizes:
-        ranks.run(_state_dict, training, size=size)
+    ranks.run(_state_dict, training, size=size)
 
 
 @examples(8, quick=1)

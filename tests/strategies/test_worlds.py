@@ -99,6 +99,8 @@ def test_pairs_of_worlds_begin_with_the_largest_and_the_one_below(run_with):
     assert drawn(strategies.world_pairs(), 1) == {(4, 3)}
     assert drawn(strategies.world_pairs(least=2, most=3)) == {(3, 2)}
     assert drawn(strategies.world_pairs(least=4)) == {(4,)}
+    assert drawn(strategies.large_worlds(), 1) == {4}
+    assert drawn(strategies.large_worlds(least=2)) == {2, 3, 4}
 
 
 def test_orders_of_devices_are_not_ascending_only(run_with):
