@@ -14,6 +14,7 @@ from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.transformer import TransformerCase
 from mgpu_check.torch_hooks.tensors import copied
+from mgpu_check.torch_hooks.threads import one_thread
 
 __all__ = ["examine_by_reference", "referenced"]
 
@@ -50,9 +51,7 @@ def examine_by_reference(rank: Rank, case: TransformerCase) -> list[Observation]
 
 def referenced(case: TransformerCase) -> Measurement[str]:
     """Return loss and parameters that the case ends with, and how far rounding in its precision may lead from them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small matrices: threads would wait for each other most of the time
-    try:
+    with one_thread():  # small matrices: threads would wait for each other most of the time
         with arithmetic(case):
             single = _ended(prepared(case))
         reference = _ended(_widened(case))
@@ -68,8 +67,6 @@ def referenced(case: TransformerCase) -> Measurement[str]:
                 with Perturbed(direction * spread, generator, roundoff):
                     moved.append(_ended(start))
         return assess(reference, [single], moved, roundoff, spread)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _widened(case: TransformerCase) -> Training:

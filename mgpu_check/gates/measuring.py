@@ -7,14 +7,15 @@ import torch
 from mgpu_check.gates.draws import Notes, entered
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.rounding import Measured, measured, one_thread
+from mgpu_check.gates.rounding import Measured, measured, measured_provisionally
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Expected
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import Measurement, full_precision
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.threads import one_thread
 
-__all__ = ["largest_factor", "measure"]
+__all__ = ["largest_factor", "measure", "measure_provisionally"]
 
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
@@ -27,10 +28,10 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         alone: beside a reference, run the step at world size 1, too, whose arithmetic may be less exact.
     """
     remarks: list[str] = []
-    with full_precision(), one_thread():
+    with full_precision(), one_thread() as threads:
         notes = Notes()
         by_reference = program.reference is not None
-        main = measured(rank, program, scenario, by_reference, deep, notes)
+        main = measured(rank, program, scenario, by_reference, deep, threads, notes)
         drawn = tuple(notes.drawn)
         own = None
         if by_reference and not alone:
@@ -38,7 +39,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         elif by_reference:
             notes.drawn.clear()
             try:
-                own = measured(rank, program, scenario, False, deep, notes)
+                own = measured(rank, program, scenario, False, deep, threads, notes)
                 drawn = tuple(notes.drawn)
             except Exception as error:
                 remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
@@ -62,6 +63,39 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
     expected.snapshots = [exact for exact, _ in earlier]
     expected.allowances = [tolerance for _, tolerance in earlier]
     return expected
+
+
+def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
+    """Run the reference, or the step, as it is and perturbed in its own precision: enough to tell that most right steps are.
+
+    None where only `measure` can tell.
+
+    Args:
+        alone: see `measure`; it is run for batches that were changed only, of which it tells whether they suit the step.
+    """
+    own = None
+    with full_precision(), one_thread() as threads:
+        notes = Notes()
+        by_reference = program.reference is not None
+        main = measured_provisionally(rank, program, scenario, by_reference, threads, notes)
+        if main is None:
+            return None
+        if by_reference and alone and scenario.change:
+            try:
+                own = observe(rank, program, scenario)
+            except Exception:
+                return None
+    main.single.initial = {}
+    return Expected(
+        main.single,
+        own,
+        by_reference,
+        {name: main.single.values[name] for name in main.tolerance},
+        main.tolerance,
+        drawn=tuple(notes.drawn),
+        narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
+        provisional=True,
+    )
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:

@@ -41,6 +41,8 @@ def observe(
     double: bool = False,
     deep: bool | str = False,
     traced: bool = False,
+    digests: bool = True,
+    initial: bool = True,
     nudge: Nudge | None = None,
     alter: Callable[[Any], Any] | None = None,
     around: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda model: contextlib.nullcontext(),
@@ -49,8 +51,11 @@ def observe(
 
     Args:
         double: in float64: the model and the batches are widened, and it is the default dtype.
-        deep: keep what each step of an optimizer leaves; "gradients" for these only.
+        deep: keep what each step of an optimizer leaves; "gradients" for these only, "nonlinear" for these before optimizers
+            that are not linear in them.
         traced: make a step that is a class inside of `around`.
+        digests: compute checksums of the values.
+        initial: keep what the model was built with, which tells what was touched.
         nudge: called with the number of the optimizer's step, the name, and the gradient, which it may change for the
             time of that step.
         alter: done to each batch.
@@ -71,8 +76,9 @@ def observe(
     if alter is not None:
         batches = [alter(batch) for batch in batches]
     seen = Observation(batch=_digest_of_all(batches))
-    for _, name, value in _state_of(modules):
-        seen.initial[name] = plain_copy(value)
+    if initial:
+        for _, name, value in _state_of(modules):
+            seen.initial[name] = plain_copy(value)
     if double:
         _widen(modules)
         batches = [wider(batch) for batch in batches]
@@ -93,7 +99,8 @@ def observe(
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
     _take_state(seen, modules)
     recorder.take_optimizers(modules)
-    seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
+    if digests:
+        seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
     return seen
 
 
@@ -194,7 +201,9 @@ class _StepRecorder:
         self._stack.close()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._deep:
+        self._seen.nonlinear |= type(optimizer) is not torch.optim.SGD
+        self._gradients = {}
+        if self._deep and (self._deep != "nonlinear" or type(optimizer) is not torch.optim.SGD):
             self._gradients = {
                 Result("grads", name): plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
                 for name, value in self._parameters()
@@ -214,7 +223,7 @@ class _StepRecorder:
             gradient.copy_(before)
         self._before_nudge.clear()
         if self._deep:
-            rest = () if self._deep == "gradients" else self._parameters()
+            rest = self._parameters() if self._deep is True else ()
             after = {Result("params", name): plain_copy(value) for name, value in rest}
             self._seen.snapshots.append(self._gradients | after)
 

@@ -6,6 +6,7 @@ What the perturbed runs change is not determined by the precision of the step; s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
-from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations
+from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations, granted_at_least
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
+from mgpu_check.torch_hooks.tensors import all_finite
+from mgpu_check.torch_hooks.threads import some_threads
 
-__all__ = ["Measured", "measured", "one_thread"]
+__all__ = ["Measured", "Provisional", "measured", "measured_provisionally"]
 
 _LARGE = 1_000_000
 """Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
@@ -50,26 +53,49 @@ class Measured:
     remarks: list[str]
 
 
+@dataclass(frozen=True)
+class Provisional:
+    """One program on one device as it is, and what its results may be off by at the least."""
+
+    single: Observation
+    tolerance: dict[Result, torch.Tensor]
+
+
+def measured_provisionally(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int, notes: Notes
+) -> Provisional | None:
+    """Run the step, or the reference, three or four times in its own precision; see `numerics.steps.granted_at_least`.
+
+    None where that does not tell: `measured` will.
+
+    Args:
+        threads: how many a large model may have.
+        notes: see `measured`.
+    """
+    return _Runs(rank, program, scenario, of_reference, threads).provisional(notes)
+
+
 def measured(
-    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, notes: Notes
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, threads: int, notes: Notes
 ) -> Measured:
     """Run the step, or the reference, as often as it takes to tell how exactly it is determined.
 
     Args:
         deep: tell what each step of an optimizer leaves, too.
+        threads: how many a large model may have.
         notes: is told of the dtypes and random numbers of the run as it is.
     """
-    runs = _Runs(rank, program, scenario, of_reference)
+    runs = _Runs(rank, program, scenario, of_reference, threads)
     runs.as_it_is(notes, deep)
     runs.exactly()
-    pairs = PAIRS if runs.elements < _LARGE else PAIRS - 1
+    pairs = PAIRS - 1 if runs.large else PAIRS
     for pair in range(pairs):
         runs.perturb(pair)
     if runs.narrow:
         runs.perturb(2 * pairs, coherent=True)
     if nudge := runs.undecided():
         # What they are moved by is the same each time; in large models, where all is slow, once will do.
-        for pair in range(pairs if runs.elements < _LARGE else 1):
+        for pair in range(1 if runs.large else pairs):
             runs.perturb(pairs + pair, nudge)
     return runs.measured(deep)
 
@@ -81,32 +107,103 @@ class _Runs:
         narrow: whether it computes in dtypes narrower than float32.
     """
 
-    def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> None:
-        self._run = lambda **how: observe(rank, program, scenario, of_reference=of_reference, **how)
+    def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
+        self._observe = functools.partial(observe, rank, program, scenario, of_reference=of_reference)
+        self._threads = threads
         self._singles: list[Observation] = []
         self._moved: list[Observation] = []
         self._failure: Exception | None = None
         self._deep: bool | str = False
         self._drew: list[str] = []
+        self._copies = True
         self._fused = False
         self.narrow = False
         self._precise = True
+
+    def _run(
+        self,
+        *,
+        around: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda model: contextlib.nullcontext(),
+        digests: bool = False,
+        initial: bool = False,
+        **how: Any,
+    ) -> Observation:
+        @contextlib.contextmanager
+        def with_threads(model: Any) -> Iterator[None]:
+            elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
+            with some_threads(self._threads, 2 * elements >= _LARGE), around(model):  # there are gradients, too
+                yield
+
+        return self._observe(around=with_threads, digests=digests, initial=initial, **how)
 
     @property
     def elements(self) -> int:
         return sum(value.numel() for value in self._singles[0].values.values())
 
+    @property
+    def large(self) -> bool:
+        return self.elements >= _LARGE
+
+    def provisional(self, notes: Notes) -> Provisional | None:
+        """Run as it is, and perturbed in the same precision; see `measured_provisionally`."""
+        self._deep = "nonlinear"
+        single = self._once(notes, digests=False)
+        self._singles = [single]
+        with some_threads(self._threads, self.large):
+            if not all(map(all_finite, single.values.values())):
+                return None
+            self._copies = False
+            self._exact, self._in_double = single, False
+            self._spread = deviations(self.elements)
+            self.perturb(0)
+            if single.nonlinear and len(self._moved) == 2 and (against := self._against_signs()) is not None:
+                self.perturb(0, against, directions=(1,))
+                if len(self._moved) < 3:
+                    return None
+            if len(self._moved) < 2:
+                return None
+            tolerance = self._granted(None)
+        single.snapshots = []
+        return Provisional(single, tolerance)
+
+    def _against_signs(self) -> Callable[[int], Nudge] | None:
+        """Return what turns the sign of each gradient that rounding may turn; see `undecided`."""
+        slack = []
+        for index, stage in enumerate(self._exact.snapshots):
+            granted = self._granted(index)
+            slack.append(
+                {name: -value.sign() * granted[name] * (value.abs() <= granted[name]) for name, value in stage.items()}
+            )
+        return _nudge_by(slack, lambda direction: 1)
+
+    def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
+        """Return what results may be off by at the least, at the end or before an optimizer's step."""
+
+        def of(seen: Observation) -> dict[Result, torch.Tensor]:
+            return seen.values if index is None else seen.snapshots[index]
+
+        def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
+            floating = {name: value for name, value in values.items() if value.is_floating_point()}
+            return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
+
+        return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], _ROUNDOFF, self._spread)
+
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Run twice in the precision of the step: the errors are those that another order of the same sums has."""
-        own = Notes()
-        single = self._run(deep=deep, around=lambda model: entered(own))
-        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
-        notes.seen |= own.seen
-        notes.drawn += own.drawn
+        self._deep = deep
+        single = self._once(notes, digests=True)
         # The gradients of each optimizer step are needed to tell which parameters they do not decide.
         self._deep = deep or ("gradients" if single.optimizer_steps else False)
         self._singles = [single, self._run(deep=self._deep, alter=lambda batch: _moved(batch, 1.0, _generator(0)))]
         self._spread = deviations(self.elements)
+
+    def _once(self, notes: Notes, digests: bool) -> Observation:
+        own = Notes()
+        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model: entered(own))
+        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
+        notes.seen |= own.seen
+        notes.drawn += own.drawn
+        return single
 
     def exactly(self) -> None:
         """Run in float64, unless the code insists on float32 somewhere."""
@@ -126,18 +223,30 @@ class _Runs:
         # Autocast leaves float64 alone: what is computed in a narrow dtype is perturbed in that dtype only.
         self._in_double = self._precise and (bool(notes.seen) or not self.narrow)
 
-    def perturb(self, pair: int, nudge: Callable[[int], Nudge] | None = None, *, coherent: bool = False) -> None:
+    def perturb(
+        self,
+        pair: int,
+        nudge: Callable[[int], Nudge] | None = None,
+        *,
+        coherent: bool = False,
+        directions: Sequence[int] = (1, -1),
+    ) -> None:
         """Run twice, perturbed in opposite directions."""
-        for direction in (1, -1):
+        for direction in directions:
             generator, by = _generator(pair + 1), direction * self._spread
             try:
                 found = self._run(
                     double=self._in_double,
                     deep=self._deep,
                     nudge=None if nudge is None else nudge(direction),
-                    alter=lambda batch, by=by, generator=generator: _moved(batch, by, generator),
-                    around=lambda model, by=by, generator=generator: _perturbed(
-                        model, by, generator, coherent, self._fused
+                    alter=functools.partial(_moved, spread=by, generator=generator),
+                    around=functools.partial(
+                        _perturbed,
+                        spread=by,
+                        generator=generator,
+                        coherent=coherent,
+                        copies=self._copies,
+                        fused=self._fused,
                     ),
                 )
             except Exception as error:  # a perturbed count is none, for instance
@@ -163,20 +272,14 @@ class _Runs:
                     if name.kind == "grads"
                 }
             )
-        if not any(bool((value != 0).any()) for stage_slack in slack for value in stage_slack.values()):
-            return None
-
-        def of_direction(direction: int) -> Nudge:
-            def nudge(step: int, name: Result, gradient: torch.Tensor) -> None:
-                if step < len(slack) and name in slack[step] and slack[step][name].shape == gradient.shape:
-                    gradient.add_((direction * slack[step][name]).to(gradient.device, gradient.dtype))
-
-            return nudge
-
-        return of_direction
+        return _nudge_by(slack, lambda direction: direction)
 
     def measured(self, deep: bool) -> Measured:
         """Return what all runs together tell."""
+        with some_threads(self._threads, self.large):
+            return self._measured(deep)
+
+    def _measured(self, deep: bool) -> Measured:
         exact = self._exact
         undetermined = {
             name
@@ -225,14 +328,35 @@ class _Runs:
         return Measurement(reference, tolerance, assessed.amplification)
 
 
+def _nudge_by(
+    slack: Sequence[Mapping[Result, torch.Tensor]], factor: Callable[[int], int]
+) -> Callable[[int], Nudge] | None:
+    """Return what adds so much to the gradients of each step, times a factor for the direction; None where it is zero."""
+    if not any(bool(value.any()) for of_step in slack for value in of_step.values()):
+        return None
+
+    def of_direction(direction: int) -> Nudge:
+        def nudge(step: int, name: Result, gradient: torch.Tensor) -> None:
+            if step < len(slack) and name in slack[step] and slack[step][name].shape == gradient.shape:
+                gradient.add_((factor(direction) * slack[step][name]).to(gradient.device, gradient.dtype))
+
+        return nudge
+
+    return of_direction
+
+
 def _alike(one: Observation, other: Observation) -> bool:
     """Return whether two runs have left the same things, finite in the same places, after as many steps."""
     if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
         return False
     return all(
-        value.shape == other.values[name].shape and torch.equal(value.isfinite(), other.values[name].isfinite())
+        value.shape == other.values[name].shape and _finite_alike(value, other.values[name])
         for name, value in one.values.items()
     )
+
+
+def _finite_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (all_finite(one) and all_finite(other)) or torch.equal(one.isfinite(), other.isfinite())
 
 
 def _generator(seed: int) -> torch.Generator:
@@ -249,22 +373,15 @@ def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
 
 
 @contextlib.contextmanager
-def _perturbed(model: Any, spread: float, generator: torch.Generator, coherent: bool, fused: bool) -> Iterator[None]:
+def _perturbed(
+    model: Any, spread: float, generator: torch.Generator, coherent: bool, copies: bool, fused: bool
+) -> Iterator[None]:
     apart = unfused() if fused else contextlib.nullcontext()
-    with apart, Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent), DrawsOfFloat32():
+    perturbed = Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent)
+    with apart, perturbed, DrawsOfFloat32():
         with torch.no_grad():
             for module in modules_of(model).values():
                 for parameter in module.parameters():
                     parameter.copy_(parameter.clone())
+        perturbed.copies = copies
         yield
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread, as ranks do that share a machine: small steps gain nothing from more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

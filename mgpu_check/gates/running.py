@@ -24,8 +24,10 @@ def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = Fal
     """Return the step on this rank; with the values of every rank where `whole`."""
     with full_precision():
         seen = observe(_placed(rank, program, scenario), program, scenario)
-    if not whole and rank.index and sum(value.numel() for value in seen.values.values()) > _SMALL:
-        seen.values, seen.initial = {}, {}
+    if not whole and sum(value.numel() for value in seen.values.values()) > _SMALL:
+        seen.initial = {}  # it tells of mistakes, for which all is taken down once more
+        if rank.index:
+            seen.values = {}
     return seen
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gates.measuring import largest_factor, measure
+from mgpu_check.gates.measuring import largest_factor, measure, measure_provisionally
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step
@@ -21,6 +21,11 @@ from mgpu_check.torch_hooks.tensors import digest_of
 __all__ = ["Trial", "Trials"]
 
 _KEPT = 64
+"""Scenarios whose expected results are kept for other world sizes, …"""
+_KEPT_ELEMENTS = 100_000_000
+"""… unless they have more elements than that together."""
+_PATIENCE = 2
+"""How many more times what is measured provisionally may be too little than enough, before it is given up."""
 
 
 @dataclass
@@ -84,6 +89,7 @@ class Trials:
         self._effects = False
         self._refusals: dict[int, str] = {}
         self._cause: RankFailure | None = None
+        self._told = 0
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
@@ -102,14 +108,32 @@ class Trials:
         return self._outcomes[key]
 
     def _run(self, scenario: Scenario) -> Trial | None:
-        try:
-            expected = self.expected(scenario)
-        except RankFailure as refused:
-            self._cause = self._cause or refused
-            self._refuse(scenario, f"fails on one device: {str(refused).splitlines()[0]}")
-            return None
+        seen: Sequence[Observation] = ()
+        for provisional in (True, False):
+            try:
+                expected = self._suitable(scenario, provisional)
+            except RankFailure as refused:
+                self._cause = self._cause or refused
+                self._refuse(scenario, f"fails on one device: {str(refused).splitlines()[0]}")
+                return None
+            if expected is None:
+                return None
+            try:
+                relations, seen = self._compared(scenario, expected, seen or self.on_ranks(scenario))
+            except RankFailure as error:
+                return Trial(scenario, expected, None, error=error)
+            self._told += expected.provisional * (1 if relations.holds else -1)
+            if relations.holds or not expected.provisional:
+                break  # otherwise it is measured in full how far a right step may be off
+        assert expected is not None
+        self.completed[scenario.world_size] += 1
+        return None if relations.holds else Trial(scenario, expected, relations, seen)
+
+    def _suitable(self, scenario: Scenario, provisional: bool) -> Expected | None:
+        """Return what one device gives; None where the batch is not one that the step is meant for."""
+        expected = self.expected(scenario, provisional=provisional and self._told > -_PATIENCE)
         if scenario.change and not self._counts(scenario, expected):
-            return None
+            return self._suitable(scenario, False) if expected.provisional else None
         if vague := self._not_a_number(expected):
             self._refuse(
                 scenario,
@@ -118,25 +142,26 @@ class Trials:
             )
             return None
         self.trains |= "params" in (expected.own or expected.single).touched
-        try:
-            seen = self.on_ranks(scenario)
-            self._check(expected, seen)
+        return expected
+
+    def _compared(
+        self, scenario: Scenario, expected: Expected, seen: Sequence[Observation]
+    ) -> tuple[Relations, Sequence[Observation]]:
+        self._check(expected, seen)
+        relations = relations_of(expected, seen, self.kinds, self.tolerance)
+        if not relations.holds and not all(one.values for one in seen):
+            # Checksums tell that ranks differ, values by how much.
+            seen = self.on_ranks(scenario, whole=True)
             relations = relations_of(expected, seen, self.kinds, self.tolerance)
-            if not relations.holds and not all(one.values for one in seen):
-                # Checksums tell that ranks differ, values by how much.
-                seen = self.on_ranks(scenario, whole=True)
-                relations = relations_of(expected, seen, self.kinds, self.tolerance)
-            if relations.holds and scenario.world_size not in self._repeated:
+        if relations.holds and scenario.world_size not in self._repeated:
+            repeated = self._repeat(scenario, expected, seen, relations)
+            if repeated or not expected.provisional:
                 self._repeated.add(scenario.world_size)
-                self._repeat(scenario, expected, seen, relations)
-        except RankFailure as error:
-            return Trial(scenario, expected, None, error=error)
-        self.completed[scenario.world_size] += 1
-        return None if relations.holds else Trial(scenario, expected, relations, seen)
+        return relations, seen
 
     def _repeat(
         self, scenario: Scenario, expected: Expected, seen: Sequence[Observation], relations: Relations
-    ) -> None:
+    ) -> bool:
         again = self.on_ranks(scenario)
         alike = all(
             one.digests == other.digests and one.rng == other.rng for one, other in zip(seen, again, strict=True)
@@ -144,6 +169,7 @@ class Trials:
         if not alike and not all(one.values for one in (*seen, *again)):
             seen, again = self.on_ranks(scenario, whole=True), self.on_ranks(scenario, whole=True)
         repeats(relations, expected, seen, again, self.tolerance)
+        return relations.holds
 
     def _refuse(self, scenario: Scenario, why: str) -> None:
         self._refusals.setdefault(scenario.world_size, why)
@@ -161,6 +187,7 @@ class Trials:
                 "from torch's, Python's or NumPy's global generators, or from one of your own with a fixed seed"
             )
         self._effects |= bool(first.touched | single.touched)
+        self.trains |= expected.by_reference and "params" in first.touched
         if expected.by_reference and "returned" in self.kinds:
             names = [_returned(one) for one in (first, single)]
             if names[0] != names[1]:
@@ -203,39 +230,58 @@ class Trials:
         seen: list[Observation] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
         return seen
 
-    def expected(self, scenario: Scenario, deep: bool = False) -> Expected:
+    def expected(self, scenario: Scenario, deep: bool = False, provisional: bool = False) -> Expected:
         """Return what one device gives; measure it once for all world sizes.
+
+        Args:
+            deep: what each step of an optimizer leaves, too.
+            provisional: what is granted at the least will do, where that can be told.
 
         Raises:
             RankFailure: the reference, or the step, fails on one device.
             ValueError: what `build` gives is no model.
         """
         of_size = scenario.world_size if wants_world_size(self.program.reference) else 0
-        key = (self._key(replace(scenario, world_size=of_size)), deep)
-        if key not in self._expected:
-            try:
-                found: Expected | RankFailure = self._measured(scenario, deep)
-            except RankFailure as refused:
-                if isinstance(refused.__cause__, Unusable):
-                    raise ValueError(f"{self.program.gate}: {refused.__cause__}") from None
-                found = refused
-            if len(self._expected) >= _KEPT:
-                del self._expected[next(iter(self._expected))]
-            self._expected[key] = found
-        known = self._expected[key]
+        case = self._key(replace(scenario, world_size=of_size))
+        known = self._expected.get((case, deep))
+        if known is None and provisional:
+            known = self._expected.get((case, "provisionally"))
+            if known is None:
+                known = self._kept((case, "provisionally"), scenario, measure_provisionally)
+            if known is None:  # it cannot be told
+                return self.expected(scenario, deep)
+        known = known or self._kept((case, deep), scenario, measure, deep)
+        assert known is not None
         if isinstance(known, RankFailure):
             raise known
         return known
 
-    def _measured(self, scenario: Scenario, deep: bool) -> Expected:
+    def _kept(
+        self, key: tuple[object, ...], scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool
+    ) -> Expected | RankFailure | None:
         try:
-            found: Expected = self.ranks.run(measure, self.program, scenario, deep, self._alone, size=1)[0]
+            found: Expected | RankFailure | None = self._measured(scenario, measuring, *how)
+        except RankFailure as refused:
+            if isinstance(refused.__cause__, Unusable):
+                raise ValueError(f"{self.program.gate}: {refused.__cause__}") from None
+            found = refused
+        if found is not None:
+            self._expected[key] = found
+        while len(self._expected) > 1 and (
+            len(self._expected) > _KEPT or sum(map(_elements_of, self._expected.values())) > _KEPT_ELEMENTS
+        ):
+            del self._expected[next(iter(self._expected))]
+        return found
+
+    def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
+        try:
+            found: Expected | None = self.ranks.run(measuring, self.program, scenario, *how, self._alone, size=1)[0]
         except (RankDied, RankHang):
             if self.program.reference is None or not self._alone:
                 raise
             # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
             self._alone = False
-            return self._measured(scenario, deep)
+            return self._measured(scenario, measuring, *how)
         return found
 
     def finish(self, world_sizes: Sequence[int]) -> None:
@@ -274,6 +320,13 @@ class Trials:
                 factor = None
             self._factor = factor or scenario.factor
         return replace(scenario, factor=self._factor)
+
+
+def _elements_of(known: Expected | RankFailure) -> int:
+    """Return how many elements a kept result has: values, exact ones, and tolerances."""
+    if isinstance(known, RankFailure):
+        return 0
+    return 3 * sum(value.numel() for value in known.single.values.values())
 
 
 def _returned(seen: Observation) -> set[str]:

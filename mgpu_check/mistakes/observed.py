@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from mgpu_check.mistakes.results import Result
+from mgpu_check.torch_hooks.parcels import Parcel
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class Observation:
         rng: checksum of the state of torch's CPU generator at the end; and whether the step has drawn from it.
         optimizer_steps: how often an optimizer has stepped.
         optimizers: how many have.
+        nonlinear: one has whose step is not linear in the gradient, as far as is known: any but SGD.
         touched: kinds of which something was changed.
         broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
         normalized: modules that normalize by statistics of the batch.
@@ -55,10 +57,14 @@ class Observation:
     draws: bool = False
     optimizer_steps: int = 0
     optimizers: int = 0
+    nonlinear: bool = False
     touched: set[str] = field(default_factory=set)
     broadcast: set[Result] = field(default_factory=set)
     normalized: list[str] = field(default_factory=list)
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}
 
 
 @dataclass
@@ -76,6 +82,8 @@ class Expected:
         drawn: the shapes in which the step draws random numbers.
         snapshots, allowances: exact values and tolerances after each optimizer step, where asked for.
         remarks: what could not be measured.
+        provisional: `exact` are the results of `single`, and `tolerance` is what is granted at the least: what is within it
+            is right, and what is not is to be measured in full.
     """
 
     single: Observation
@@ -89,6 +97,17 @@ class Expected:
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+    provisional: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is provisional has no exact values of its own to send.
+        exact = None if self.provisional else Parcel(self.exact)
+        return self.__dict__ | {"exact": exact, "tolerance": Parcel(self.tolerance)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["exact"] is None:
+            self.exact = {name: self.single.values[name] for name in self.tolerance}
 
     @property
     def finite(self) -> bool:

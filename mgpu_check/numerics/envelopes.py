@@ -32,10 +32,10 @@ def envelopes(usual: Mapping[Key, torch.Tensor], runs: Iterable[Mapping[Key, Any
 
 
 def farthest(value: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return how far, element by element, any of the others is from `value`, which is float64."""
+    """Return how far, element by element, any of the others is from `value`, in its dtype."""
     reached = torch.zeros_like(value)
     for other in others:
-        reached = torch.maximum(reached, _distance(value, other))
+        torch.maximum(reached, _distance(value, other), out=reached)
     return reached
 
 
@@ -53,7 +53,7 @@ def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
         matrix = moved.flatten(1)
         rows = matrix.square().mean(1, keepdim=True).sqrt()
         columns = matrix.square().mean(0, keepdim=True).sqrt()
-        raised = torch.maximum(raised, (rows * columns / mean).reshape(moved.shape))
+        raised = torch.maximum(raised, (rows * (columns / mean)).reshape(moved.shape))
     return raised
 
 
@@ -63,4 +63,4 @@ def root_mean_square(value: torch.Tensor) -> float:
 
 
 def _distance(value: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return (plain(other).double() - value).abs()
+    return (plain(other).to(value.dtype) - value).abs_()

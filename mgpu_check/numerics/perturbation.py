@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,14 @@ from torch.utils._pytree import tree_leaves
 from mgpu_check.numerics.bounds import unit_roundoff
 
 __all__ = ["Perturbed", "unfused"]
+
+_FEW = 4096
+"""Elements up to which each has a sign drawn for it alone."""
+_AT_ONCE = 1 << 15
+"""Elements of a larger tensor that are worked on together: a processor's cache holds them several times, and torch does not
+divide them among threads, which would wait for each other most of the time.
+"""
+_TABLE = 1 << 20
 
 # Operators that subtract what nearly cancels before they give a result: taken apart, so that its parts are perturbed. On
 # GPUs batches are normalized by cuDNN's or MIOpen's own.
@@ -38,12 +46,23 @@ _COMPOSED = get_decompositions(
     ]
 )
 
+# Operators whose results are elements of what they are given, to the bit, or the same number everywhere.
+_COPYING = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("cat", "clone", "copy_", "_foreach_copy_", "constant_pad_nd", "fill_", "flip", "full", "full_like", "gather"),
+        *("index_select", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "relu", "relu_", "stack"),
+        *("threshold_backward", "zero_", "zeros", "zeros_like"),
+    )
+}
+
 
 class Perturbed(TorchDispatchMode):
     """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its own.
 
     u is the unit roundoff of the dtype of the result; that of `stands_for` where it is float64, in which a narrower dtype
-    is computed more exactly. On the CPU, and on simulated and real devices.
+    is computed more exactly. On the CPU, and on simulated and real devices. Signs of large tensors are runs of a table of
+    random ones, each from a random place in it: drawing one for each element takes longer than the step itself.
 
     Args:
         spread: in unit roundoffs; with the other sign, and the generator in the same state, in the other direction.
@@ -51,6 +70,7 @@ class Perturbed(TorchDispatchMode):
         stands_for: unit roundoff of the dtype that float64 stands for.
         counts: leave whole numbers alone that are small for float32: as counts they are exact.
         coherent: all signs are the same: where few operators round coarsely, random ones may well cancel.
+        copies: perturb what is copied, or sent, too. It takes most of the time in large models, and brings no rounding.
     """
 
     def __init__(
@@ -61,10 +81,13 @@ class Perturbed(TorchDispatchMode):
         *,
         counts: bool = False,
         coherent: bool = False,
+        copies: bool = True,
     ) -> None:
         super().__init__()
         self.spread, self.generator, self.stands_for = spread, generator, stands_for
-        self.counts, self.coherent = counts, coherent
+        self.counts, self.coherent, self.copies = counts, coherent, copies
+        self._bits: torch.Tensor | None = None
+        self._tables: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         simulated = sys.modules.get("mgpu_check.simulated.tensor")  # not imported where no tensor can be one
         self._raw: Callable[[torch.Tensor], torch.Tensor] = simulated.raw if simulated else lambda tensor: tensor
 
@@ -75,6 +98,9 @@ class Perturbed(TorchDispatchMode):
             with self:
                 return _COMPOSED[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten._to_copy and _is_wider(result, args[0]):
+            return result  # what is computed in float64 has these operators, and what it stands for has not
+        spared = not self.copies and (func.overloadpacket in _COPYING or func.namespace == "c10d")
         computes, written = _effects(func)
         made: list[Any] = []
         if computes:
@@ -85,19 +111,26 @@ class Perturbed(TorchDispatchMode):
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
             tensor = getattr(value, "_local_tensor", value)
             if isinstance(tensor, torch.Tensor):
-                self._perturb(self._raw(tensor))  # what is computed here is no operator of the simulated device's
+                self._perturb(
+                    self._raw(tensor), spared
+                )  # what is computed here is no operator of the simulated device's
         return result
 
-    def _perturb(self, tensor: torch.Tensor) -> None:
-        """Multiply each element by a random factor near 1, in place."""
+    def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
+        """Multiply each element by a random factor near 1, in place; draw signs only where it is spared."""
         if tensor.is_complex() and not tensor.is_conj():
             tensor = torch.view_as_real(tensor)
         if not tensor.is_floating_point() or tensor.device.type == "meta":
             return
         roundoff = self.stands_for if tensor.dtype == torch.float64 else unit_roundoff(tensor.dtype)
         size = self.spread * roundoff
+        if tensor.numel() > _FEW:
+            self._perturb_large(tensor, size, roundoff, spared)
+            return
         least = 1 if self.coherent else 0
         sign = torch.randint(least, 2, tensor.shape, generator=self.generator, dtype=torch.get_default_dtype())
+        if spared:
+            return
         factor = sign.mul_(2 * size).add_(1 - size)
         if tensor.device != factor.device:
             factor = factor.to(tensor.device)
@@ -106,6 +139,71 @@ class Perturbed(TorchDispatchMode):
             if bool(whole.any()):  # of most results none is
                 factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
         tensor.mul_(factor)
+
+    def _perturb_large(self, tensor: torch.Tensor, size: float, roundoff: float, spared: bool) -> None:
+        if self._bits is None:
+            words = torch.empty(_TABLE // 64, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
+            masks = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+            self._bits = (words.view(torch.uint8) & masks[:, None]).flatten() != 0
+        # A GPU takes all at once.
+        length = _AT_ONCE if tensor.device.type == "cpu" else _TABLE // 2
+        parts = -(-tensor.numel() // length)
+        places = torch.randint(0, _TABLE - length + 1, (parts,), generator=self.generator).tolist()
+        if spared:
+            return
+        if tensor.is_contiguous():
+            self._perturb_parts(tensor.view(-1), length, places, size, roundoff)
+        else:  # whatever its layout, the elements are taken in the order of its indices
+            values = tensor.flatten()
+            self._perturb_parts(values, length, places, size, roundoff)
+            tensor.copy_(values.view(tensor.shape))
+
+    def _perturb_parts(
+        self, flat: torch.Tensor, length: int, places: Sequence[int], size: float, roundoff: float
+    ) -> None:
+        table = None if self.coherent else self._table(size, flat)
+        counts = self.counts and flat.element_size() > 2
+        scratch = torch.empty((2, min(length, flat.numel())), dtype=flat.dtype, device=flat.device) if counts else None
+        for number, place in enumerate(places):
+            part = flat[number * length : (number + 1) * length]
+            factor = 1 + size if table is None else table[place : place + part.numel()]
+            if scratch is not None and _has_counts(part, *scratch[:, : part.numel()]):
+                factor = torch.where((part == part.round()) & (part.abs() <= 0.25 / roundoff), 1, factor)
+            part.mul_(factor)
+
+    def _table(self, size: float, like: torch.Tensor) -> torch.Tensor:
+        """Return factors of 1 ± size in random order, in dtype and on the device of `like`."""
+        key = size, like.dtype, like.device
+        if key not in self._tables:
+            assert self._bits is not None
+            up, down = torch.tensor([1 + size, 1 - size], dtype=like.dtype)
+            self._tables[key] = torch.where(self._bits, up, down).to(like.device)
+        return self._tables[key]
+
+
+def _is_wider(result: Any, given: Any) -> bool:
+    both = isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor)
+    return bool(
+        both
+        and given.is_floating_point()
+        and result.is_floating_point()
+        and result.dtype.itemsize > given.dtype.itemsize
+    )
+
+
+def _has_counts(part: torch.Tensor, size: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Return whether some element may be a whole number other than 0, of which there are many behind a ReLU. The other
+    arguments are scratch.
+
+    By arithmetic, because comparing elements takes twenty times as long on a CPU.
+    """
+    torch.abs(part, out=size)
+    if float(size.amax()) < 1:
+        return False
+    torch.trunc(size, out=whole)
+    size.sub_(whole)  # 0 if it is whole, and then the term below is 1 if it is 0
+    size.add_(whole.neg_().add_(1).clamp_(min=0))
+    return not float(size.amin()) > 0
 
 
 @contextlib.contextmanager

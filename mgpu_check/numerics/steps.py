@@ -33,7 +33,17 @@ from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["PAIRS", "Measurement", "Step", "assess", "deviations", "full_precision", "measure_step"]
+__all__ = [
+    "PAIRS",
+    "Measurement",
+    "Step",
+    "assess",
+    "deviations",
+    "full_precision",
+    "granted_at_least",
+    "measure_step",
+    "measure_step_provisionally",
+]
 
 Key = TypeVar("Key", bound=Hashable)
 """By which results are known: names, or what has a name."""
@@ -44,6 +54,9 @@ dtype of what it is given, from nothing else, without randomness."""
 
 PAIRS = 3
 """Of perturbations: a decision as close as rounding errors goes unnoticed in about one of a thousand."""
+
+_SURE = 0.8
+"""What one pair of perturbations in the dtype of the step surely shows of what all of them show in float64."""
 
 
 @dataclass(frozen=True)
@@ -106,28 +119,80 @@ def measure_step(
     Raises:
         ValueError: `inputs` has no floating-point tensor, or `singles` have other results than `step`.
     """
-    narrow = {name: plain(value) for name, value in inputs.items()}
-    floating = [value.dtype for value in narrow.values() if value.is_floating_point()]
-    if not floating:
-        raise ValueError("measure_step: inputs has no floating-point tensor; give parameters and data")
-    roundoff = max(unit_roundoff(dtype) for dtype in floating)
+    narrow, roundoff = _narrow(inputs)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in narrow.items()}
     reference = {name: plain(value).double() for name, value in step(dict(wide)).items()}
     ran: list[Mapping[str, torch.Tensor]] = [*singles] or [step(dict(narrow))]
     for single in ran:
-        if single.keys() != reference.keys():
-            raise ValueError(f"measure_step: singles have {sorted(single)}, but the step gives {sorted(reference)}")
+        _check_names(single, reference)
     # Moved by as many roundoffs as the largest of so many random errors has standard deviations.
     spread = deviations(sum(value.numel() for value in reference.values()))
+    moved = _moved(step, wide, pairs, seed, magnified * spread, roundoff)
+    return assess(reference, ran, moved, roundoff, spread)
+
+
+def measure_step_provisionally(
+    step: Step,
+    inputs: Mapping[str, torch.Tensor],
+    single: Mapping[str, torch.Tensor],
+    *,
+    seed: int = 0,
+) -> Measurement[str]:
+    """Measure how far results may be from those of a single device of which `measure_step` would say that they are right.
+
+    What is further off may be right, too, and is to be measured by `measure_step`. `step` is called twice only, in the
+    dtype of the inputs, on the CPU.
+
+    Args:
+        step, inputs, seed: see `measure_step`.
+        single: one of its `singles`.
+
+    Raises:
+        ValueError: `inputs` has no floating-point tensor, or `single` has other results than `step`.
+    """
+    narrow, roundoff = _narrow(inputs)
+    held = {name: _at_least_float32(value).clone() for name, value in single.items()}
+    spread = deviations(sum(value.numel() for value in held.values()))
+    moved = _moved(step, narrow, 1, seed, spread, roundoff)
+    for one in moved:
+        _check_names(held, one)
+    return Measurement(held, granted_at_least(held, moved, roundoff, spread), dict.fromkeys(held, 1.0))
+
+
+def _narrow(inputs: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], float]:
+    """Return inputs on the CPU, and their unit roundoff."""
+    narrow = {name: plain(value) for name, value in inputs.items()}
+    floating = [value.dtype for value in narrow.values() if value.is_floating_point()]
+    if not floating:
+        raise ValueError("measure_step: inputs has no floating-point tensor; give parameters and data")
+    return narrow, max(unit_roundoff(dtype) for dtype in floating)
+
+
+def _at_least_float32(value: torch.Tensor) -> torch.Tensor:
+    here = plain(value)
+    if not here.is_floating_point():
+        return here.double()
+    return here.float() if here.element_size() < 4 else here
+
+
+def _check_names(single: Mapping[str, torch.Tensor], results: Mapping[str, torch.Tensor]) -> None:
+    if single.keys() != results.keys():
+        raise ValueError(f"measure_step: singles have {sorted(single)}, but the step gives {sorted(results)}")
+
+
+def _moved(
+    step: Step, inputs: Mapping[str, torch.Tensor], pairs: int, seed: int, spread: float, roundoff: float
+) -> list[Mapping[str, torch.Tensor]]:
+    """Run `step` perturbed, in pairs of directions."""
     generator = torch.Generator().manual_seed(seed)
     moved: list[Mapping[str, torch.Tensor]] = []
     for _ in range(pairs):
         before = generator.get_state()
         for direction in (1, -1):
             generator.set_state(before)
-            with Perturbed(direction * magnified * spread, generator, roundoff):
-                moved.append(step({name: value.clone() for name, value in wide.items()}))
-    return assess(reference, ran, moved, roundoff, spread)
+            with Perturbed(direction * spread, generator, roundoff):
+                moved.append(step({name: value.clone() for name, value in inputs.items()}))
+    return moved
 
 
 def assess(
@@ -159,6 +224,27 @@ def assess(
         for name, value in envelope.items()
     }
     return Measurement(exact, tolerance, amplification)
+
+
+def granted_at_least(
+    single: Mapping[Key, torch.Tensor], moved: Sequence[Mapping[Key, torch.Tensor]], roundoff: float, spread: float
+) -> dict[Key, torch.Tensor]:
+    """Return how far from `single` results may be of which `assess` would say, measuring more, that they are right.
+
+    `assess` grants the errors of `single` itself, beside what perturbations in float64 bring: the larger of what several
+    pairs do, times an amplification of at least 1, and `spread` roundoffs of each element. One pair in the dtype of the
+    step brings less, but for its own rounding, which is some `spread` times smaller. So a step that is within this of
+    `single` is right, without any of the costly runs in float64; one that is not may be right, too.
+
+    Args:
+        single: results of the step on one device in its own dtype, all finite.
+        moved: results of the same, perturbed by `spread` roundoffs in two opposite directions, and nudged if need be.
+    """
+    granted = {}
+    for name, value in single.items():
+        moving = estimate(farthest(value, [one[name] for one in moved]), crosswise=True)
+        granted[name] = torch.maximum(moving, value.abs().mul_(spread * roundoff)).mul_(_SURE)
+    return granted
 
 
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["INTEGER_OF_SIZE", "as_real", "bytes_of", "copied", "digest_of", "plain"]
+__all__ = ["INTEGER_OF_SIZE", "all_finite", "as_real", "bytes_of", "copied", "digest_of", "memory_of", "plain"]
 
 INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -43,17 +43,26 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the bits of a dense tensor's elements, in order."""
     here = plain(tensor)
-    return bytes(_memory(here))
+    return bytes(memory_of(here))
 
 
 def digest_of(tensor: torch.Tensor) -> str:
     """Return a checksum of dtype, shape and bits of a dense tensor."""
     here = plain(tensor)
-    checksum = hashlib.blake2b(_memory(here), digest_size=12)
+    checksum = hashlib.sha1(memory_of(here), usedforsecurity=False)  # most processors have instructions for it
     checksum.update(f"{here.dtype}{tuple(here.shape)}".encode())
-    return checksum.hexdigest()
+    return checksum.hexdigest()[:24]
 
 
-def _memory(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Return whether no element is infinite or NaN; so it is with whole numbers."""
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return True
+    # One pass, where `isfinite` takes four; the sum may overflow where all are finite, but is never finite otherwise.
+    return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
+
+
+def memory_of(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    """Return the memory of a contiguous tensor on the CPU, which must outlive it."""
     size = here.numel() * here.element_size()
     return (ctypes.c_char * size).from_address(here.data_ptr() or ctypes.addressof(_NOTHING))

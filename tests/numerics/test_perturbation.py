@@ -111,3 +111,45 @@ def test_libraries_for_networks_are_put_back():
         assert not any(library.enabled for library in libraries)
         raise KeyError
     assert [library.enabled for library in libraries] == before
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_large_tensors_are_perturbed_in_both_directions_at_random(layout, dtype):
+    x = torch.linspace(1.1, 1.9, 3 * 8 * 100 * 100).view(3, 8, 100, 100).to(dtype)
+    if layout == "transposed":
+        x = x.transpose(0, 3)
+    elif layout == "channels last":
+        x = x.to(memory_format=torch.channels_last)
+    roundoff = {torch.float32: 2.0**-24, torch.float64: 2.0**-24, torch.bfloat16: 2.0**-8}[dtype]
+    moved = []
+    for direction in (1, -1):
+        with Perturbed(direction * 8.0, torch.Generator().manual_seed(0), 2.0**-24):
+            y = x.neg()
+        assert y.stride() == x.stride()
+        moved.append((y.double() / -x.double() - 1) / roundoff)
+    assert bool(((moved[0].abs() > 6) & (moved[0].abs() < 10)).all())
+    assert bool((moved[0].sign() == -moved[1].sign()).all())
+    signs = moved[0].sign().flatten()
+    assert abs(float(signs.mean())) < 0.02
+    for lag in (1, 2, 100, 1 << 15, 1 << 16):  # neighbours, and what is worked on at once
+        assert abs(float((signs[lag:] * signs[:-lag]).mean())) < 0.02
+
+
+def test_counts_in_large_tensors_are_left_alone():
+    x = torch.rand(50_000) * 3
+    x[::1000] = torch.arange(50.0)
+    x[1::2] = 0
+    with Perturbed(8.0, torch.Generator().manual_seed(0), 2.0**-24, counts=True):
+        y = x * 1
+    whole = x == x.round()
+    assert torch.equal(x[whole], y[whole])
+    assert bool((x[~whole] != y[~whole]).all())
+
+
+def test_copies_may_be_left_alone():
+    x = torch.rand(10) + 0.1
+    with Perturbed(8.0, torch.Generator().manual_seed(0), 2.0**-24, copies=False):
+        same, other = torch.relu(torch.cat([x, x])).clone(), x * 1
+    assert torch.equal(same, torch.cat([x, x]))
+    assert bool((other != x).all())

@@ -7,7 +7,7 @@ import torch
 
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.numerics.steps import deviations, full_precision, measure_step
+from mgpu_check.numerics.steps import deviations, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.recipes import models, reference
 from mgpu_check.specs.models import TrainingSpec
 
@@ -56,6 +56,22 @@ def test_a_flipped_bit_in_one_of_four_ranks_is_caught(seed) -> None:
         off = value + (bits.view_as(value) - value) / 4
         with pytest.raises(GradientMismatch, match=r"looks like a flipped bit|arithmetic in"):
             assert_gradients_agree(results | {name: off}, measured)
+
+
+@pytest.mark.parametrize("training", [TrainingSpec("mlp", 8, 2, seed=1), TrainingSpec("lenet", 5, seed=2)])
+def test_what_is_granted_provisionally_is_granted_in_full(training) -> None:
+    inputs = _inputs(training)
+    single = _steps(training, 4)(inputs)
+    provisional = measure_step_provisionally(_steps(training, 1), inputs, single)
+    in_full = measure_step(_steps(training, 1), inputs, singles=[single])
+    for sign in (1, -1):
+        off = {name: single[name] + sign * 0.8 * value for name, value in provisional.tolerance.items()}
+        assert_gradients_agree(off, provisional)
+        assert_gradients_agree(off, in_full)
+    far = {name: single[name] + 100 * value for name, value in provisional.tolerance.items()}
+    for measured in (provisional, in_full):
+        with pytest.raises(GradientMismatch):
+            assert_gradients_agree(far, measured)
 
 
 def test_the_tolerance_is_small() -> None:
@@ -124,6 +140,8 @@ def test_misuse() -> None:
         measure_step(lambda inputs: inputs, {"labels": torch.tensor([1])})
     with pytest.raises(ValueError, match="singles have"):
         measure_step(lambda inputs: inputs, {"x": torch.ones(2)}, singles=[{"y": torch.ones(2)}])
+    with pytest.raises(ValueError, match="singles have"):
+        measure_step_provisionally(lambda inputs: inputs, {"x": torch.ones(2)}, {"y": torch.ones(2)})
 
 
 def test_deviations_grow_with_the_number_of_comparisons() -> None:

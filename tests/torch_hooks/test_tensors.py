@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
-from mgpu_check.torch_hooks.tensors import bytes_of, copied, digest_of
+from mgpu_check.torch_hooks.parcels import Parcel
+from mgpu_check.torch_hooks.tensors import all_finite, bytes_of, copied, digest_of
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,29 @@ def test_a_copy_has_memory_of_its_own():
         expected = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
         assert torch.equal(copy, expected)
         assert copy.data_ptr() != expected.data_ptr()
+
+
+def test_finite():
+    large = torch.finfo(torch.float32).max
+    assert all(map(all_finite, (torch.ones(3), torch.full((9,), large), torch.arange(3), torch.ones(0))))
+    assert not any(map(all_finite, (torch.tensor([1.0, torch.nan]), torch.tensor([torch.inf, -torch.inf]))))
+
+
+def test_a_parcel_arrives_as_the_dict_that_it_was():
+    content = {
+        "large": torch.arange(20_000.0).view(100, 200),
+        "gaps": torch.arange(40_000, dtype=torch.bfloat16).view(200, 200).t(),
+        "small": torch.ones(2),
+        "scalar": torch.tensor(2),
+        "differentiable": torch.ones(10_000, requires_grad=True),
+        "conjugated": torch.ones(10_000, dtype=torch.complex64).conj(),
+        "sparse": torch.eye(200).to_sparse(),
+        "no tensor": "text",
+    }
+    got = pickle.loads(pickle.dumps(Parcel(content), protocol=pickle.HIGHEST_PROTOCOL))
+    assert type(got) is dict and got.keys() == content.keys()
+    assert got.pop("no tensor") == content.pop("no tensor")
+    for name, value in content.items():
+        assert got[name].dtype == value.dtype and torch.equal(got[name].to_dense(), value.to_dense()), name
+    got["large"].add_(1)  # it can be written to
+    assert copy.deepcopy(Parcel({"one": torch.ones(3)}))["one"].tolist() == [1, 1, 1]

@@ -1,0 +1,68 @@
+"""Send tensors between processes as the bytes that they are: torch's own way of pickling copies each several times."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Parcel"]
+
+_LEAST = 1 << 14
+"""Bytes from which on it is worth while."""
+
+
+class Parcel:
+    """A dict that holds tensors, as it is pickled: what is unpickled is a dict again.
+
+    Large dense tensors on the CPU arrive as tensors of their own, without autograd history, even where they shared memory.
+    """
+
+    def __init__(self, content: Mapping[Any, Any]) -> None:
+        self._content = dict(content)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (list(self._content), [_packed(value) for value in self._content.values()])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(self._content, memo)
+
+    def __copy__(self) -> dict[Any, Any]:
+        return dict(self._content)
+
+
+class _Bytes:
+    """One tensor, packed."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach().contiguous()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from mgpu_check.torch_hooks.tensors import memory_of
+
+        here = self._tensor  # alive as long as its memory is read
+        return _tensor, (pickle.PickleBuffer(memory_of(here)), here.dtype, tuple(here.shape))
+
+
+def _packed(value: Any) -> Any:
+    import torch
+
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+        return value
+    if value.is_quantized or value.is_conj() or value.is_neg():
+        return value
+    return _Bytes(value) if value.numel() * value.element_size() >= _LEAST else value
+
+
+def _unpacked(keys: list[Hashable], values: list[Any]) -> dict[Hashable, Any]:
+    return dict(zip(keys, values, strict=True))
+
+
+def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    import torch
+
+    return torch.frombuffer(content, dtype=dtype).reshape(shape)

@@ -1,0 +1,116 @@
+"""What a gate measures, and when: little for steps that are right, everything for those that may be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mgpu_check.gates.measuring import measure, measure_provisionally
+from mgpu_check.gates.observing import Program
+from mgpu_check.gates.relations import allowed_for, relations_of
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.mistakes.results import KINDS, Result
+from tests.gates.steps import Training, batch, build, right, summed, tutorial
+
+pytestmark = pytest.mark.gpus(2)
+
+
+class Counted:
+    """Ranks that count what they run."""
+
+    def __init__(self, ranks: RanksFixture) -> None:
+        self._ranks = ranks
+        self.size = ranks.size
+        self.ran: Counter[str] = Counter()
+
+    def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
+        self.ran[fn.__name__] += 1
+        return self._ranks.run(fn, *args, **how)
+
+
+def _trials(ranks: RanksFixture, step: Any, tolerance: float | None = None, **how: Any) -> tuple[Trials, Counted]:
+    counted = Counted(ranks)
+    return Trials(counted, Program(step, build, batch, **how), frozenset(KINDS), tolerance, "step"), counted
+
+
+def test_right_steps_are_told_without_float64(ranks):
+    for step in (right, Training):
+        trials, counted = _trials(ranks, step)
+        assert all(
+            trials.run(Scenario(2, 6, seed=seed, change=change)) is None for seed, change in ((0, ""), (1, "sorted"))
+        )
+        assert counted.ran["measure_provisionally"] == 2
+        assert not counted.ran["measure"]
+
+
+def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
+    trials, counted = _trials(ranks, tutorial)
+    failed = trials.run(Scenario(2, 5))
+    assert failed is not None
+    assert not failed.expected.provisional
+    assert failed.expected.exact[Result("grads", "0.bias")].dtype == torch.float64
+    assert counted.ran["measure"] == 1
+    # It is not tried any longer where it told nothing several times.
+    for seed in range(1, 4):
+        trials.run(Scenario(2, 5, seed=seed))
+    assert counted.ran["measure_provisionally"] == 2
+    assert counted.ran["measure"] == 4
+
+
+def test_a_tolerance_of_the_user_is_not_widened(ranks):
+    """What differs by rounding is refuted where the user allows nothing, and not by half of what is granted for it."""
+    for allowed, holds in ((1e-3, True), (1e-9, False)):
+        trials, counted = _trials(ranks, right, allowed)
+        assert (trials.run(Scenario(2, 6)) is None) is holds
+        assert bool(counted.ran["measure"]) is not holds
+
+
+class TooLarge:
+    """A gradient that is off by a share of what rounding is granted."""
+
+    def __init__(self, off: dict[str, torch.Tensor]) -> None:
+        self._off = off
+
+    def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
+        right(model, batch, rank)
+        for name, parameter in model.named_parameters():
+            parameter.grad.add_(self._off[name].to(rank.device))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_granted_provisionally_is_granted_in_full(ranks, seed):
+    program, scenario = Program(right, build, batch), Scenario(2, 6, seed=seed)
+    provisional, full = (ranks.run(way, program, scenario, size=1)[0] for way in (measure_provisionally, measure))
+    parts = [name for name in provisional.tolerance if name.kind == "grads"]
+    off = {name.of: provisional.tolerance[name] * 0.8 for name in parts}
+    for factor, holds in ((1, True), (-1, True), (40, False)):
+        moved = dataclasses.replace(program, step=TooLarge({name: factor * value for name, value in off.items()}))
+        # The step alone on one device, so that its own rounding is that of the reference.
+        seen = ranks.run(_observed, moved, scenario, size=1)
+        assert relations_of(provisional, seen, KINDS, None).holds is holds
+        assert relations_of(full, seen, KINDS, None).holds is holds
+    assert all((allowed_for(full, name, None) >= provisional.tolerance[name] * 0.9).all() for name in parts)
+
+
+def _observed(rank, program, scenario):
+    from mgpu_check.gates.running import run_step
+
+    return run_step(rank, program, scenario, True)
+
+
+def _unstable(model: nn.Module, batch: Any, rank: Any) -> None:
+    (summed(DDP(model.to(rank.device)), batch, rank) * torch.finfo(torch.float32).max).backward()
+
+
+def test_what_is_not_finite_is_measured_in_full(ranks):
+    trials, counted = _trials(ranks, _unstable)
+    trials.run(Scenario(2, 6))
+    assert counted.ran["measure_provisionally"] == counted.ran["measure"] == 1
