@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.gates.batches import make_batches, seed_everything
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.threads import one_thread
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -49,10 +50,11 @@ PROGRAMS = {"MLP": Program(_step, _mlp, _vectors), "ResNet-18": Program(_step, _
 
 
 def timed(rank: Rank, program, scenario) -> float:
-    """Seconds in the step alone: no building of model and batch, nothing observed."""
+    """Seconds in the step alone, with one thread: no building of model and batch, nothing observed."""
     seed_everything(scenario.seed)
     model = program.build()
     batch = make_batches(program.batch, (), scenario.samples, 1, "", 1.0, scenario.seed)[0]
-    start = time.perf_counter()
-    program.step(model, batch, rank)
-    return time.perf_counter() - start
+    with one_thread():
+        start = time.perf_counter()
+        program.step(model, batch, rank)
+        return time.perf_counter() - start

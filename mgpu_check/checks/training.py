@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -193,9 +193,17 @@ def _train(
     return own, training.initial()
 
 
+class Measure(Protocol):
+    """What measures a step."""
+
+    def provisionally(self) -> Measurement[str]: ...
+
+    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]: ...
+
+
 @dataclass(frozen=True)
-class _Measure:
-    """What measures a step; see `measure_step` for the attributes."""
+class _OfStep:
+    """See `measure_step` for the attributes."""
 
     step: Step
     inputs: Mapping[str, torch.Tensor]
@@ -204,8 +212,8 @@ class _Measure:
     def provisionally(self) -> Measurement[str]:
         return measure_step_provisionally(self.step, self.inputs, self.singles[-1])
 
-    def in_full(self, **how: Any) -> Measurement[str]:
-        return measure_step(self.step, self.inputs, singles=self.singles, **how)
+    def in_full(self, *, pairs: int, seed: int = 0, magnified: float = 1.0) -> Measurement[str]:
+        return measure_step(self.step, self.inputs, singles=self.singles, pairs=pairs, seed=seed, magnified=magnified)
 
 
 def _within(got: Mapping[str, torch.Tensor], measured: Measurement[str]) -> bool:
@@ -223,7 +231,7 @@ def _measured(
     divide: Divide,
     *,
     evaluation: bool = False,
-) -> _Measure:
+) -> Measure:
     """Run on one device; return what measures the results, and how exactly float32 determines them."""
 
     def run(parts: int) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
@@ -242,12 +250,12 @@ def _measured(
     together = training.model in ("convnet", "resnet18") and not evaluation
     whole, sharded = run(shards if together else 1), run(shards)
     singles = [sharded(placed)] if together or shards == 1 else [whole(placed), sharded(placed)]
-    return _Measure(whole, inputs, singles)
+    return _OfStep(whole, inputs, singles)
 
 
 def _assert_as_measured(
     got: Mapping[str, torch.Tensor],
-    measure: _Measure,
+    measure: Measure,
     leave_out: Callable[[str], bool] = lambda name: False,
     **kwargs: Any,
 ) -> None:

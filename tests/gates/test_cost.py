@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.gates.measuring import measure, measure_provisionally
-from mgpu_check.gates.observing import Program
+from mgpu_check.gates.program import Program
 from mgpu_check.gates.relations import allowed_for, relations_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
