@@ -57,6 +57,7 @@ def first_parting(tensors: Tensors) -> Parting | None:
     if len(tensors.traces) < 2:
         return None
     steps = 0
+    divided = any(name.kind == "params" for name in tensors.relations.skipped)  # each rank holds its own part
     longest = max(len(trace.events) for trace in tensors.traces)
     for number in range(longest):
         same = [trace.events[number] if number < len(trace.events) else None for trace in tensors.traces]
@@ -64,7 +65,8 @@ def first_parting(tensors: Tensors) -> Parting | None:
         if len(known) < len(same) or len({(event.kind, event.name, event.site) for event in known}) > 1:
             return Parting(_line(known), "what they call", [_called(event) for event in same])
         first = known[0]
-        found = next(filter(None, (look(known) for look in _LOOKS.get(first.kind, ()))), None)
+        looks = () if divided and first.kind in ("backward", "model") else _LOOKS.get(first.kind, ())
+        found = next(filter(None, (look(known) for look in looks)), None)
         if found is None and first.kind == "step":
             found = _of_step(tensors, steps)
             steps += 1
@@ -95,7 +97,7 @@ def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
 
     def look(same: Sequence[Event]) -> Found | None:
         values = [event.details.get(key) for event in same]
-        if any(value is None for value in values) or all(value == values[0] for value in values):
+        if any(value is None for value in values) or _same(values):
             return None
         return what, [_shown(value) for value in values]
 
@@ -106,7 +108,7 @@ def _parameters(same: Sequence[Event]) -> Found | None:
     held = [event.details.get("parameters", {}) for event in same]
     for name in held[0]:
         values = [one.get(name) for one in held]
-        if any(value != values[0] for value in values):
+        if not _same(values) and None not in values:
             return f"the sum of {name}", [_shown(value) for value in values]
     return None
 
@@ -124,7 +126,7 @@ def _operands(same: Sequence[Event]) -> Found | None:
             ("layout", "the order of dimensions in memory"),
         ):
             values = [tensor[key] for tensor in tensors]
-            if any(value != values[0] for value in values):
+            if not _same(values):
                 return f"{what} of its tensor", [_shown(value) for value in values]
     return None
 
@@ -233,6 +235,11 @@ def _in_the_end(tensors: Tensors) -> Parting | None:
             last = next((event.site for event in reversed(tensors.traces[0].events) if event.site), "")
             return Parting(last, *found, after=True)
     return None
+
+
+def _same(values: Sequence[object]) -> bool:
+    """Return whether values are the same, as text: NaN is the same as NaN."""
+    return len({str(value) for value in values}) == 1
 
 
 def _shown(value: object) -> str:

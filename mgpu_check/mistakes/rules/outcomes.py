@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.observed import Event
 from mgpu_check.mistakes.report import Finding
+from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
     import torch
@@ -32,23 +33,31 @@ def written_over(tensors: Tensors) -> Finding | None:
     """Name a collective that has given what one device has, where that is not there in the end, nor a multiple of it."""
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
         return None
-    wrong = [name for name in tensors.names if tensors.expected.exact[name].numel() > 1]
-    everywhere = [name for name in wrong if len(tensors.relations.wrong[name]) == tensors.size]
-    lost = [name for name in everywhere if tensors.factor_here([name]) is None]
+    everywhere = [name for name in tensors.names if len(tensors.relations.wrong[name]) == tensors.size]
+    lost = [
+        (name, [name])
+        for name in everywhere
+        if tensors.expected.exact[name].numel() > 1 and tensors.factor_here([name]) is None
+    ]
+    if everywhere and len(tensors.names) > 1 and tensors.factor_here() is None:
+        lost.append((everywhere[0], tensors.names))  # all in one buffer
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
         if len({event.name for event in same}) > 1:
             continue
-        for name in lost:
-            if _has_given(same, tensors.expected.exact[name], tensors.size):
-                told = f"{_where(same[0])} has given what one device has for {name}, and it is not there in the end"
+        for first, names in lost:
+            if _has_given(same, [tensors.expected.exact[name] for name in names], tensors.size):
+                told = f"{_where(same[0])} has given what one device has for {few(names)}, and {first} is not that in the end"
                 return Finding("result-discarded", f"{told}: it was not kept, or written over")
     return None
 
 
-def _has_given(same: Sequence[Event], exact: torch.Tensor, size: int) -> bool:
+def _has_given(same: Sequence[Event], exact: Sequence[torch.Tensor], size: int) -> bool:
     """Return whether a collective leaves these values on a rank, or each rank's share of them, as a sum or a mean."""
-    right = (float(exact.sum()), float(exact.norm()))
+    right = (
+        math.fsum(float(value.sum()) for value in exact),
+        math.sqrt(math.fsum(float(value.norm()) ** 2 for value in exact)),
+    )
     for given in zip(*(event.details.get("after", ()) for event in same), strict=False):
         shares = (math.fsum(one["sum"] for one in given), math.sqrt(math.fsum(one["norm"] ** 2 for one in given)))
         seen = [shares, *((one["sum"], one["norm"]) for one in given)]
@@ -127,6 +136,10 @@ def _explained(got: list[float], right: list[float], here: list[float], should: 
             return True
     if count > 1 or len(here) > _MOST_SUMS:
         return False
+    # Divided by a number that is right.
+    for one, also in zip(here, should, strict=True):
+        if also and right[0] and not _equal([one], [also]) and _equal([got[0] / right[0]], [one / also]):
+            return True
     return any(
         here[j] and should[j] and _equal(got, [here[i] / here[j]]) and _equal(right, [should[i] / should[j]])
         for i in range(len(here))
