@@ -33,7 +33,7 @@ _OF_A_RANK, _STEPS = 16, 8
 
 @dataclass(frozen=True)
 class Launched:
-    """What the ranks of a run have told, in rank order, and the seconds that an epoch took, the first one aside."""
+    """What the ranks of a run have told, in rank order, and the seconds that an epoch took, the slowest one aside."""
 
     told: tuple[Mapping[str, Any], ...]
 
