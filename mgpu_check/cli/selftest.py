@@ -48,8 +48,6 @@ def main(argv: Sequence[str]) -> int:
         return WRONG_USAGE
     if not asks_for_gpus(arguments):
         arguments = ["--gpus=4", "--simulate", *arguments]
-    if not any(argument.partition("=")[0] == "--rank-timeout" for argument in arguments):
-        arguments.append("--rank-timeout=20")
     plugin = Selftest(
         all_faults(), quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0
     )
