@@ -92,7 +92,7 @@ def _rebuild_scaling(message: str, ranks: tuple[int, ...], mistakes: tuple[str, 
 
 
 class DeviceMismatch(CheckFailure):
-    """An operator over several devices did not raise, or raised, or said, what it should not have."""
+    """A device did not give what the CPU gives, or an operator over several raised, or did not, or said, what it should not have."""
 
 
 class RankFailure(CheckFailure):

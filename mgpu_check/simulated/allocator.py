@@ -73,17 +73,6 @@ def _live(memory: DeviceMemory) -> list[Block]:
     return [o for o in gc.get_objects() if type(o) is Block and o.memory is memory and o.nbytes]
 
 
-def _requested(memory: DeviceMemory) -> tuple[int, int]:
-    """Return the bytes that live storages of either pool, small and large, have asked for."""
-    small = large = 0
-    for block in _live(memory):
-        if memory.pool_of(block.nbytes) is memory.small:
-            small += block.requested
-        else:
-            large += block.requested
-    return small, large
-
-
 def _memory_stats(index: int) -> dict[str, object]:
     memory = device_memory(index)
 
@@ -104,7 +93,7 @@ def _memory_stats(index: int) -> dict[str, object]:
         "active_bytes": by_pool(_bytes, memory.peak),
         "inactive_split_bytes": by_pool(_none),
     }
-    small, large = _requested(memory)
+    small, large = memory.small.requested, memory.large.requested
     pools = {"all": small + large, "small_pool": small, "large_pool": large}
     stats["requested_bytes"] = {name: _counts(now, now, now, 0) for name, now in pools.items()}
     for name in ("oversize_allocations", "oversize_segments"):

@@ -31,12 +31,22 @@ def _segments(nbytes: int) -> int:
 class Pool:
     """Counts of one pool of a device: blocks and bytes, now, at most, and all that were ever handed out."""
 
-    __slots__ = ("blocks", "blocks_given", "blocks_peak", "bytes", "bytes_given", "bytes_peak", "reserved", "since")
+    __slots__ = (
+        "blocks",
+        "blocks_given",
+        "blocks_peak",
+        "bytes",
+        "bytes_given",
+        "bytes_peak",
+        "requested",
+        "reserved",
+        "since",
+    )
 
     def __init__(self) -> None:
         self.blocks = self.blocks_peak = self.blocks_given = 0
         self.bytes = self.bytes_peak = self.bytes_given = 0
-        self.reserved = 0
+        self.reserved = self.requested = 0
         self.since = (0, 0, 0, 0)  # what was given and freed before the last reset: blocks, then bytes
 
     def reset_peak(self) -> None:
@@ -77,8 +87,8 @@ class DeviceMemory:
         self.exhausted = 0
         self.addresses: Addresses | None = None
 
-    def take(self, nbytes: int) -> None:
-        """Count a block of ``nbytes``; raises ``torch.OutOfMemoryError`` past the limit."""
+    def take(self, nbytes: int, requested: int) -> None:
+        """Count a block of ``nbytes``, of which so many were asked for; raises ``torch.OutOfMemoryError`` past the limit."""
         with _lock:
             wanted = self.allocated + nbytes
             if wanted > self.limit:
@@ -93,6 +103,7 @@ class DeviceMemory:
                 pool.blocks_peak = pool.blocks
             pool.bytes = wanted = pool.bytes + nbytes
             pool.bytes_given += nbytes
+            pool.requested += requested
             if wanted > pool.bytes_peak:
                 pool.bytes_peak = wanted
             if wanted > pool.reserved:
@@ -107,12 +118,19 @@ class DeviceMemory:
         if self.allocated + nbytes > self.limit:
             self._refuse(nbytes)
 
-    def give_back(self, nbytes: int) -> None:
+    def give_back(self, nbytes: int, requested: int) -> None:
+        """Count a block no more."""
         with _lock:
             self.allocated -= nbytes
             pool = self.small if nbytes <= _SMALL else self.large
             pool.blocks -= 1
             pool.bytes -= nbytes
+            pool.requested -= requested
+
+    def ask_again(self, nbytes: int, more: int) -> None:
+        """Count that a block of ``nbytes`` was asked for with so many bytes more, or fewer, than before."""
+        with _lock:
+            self.pool_of(nbytes).requested += more
 
     def _reserve(self, pool: Pool) -> None:
         more = _segments(pool.bytes) - pool.reserved
@@ -163,7 +181,7 @@ class Block:
     __slots__ = ("_addresses", "address", "device", "memory", "nbytes", "requested")
 
     def __init__(self, device: torch.device, memory: DeviceMemory, nbytes: int) -> None:
-        self.nbytes = 0
+        self.nbytes = self.requested = 0
         self.device = device
         self.memory = memory
         self.address: int | None = None
@@ -173,14 +191,17 @@ class Block:
     def resize(self, nbytes: int) -> None:
         """Take another block and give this one back, as the storage of a device does that is resized."""
         rounded = -(-nbytes // _ROUND) * _ROUND
-        self.requested = nbytes
         if rounded == self.nbytes:
+            if rounded:
+                self.memory.ask_again(rounded, nbytes - self.requested)
+            self.requested = nbytes
             return
         if rounded:
-            self.memory.take(rounded)
-        self.nbytes, before = rounded, self.nbytes
+            self.memory.take(rounded, nbytes)
+        before, requested = self.nbytes, self.requested
+        self.nbytes, self.requested = rounded, nbytes
         if before:
-            self.memory.give_back(before)
+            self.memory.give_back(before, requested)
         if self._addresses is not None or self.memory.addresses is not None:
             self._move(before)
 
@@ -195,7 +216,7 @@ class Block:
 
     def __del__(self) -> None:
         if self.nbytes:
-            self.memory.give_back(self.nbytes)
+            self.memory.give_back(self.nbytes, self.requested)
             if self._addresses is not None and self.address is not None:
                 with _lock:
                     self._addresses.give_back(self.address, self.nbytes)

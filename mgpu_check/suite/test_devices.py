@@ -12,6 +12,9 @@ from mgpu_check.suite.budget import examples
 if TYPE_CHECKING:
     import torch
 
+    from mgpu_check.pytest_plugin.ranks import Ranks
+    from mgpu_check.rank_side.rank import Rank
+
 
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
@@ -81,3 +84,144 @@ def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> Non
     from mgpu_check.checks.operating.judged import assert_arithmetic_known
 
     assert_arithmetic_known(gpus, ("functions", "drawing"), seed)
+
+
+@examples(2, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Copies of sizes around 64 KiB and 1 MiB, up to 4 MiB, arrive whole between all devices and the host, and touch nothing else."""
+    from mgpu_check.checks.device_copies import assert_copies_whole
+    from mgpu_check.settings import active
+
+    assert_copies_whole(gpus, seed, more=active().gpu_level != "quick")
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_of_every_dtype(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Every call that copies keeps every bit of each dtype and layout, NaN payloads too, in both directions."""
+    from mgpu_check.checks.device_copies import assert_copies_arrive
+
+    assert_copies_arrive(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_that_convert(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A copy to another device and dtype gives what the CPU's conversion gives."""
+    from mgpu_check.checks.device_copies import assert_casts_arrive
+
+    assert_casts_arrive(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Copies from and to pinned memory arrive, also where only a stream or an event is waited for."""
+    from mgpu_check.checks.device_copies import assert_pinned_copies_arrive
+
+    assert_pinned_copies_arrive(gpus, seed)
+
+
+def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:
+    """What "cuda" names without an index is the device that was made current, in any order of devices."""
+    from mgpu_check.checks.device_context import assert_cuda_follows
+
+    assert_cuda_follows(gpus)
+
+
+def test_guards_restore(gpus: tuple[torch.device, ...]) -> None:
+    """Guards of devices and streams put back what was current, nested, and left by an exception."""
+    from mgpu_check.checks.device_context import assert_guards_restore
+
+    assert_guards_restore(gpus)
+
+
+def test_threads_have_their_own_device(gpus: tuple[torch.device, ...]) -> None:
+    """Each thread has a current device of its own."""
+    from mgpu_check.checks.device_context import assert_threads_apart
+
+    assert_threads_apart(gpus)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_host_waits_for_streams(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Whoever waits for a stream, an event or a stream behind them has what was queued."""
+    from mgpu_check.checks.device_streams import assert_host_waits
+
+    assert_host_waits(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_streams_wait_for_each_other(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A stream that waits for one of any device sees what that one has written; memory in use is not handed out."""
+    from mgpu_check.checks.device_streams import assert_devices_wait
+
+    assert_devices_wait(gpus, seed)
+
+
+def test_events_tell_the_time(gpus: tuple[torch.device, ...]) -> None:
+    """An event is done when its stream has come to it, and not before."""
+    from mgpu_check.checks.device_streams import assert_events_tell
+
+    assert_events_tell(gpus)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_generators_are_apart(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Seeds rule the devices that they name; drawing on one changes nothing on others."""
+    from mgpu_check.checks.device_random import assert_generators_apart
+
+    assert_generators_apart(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_states_of_generators_return(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A state that is set again gives the same numbers again."""
+    from mgpu_check.checks.device_random import assert_states_return
+
+    assert_states_return(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Dropout drops what its seed says, the share that was asked for, and the same backward as forward."""
+    from mgpu_check.checks.device_random import assert_dropout_as_seeded
+
+    assert_dropout_as_seeded(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(size=strategies.all_devices(), seed=strategies.seeds())
+def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
+    """Ranks with one seed draw the same numbers on GPUs of one model; with seeds of their own, none draws what another does."""
+    from mgpu_check.checks.device_random import assert_ranks_draw_as_seeded
+
+    assert_ranks_draw_as_seeded(ranks.run(_drawn, seed, size=size))
+
+
+def _drawn(rank: Rank, seed: int) -> tuple[str, dict[str, int], dict[str, int]]:
+    from mgpu_check.checks.device_random import drawn_by
+
+    return drawn_by(rank, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_map_location(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """`torch.load` puts tensors where each form of `map_location` says, every bit, and shared memory shared."""
+    from mgpu_check.checks.device_memory import assert_loads_arrive
+
+    assert_loads_arrive(gpus, seed)
+
+
+def test_memory_recovers(gpus: tuple[torch.device, ...]) -> None:
+    """A device refuses what it cannot hold, keeps what it holds, counts both, and goes on."""
+    from mgpu_check.checks.device_memory import assert_memory_recovers
+
+    assert_memory_recovers(gpus)

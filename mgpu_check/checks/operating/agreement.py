@@ -168,8 +168,9 @@ def named_wrong(
         by_case.setdefault(one.case, []).append(one)
     first = min(by_case.values(), key=len)
     odd = [one.device for one in first]
-    others = [device for device in devices if device not in {one.device for one in wrong}]
-    who = _who(odd, devices)
+    faulty = {one.device for one in wrong}
+    others = [device for device in devices if device not in faulty]
+    who = _who(odd, devices, alone=len(faulty) == 1)
     if len({one.what for one in first}) == 1:
         text = f"{who} wrong in {first[0].case}: {first[0].what}"
     else:
@@ -188,9 +189,9 @@ def named_wrong(
     return DeviceMismatch(text, ranks=sorted({one.device.index for one in wrong if one.device.index is not None}))
 
 
-def _who(odd: Sequence[torch.device], devices: Sequence[torch.device]) -> str:
+def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bool) -> str:
     if len(odd) == 1:
-        return f"{odd[0]} alone is" if len(devices) > 1 else f"{odd[0]} is"
+        return f"{odd[0]} alone is" if alone and len(devices) > 1 else f"{odd[0]} is"
     if len(odd) == len(devices):
         return f"all {len(devices)} devices are"
     return f"{', '.join(map(str, odd))} are"

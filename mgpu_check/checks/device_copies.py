@@ -1,0 +1,274 @@
+"""Copies between any two devices, and between each and the host: every bit arrives, and nothing beside it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from mgpu_check.checks.links import Copies, examine_copies, examine_host_copies
+from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
+from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, name_of, significands
+from mgpu_check.devices.observations import Observation
+from mgpu_check.errors import DeviceMismatch
+
+__all__ = ["assert_casts_arrive", "assert_copies_arrive", "assert_copies_whole", "assert_pinned_copies_arrive"]
+
+_HOST = torch.device("cpu")
+_ALL = (*FLOATS, *INTEGERS, *BOOL, *COMPLEX)
+_MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1
+"""Bytes: above the borders at which drivers and libraries change how they copy."""
+_BORDERS = (1, _MIDDLE - 2, _MIDDLE, _ABOVE)
+
+_CASTS = (
+    *((torch.float32, other) for other in (torch.float16, torch.bfloat16, torch.float64)),
+    *((torch.float64, torch.float32), (torch.float16, torch.float64), (torch.int64, torch.int32)),
+    *((torch.int64, torch.float32), (torch.uint8, torch.int16), (torch.bool, torch.float32)),
+    (torch.complex64, torch.complex128),
+)
+
+
+def assert_copies_whole(devices: Sequence[torch.device], seed: int = 0, *, more: bool = False) -> int:
+    """Assert that copies of sizes around 64 KiB and 1 MiB arrive between all devices, and from and to the host; up to 4 MiB.
+
+    By a copy engine, by a kernel that reads every second byte, and by one that converts; one after the other and all at once;
+    from and to pinned and pageable memory. What lies around the destination must not change.
+
+    Args:
+        more: below 1 MiB, and 4 MiB, on every path and between every two devices, too.
+
+    Returns:
+        how many ways were looked at.
+
+    Raises:
+        DeviceMismatch: naming the pairs that are wrong, the size and what has arrived instead.
+    """
+    __tracebackhide__ = True
+    further = (_ABOVE - 2, _LARGE) if more else ()
+    found = [
+        *examine_copies(devices, Copies("engine", (*_BORDERS, *further), seed=seed)),
+        *examine_copies(devices, Copies("engine", (_MIDDLE,), 3, 5, together=True, seed=seed)),
+        *examine_copies(devices, Copies("strided", (_MIDDLE, *further), 1, 2, seed=seed)),
+        *examine_copies(devices, Copies("casting", (_MIDDLE, *further), seed=seed)),
+        *examine_host_copies(devices, Copies("engine", (1, _MIDDLE, _LARGE), pinned=True, seed=seed)),
+        *examine_host_copies(devices, Copies("engine", (1, _ABOVE, *further), pinned=False, seed=seed)),
+        *examine_host_copies(devices, Copies("strided", (_MIDDLE,), pinned=True, seed=seed)),
+        *examine_host_copies(devices, Copies("strided", (_MIDDLE - 2,), pinned=False, seed=seed)),
+    ]
+    seen = [one for one in found if isinstance(one, Observation)]
+    wrong = [one for one in seen if one.outcome == "failed"]
+    if wrong:
+        ways = dict.fromkeys(_way(one, devices) for one in wrong)
+        others = len({_way(one, devices) for one in seen}) - len(ways)
+        lines = [f"{_way(one, devices)}: {one.case}: {one.seen}" for one in wrong[:6]]
+        raise DeviceMismatch(
+            f"{len(ways)} of {len(ways) + others} ways bring something else ({', '.join(ways)}), the others are right:\n"
+            + "\n".join(lines),
+            ranks=sorted({devices[member].index for one in wrong for member in one.subject.members}),
+        )
+    return len(seen)
+
+
+def _way(one: Observation, devices: Sequence[torch.device]) -> str:
+    ends = [str(devices[member]) for member in one.subject.members]
+    if one.subject.kind == "upload":
+        ends.insert(0, "the host")
+    elif one.subject.kind == "download":
+        ends.append("the host")
+    return " -> ".join(ends)
+
+
+Call = Callable[[torch.Tensor, torch.device], torch.Tensor]
+
+
+def _into_gaps(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy into every second element of a tensor; what lies between must stay as it is."""
+    between = torch.zeros(*x.shape, 2, dtype=x.dtype, device=device)
+    between[..., 0].copy_(x)
+    if bool(between[..., 1].any()):
+        raise RuntimeError("elements beside the destination have changed")
+    return between[..., 0]
+
+
+def _assigned(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    target = torch.zeros(x.shape[0] + 2, *x.shape[1:], dtype=x.dtype, device=device)
+    target[1:-1] = x
+    if bool(target[0].any()) or bool(target[-1].any()):
+        raise RuntimeError("elements beside the destination have changed")
+    return target[1:-1]
+
+
+def _unwaited(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    copy = x.to(device, non_blocking=True)
+    for one in (x.device, device):
+        if one.type == "cuda":
+            torch.cuda.synchronize(one)
+    return copy
+
+
+_CALLS: dict[str, Call] = {
+    "to(device)": lambda x, device: x.to(device),
+    "to(str(device))": lambda x, device: x.to(str(device)),
+    "to(device, copy=True)": lambda x, device: x.to(device, copy=True),
+    "to(device, non_blocking=True)": _unwaited,
+    "to(other tensor)": lambda x, device: x.to(torch.empty(0, dtype=x.dtype, device=device)),
+    "cuda() or cpu()": lambda x, device: x.cuda(device) if device.type == "cuda" else x.cpu(),
+    "copy_": lambda x, device: torch.empty_like(x, device=device).copy_(x),
+    "copy_ into gaps": _into_gaps,
+    "assignment to a slice": _assigned,
+    "as_tensor": lambda x, device: torch.as_tensor(x, device=device),
+    "Module.to": lambda x, device: _module(x).to(device).get_buffer("held"),
+}
+
+
+def _module(x: torch.Tensor) -> torch.nn.Module:
+    module = torch.nn.Module()
+    module.register_buffer("held", x)
+    return module
+
+
+def _pairs(devices: Sequence[torch.device]) -> list[tuple[torch.device, torch.device]]:
+    """Return all ordered pairs, with the host; descending ones first, because most code goes up."""
+    places = [_HOST, *devices]
+    return sorted(((a, b) for a in places for b in places if a != b), key=lambda pair: str(pair[0]) < str(pair[1]))
+
+
+def _laid_out(data: torch.Tensor, layout: int, device: torch.device) -> torch.Tensor:
+    """Return a matrix on a device: contiguous, transposed or with gaps."""
+    if layout == 1:
+        return data.t().contiguous().to(device, copy=True).t()
+    if layout == 2:
+        wide = torch.zeros(data.shape[0], 2 * data.shape[1], dtype=data.dtype, device=device)
+        wide[:, ::2] = data.to(device)
+        return wide[:, ::2]
+    return data.to(device, copy=True)
+
+
+Found = list[tuple[tuple[torch.device, torch.device], str, str]]
+"""Source and target of a copy, the case, and what is wrong with it."""
+
+
+def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceMismatch:
+    """Return the error that names the device that all wrong copies have in common, else the target of each."""
+    common = set.intersection(*({end for end in pair if end.type == "cuda"} for pair, _, _ in wrong))
+    (one,) = common if len(common) == 1 else (None,)
+    named = [Wrong(one or (pair[1] if pair[1].type == "cuda" else pair[0]), case, what) for pair, case, what in wrong]
+    return named_wrong(named, devices, cases, "what was sent")
+
+
+def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that every call that copies keeps every bit of every dtype and layout, between any two of devices and host.
+
+    Four dtypes of each pair and call, which differ from pair to pair; all in all each dtype meets each call and each pair.
+
+    Returns:
+        how many copies were made.
+
+    Raises:
+        DeviceMismatch: naming the devices, the call, the dtype and the first wrong element.
+    """
+    __tracebackhide__ = True
+    count, wrong = 0, Found()
+    held: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
+    for turn, (source, target) in enumerate(_pairs(devices)):
+        for number, (name, call) in enumerate(_CALLS.items()):
+            for dtype in _ALL[(turn + number) % 3 :: 3]:
+                layout = (turn + number + count) % 3
+                data = anything(60, dtype, seed).view(6, 10)
+                key = source, dtype, layout
+                if key not in held:
+                    held[key] = _laid_out(data, layout, source)
+                case = (
+                    f"{name} of {name_of(dtype)} {('', 'transposed ', 'with gaps ')[layout]}from {source} to {target}"
+                )
+                if what := _arrived(call, held[key], target, data):
+                    wrong.append(((source, target), case, what))
+                count += 1
+    if wrong:
+        raise _names(wrong, devices, count)
+    return count
+
+
+def _arrived(call: Call, source: torch.Tensor, target: torch.device, expected: torch.Tensor) -> str:
+    try:
+        got = call(source, target)
+    except Exception as error:
+        return f"it raised {type(error).__name__}: {error}"
+    if got.device != target:
+        return f"it is on {got.device}"
+    return difference(got, expected, "bits")
+
+
+def _casting(dtype: torch.dtype) -> dict[str, Call]:
+    """Return the calls that copy and convert to a dtype."""
+    return {
+        "to(device, dtype)": lambda x, device: x.to(device, dtype),
+        "copy_": lambda x, device: torch.empty(x.shape, dtype=dtype, device=device).copy_(x),
+    }
+
+
+def assert_casts_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that copies that convert give what the CPU's conversion gives, between any two of devices and host.
+
+    Raises:
+        DeviceMismatch: as of `assert_copies_arrive`.
+    """
+    __tracebackhide__ = True
+    count, wrong = 0, Found()
+    for dtype, other in _CASTS:
+        data = significands((6, 7), dtype, seed)
+        if dtype == torch.int64 and other == torch.int32:
+            data = data >> 33
+        expected = data.to(other)
+        at = {place: data.to(place) for place in (_HOST, *devices)}
+        for source, target in _pairs(devices):
+            for name, call in _casting(other).items():
+                case = f"{name} of {name_of(dtype)} to {name_of(other)} from {source} to {target}"
+                if what := _arrived(call, at[source], target, expected):
+                    wrong.append(((source, target), case, what))
+                count += 1
+    if wrong:
+        raise _names(wrong, devices, count)
+    return count
+
+
+def assert_pinned_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that copies from and to pinned memory bring every bit, also where nobody waits before the device needs them.
+
+    Raises:
+        DeviceMismatch: naming device, direction, size and the first wrong element.
+    """
+    __tracebackhide__ = True
+    count, wrong = 0, Found()
+    for elements in (1, 1000, (1 << 14) + 1, (1 << 18) + 1):
+        data = anything(elements, torch.float32, seed)
+        pinned = data.pin_memory()
+        for device in devices:
+            for what, text in _pinned(data, pinned, device):
+                count += 1
+                if text:
+                    wrong.append(((_HOST, device), f"{what}, {elements} elements of float32", text))
+    if wrong:
+        raise _names(wrong, devices, count)
+    return count
+
+
+def _pinned(data: torch.Tensor, pinned: torch.Tensor, device: torch.device) -> Iterator[tuple[str, str]]:
+    """Yield what was done, and what is wrong with it."""
+    yield (
+        "pin_memory",
+        "" if pinned.is_pinned() and not data.is_pinned() else "the copy is not pinned, or its source is",
+    )
+    yield "pin_memory", difference(pinned, data, "bits")
+    there = pinned.to(device, non_blocking=True)
+    # Nobody waits: what is queued behind the copy sees it.
+    yield "what follows an upload from pinned memory", difference(there.clone(), data, "bits")
+    back = torch.empty_like(data, pin_memory=True)
+    back.copy_(there, non_blocking=True)
+    torch.cuda.current_stream(device).synchronize()
+    yield "a download to pinned memory, after its stream was waited for", difference(back, data, "bits")
+    again = there.to("cpu", non_blocking=True)
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
+    yield "a download without waiting, after its event was waited for", difference(again, data, "bits")

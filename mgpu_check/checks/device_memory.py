@@ -1,0 +1,134 @@
+"""What a device holds: as much as it says, where it was asked for, and no more; and tensors that are loaded onto it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
+from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, name_of
+from mgpu_check.errors import DeviceMismatch
+
+__all__ = ["assert_loads_arrive", "assert_memory_recovers"]
+
+_ALL = (*FLOATS, *INTEGERS, *BOOL, *COMPLEX)
+_BLOCK = (4 << 20) + 4096
+
+
+def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
+    """Assert that each device counts what it holds and held at most, refuses what it cannot hold, and goes on after that.
+
+    Returns:
+        how many devices were looked at.
+
+    Raises:
+        DeviceMismatch: naming the device, the figure and what was expected.
+    """
+    __tracebackhide__ = True
+    for device in reversed(devices):
+        _recovers(device)
+    return len(devices)
+
+
+def _recovers(device: torch.device) -> None:
+    def require(condition: bool, text: str) -> None:
+        if not condition:
+            raise DeviceMismatch(f"{device}: {text}", ranks=(device.index,))
+
+    free, total = torch.cuda.mem_get_info(device)
+    said = torch.cuda.get_device_properties(device).total_memory
+    require(0 <= free <= total and total <= said, f"{free} bytes are free of {total}, and its properties say {said}")
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
+    try:
+        torch.empty(total + (1 << 20), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        pass
+    except RuntimeError as error:
+        require(False, f"more than it has was asked for, and it raised {type(error).__name__}: {error}")
+    else:
+        require(False, f"{total + (1 << 20)} bytes were allocated, of {total} that it has")
+    require(bool((held == 7).all()), "an allocation failed, and what it held before has changed")
+    after = torch.full((_BLOCK,), 9, dtype=torch.uint8, device=device)
+    require(
+        bool((after == 9).all()) and bool((held == 7).all()),
+        "two blocks are the same memory, after an allocation failed",
+    )
+    now = torch.cuda.memory_allocated(device)
+    require(now - before >= 2 * _BLOCK, f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}")
+    del held, after
+    peak = torch.cuda.max_memory_allocated(device)
+    require(peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")
+    left = torch.cuda.memory_allocated(device)
+    require(left <= before, f"all was freed, and {left - before} bytes still count as allocated")
+
+
+def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that `torch.load` puts tensors where `map_location` says: none, a text, a device, a dict that turns devices round, a callable.
+
+    Every bit of each dtype must arrive, and tensors that share memory must share it again.
+
+    Returns:
+        how many files were loaded.
+
+    Raises:
+        DeviceMismatch: naming the form of `map_location`, the device and what is there instead.
+    """
+    __tracebackhide__ = True
+    state = {device.index: _kept(device, seed) for device in devices}
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    others = [devices[-1], *devices[:-1]]
+    turned = {str(device): str(other) for device, other in zip(devices, others, strict=True)}
+    forms: dict[str, tuple[Any, Callable[[torch.device], torch.device]]] = {
+        "nothing": (None, lambda device: device),
+        "'cpu'": ("cpu", lambda device: torch.device("cpu")),
+        f"{str(devices[-1])!r}": (str(devices[-1]), lambda device: devices[-1]),
+        f"torch.device({str(devices[-1])!r})": (devices[-1], lambda device: devices[-1]),
+        f"the dict {turned}": (turned, lambda device: torch.device(turned[str(device)])),
+        "a callable that returns the storage on the CPU": (
+            lambda storage, place: storage,
+            lambda device: torch.device("cpu"),
+        ),
+        f"a callable that calls cuda({devices[-1].index})": (
+            lambda storage, place: storage.cuda(devices[-1].index),
+            lambda device: devices[-1],
+        ),
+    }
+    wrong: list[Wrong] = []
+    for name, (form, where) in forms.items():
+        buffer.seek(0)
+        loaded = torch.load(buffer, map_location=form)
+        for device in devices:
+            what = _found(loaded[device.index], where(device), seed + device.index)
+            if what:
+                wrong.append(Wrong(device, f"torch.load with {name} as map_location, of what was on {device}", what))
+    if wrong:
+        raise named_wrong(wrong, devices, len(forms), "what was saved")
+    return len(forms)
+
+
+def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
+    state = {name_of(dtype): anything(40, dtype, seed + device.index).to(device) for dtype in _ALL}
+    # A view with gaps, of the memory of another tensor.
+    state["view"] = state["float32"].view(8, 5)[1:6, ::2]
+    return state
+
+
+def _found(state: dict[str, torch.Tensor], where: torch.device, seed: int) -> str:
+    for name, tensor in state.items():
+        if tensor.device != where:
+            return f"{name} is on {tensor.device}, expected it on {where}"
+        if name != "view" and (what := difference(tensor, anything(40, tensor.dtype, seed), "bits")):
+            return what
+    if what := difference(state["view"], state["float32"].view(8, 5)[1:6, ::2], "bits"):
+        return f"a view: {what}"
+    before = state["float32"].clone()
+    state["view"].fill_(3.0)
+    if torch.equal(before[5:10].nan_to_num(), state["float32"][5:10].nan_to_num()):
+        return "two tensors that shared memory do not"
+    return ""

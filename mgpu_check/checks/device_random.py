@@ -1,0 +1,256 @@
+"""Random numbers of devices: each has a generator of its own, that seeds and states rule, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch.nn import functional as F
+
+from mgpu_check.checks.digests import digest
+from mgpu_check.errors import DeviceMismatch
+from mgpu_check.rank_side.rank import Rank
+
+__all__ = [
+    "assert_dropout_as_seeded",
+    "assert_generators_apart",
+    "assert_ranks_draw_as_seeded",
+    "assert_states_return",
+    "drawn_by",
+]
+
+_COUNT = 257
+
+_DRAWS: dict[str, Callable[[torch.device], torch.Tensor]] = {
+    "rand": lambda device: torch.rand(_COUNT, device=device),
+    "randn": lambda device: torch.randn(_COUNT, device=device),
+    "randn of float16": lambda device: torch.randn(_COUNT, device=device, dtype=torch.float16),
+    "randint": lambda device: torch.randint(0, 1 << 40, (_COUNT,), device=device),
+    "randperm": lambda device: torch.randperm(_COUNT, device=device),
+    "bernoulli": lambda device: torch.empty(_COUNT, device=device).bernoulli_(0.5),
+    "normal_": lambda device: torch.empty(_COUNT, device=device).normal_(),
+    "uniform_": lambda device: torch.empty(_COUNT, device=device, dtype=torch.float64).uniform_(),
+    "multinomial": lambda device: torch.multinomial(torch.ones(_COUNT, device=device), 31),
+    "rand_like": lambda device: torch.rand_like(torch.empty(_COUNT, device=device)),
+    "dropout": lambda device: F.dropout(torch.ones(_COUNT, device=device), 0.5),
+}
+
+
+def _draws(device: torch.device) -> dict[str, int]:
+    """Draw from the default generator of a device in each way; digests by the names of the ways."""
+    return {name: digest(draw(device)) for name, draw in _DRAWS.items()}
+
+
+def drawn_by(rank: Rank, seed: int) -> tuple[str, dict[str, int], dict[str, int]]:
+    """Return the model of a rank's GPU, and digests of what it draws: seeded as all ranks are, and with a seed of its own."""
+    device = rank.device
+    torch.manual_seed(seed)
+    same = _draws(device)
+    torch.manual_seed(seed + 1 + rank.index)
+    return torch.cuda.get_device_name(device), same, _draws(device)
+
+
+def assert_ranks_draw_as_seeded(drawn: Sequence[tuple[str, dict[str, int], dict[str, int]]]) -> None:
+    """Assert that ranks with one seed have drawn the same on GPUs of one model, and that ranks with different seeds have not.
+
+    Args:
+        drawn: what `drawn_by` has returned on each rank.
+
+    Raises:
+        DeviceMismatch: naming the ranks and the draws.
+    """
+    __tracebackhide__ = True
+    for number, (model, same, own) in enumerate(drawn):
+        for other, (its_model, its_same, its_own) in enumerate(drawn[:number]):
+            odd = [name for name in same if model == its_model and same[name] != its_same[name]]
+            if odd:
+                raise DeviceMismatch(
+                    f"ranks {other} and {number} were seeded alike, and {', '.join(odd)} gave other numbers on rank {number}",
+                    ranks=(other, number),
+                )
+            equal = [name for name in own if own[name] == its_own[name]]
+            if equal:
+                raise DeviceMismatch(
+                    f"ranks {other} and {number} were seeded differently, and {', '.join(equal)} gave the same numbers",
+                    ranks=(other, number),
+                )
+
+
+def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
+    return DeviceMismatch(text, ranks=sorted({device.index for device in devices if device.index is not None}))
+
+
+def _require_same(first: dict[str, int], second: dict[str, int], what: str, device: torch.device) -> None:
+    odd = [name for name in first if first[name] != second[name]]
+    if odd:
+        raise _wrong(f"{device}: {what}, and {', '.join(odd)} gave other numbers", device)
+
+
+def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that seeding rules what it names: `torch.manual_seed` and `manual_seed_all` all devices, `torch.cuda.manual_seed` the current.
+
+    And that drawing on one device changes what is drawn on no other, nor on the CPU.
+
+    Returns:
+        how many devices were looked at.
+
+    Raises:
+        DeviceMismatch: naming the device, the seed and the draws that differ, or do not.
+    """
+    __tracebackhide__ = True
+    cpu, here = torch.get_rng_state(), torch.cuda.current_device()
+    states = torch.cuda.get_rng_state_all()
+    try:
+        _seeds(devices, seed)
+        _independence(devices, seed)
+    finally:
+        torch.cuda.set_device(here)
+        torch.set_rng_state(cpu)
+        torch.cuda.set_rng_state_all(states)
+    return len(devices)
+
+
+def _seeds(devices: Sequence[torch.device], seed: int) -> None:
+    first = {}
+    torch.manual_seed(seed)
+    for device in devices:
+        first[device] = _draws(device)
+    for name, seeding in (
+        ("torch.manual_seed", torch.manual_seed),
+        ("torch.cuda.manual_seed_all", torch.cuda.manual_seed_all),
+    ):
+        seeding(seed)
+        for device in reversed(devices):
+            _require_same(first[device], _draws(device), f"seeded twice with {seed} by {name}", device)
+    torch.manual_seed(seed + 1)
+    for device in devices:
+        same = [name for name, word in _draws(device).items() if word == first[device][name]]
+        if same:
+            raise _wrong(f"{device}: seeds {seed} and {seed + 1} gave the same {', '.join(same)}", device)
+    for device in reversed(devices):
+        torch.cuda.set_device(device)
+        others = {other: torch.cuda.get_rng_state(other) for other in devices if other != device}
+        torch.cuda.manual_seed(seed + 2)
+        torch.cuda.manual_seed(seed)
+        if torch.cuda.initial_seed() != seed:
+            raise _wrong(f"{device}: torch.cuda.initial_seed() is {torch.cuda.initial_seed()}, expected {seed}", device)
+        for other, state in others.items():
+            if not torch.equal(torch.cuda.get_rng_state(other), state):
+                raise _wrong(
+                    f"torch.cuda.manual_seed with {device} current has changed the generator of {other}", device, other
+                )
+        _require_same(first[device], _draws(device), f"seeded with {seed} by torch.cuda.manual_seed", device)
+
+
+def _independence(devices: Sequence[torch.device], seed: int) -> None:
+    """Require that drawing changes the state of one generator: the device's own."""
+    torch.manual_seed(seed)
+    for device in devices:
+        for name, draw in _DRAWS.items():
+            before = {other: torch.cuda.get_rng_state(other) for other in devices}
+            host = torch.get_rng_state()
+            draw(device)
+            after = {other: torch.cuda.get_rng_state(other) for other in devices}
+            if torch.equal(after[device], before[device]):
+                raise _wrong(f"{device}: {name} has left its generator as it was: the same numbers come again", device)
+            changed = [other for other in devices if other != device and not torch.equal(after[other], before[other])]
+            if changed:
+                raise _wrong(f"{name} on {device} has changed the generator of {changed[0]}", device, changed[0])
+            if not torch.equal(torch.get_rng_state(), host):
+                raise _wrong(f"{name} on {device} has changed the generator of the CPU", device)
+
+
+def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that a state that is set gives the same numbers again, on its own device, and that generators of one's own are apart.
+
+    Looked at are `get_rng_state` and `set_rng_state` of one device and of all, `fork_rng`, and `torch.Generator`.
+
+    Raises:
+        DeviceMismatch: naming the device and what did not come back.
+    """
+    __tracebackhide__ = True
+    kept, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
+    try:
+        for number, device in enumerate(devices):
+            torch.cuda.manual_seed_all(seed + number)
+            _draws(device)  # a state amidst, not only a seed
+            state, every = torch.cuda.get_rng_state(device), torch.cuda.get_rng_state_all()
+            first = _draws(device)
+            torch.cuda.set_rng_state(state, device)
+            _require_same(first, _draws(device), "its state was kept and set again", device)
+            torch.cuda.set_rng_state_all(every)
+            _require_same(first, _draws(device), "all states were kept and set again", device)
+            torch.cuda.set_rng_state_all(every)
+            with torch.random.fork_rng(devices=[device]):
+                torch.cuda.manual_seed_all(seed + 77)
+                _draws(device)
+            _require_same(first, _draws(device), "fork_rng has been left", device)
+            torch.cuda.set_rng_state_all(every)
+            _own_generator(device, seed)
+            _require_same(first, _draws(device), "a generator of one's own has drawn", device)
+    finally:
+        torch.cuda.set_rng_state_all(kept)
+        torch.set_rng_state(host)
+    return len(devices)
+
+
+def _own_generator(device: torch.device, seed: int) -> None:
+    generator = torch.Generator(device=device).manual_seed(seed)
+    if generator.device != device:
+        raise _wrong(f"a generator made for {device} is one of {generator.device}", device)
+    state = generator.get_state()
+    first = torch.rand(_COUNT, device=device, generator=generator)
+    second = torch.rand(_COUNT, device=device, generator=generator)
+    if torch.equal(first, second):
+        raise _wrong(f"{device}: a generator has given the same numbers twice", device)
+    generator.set_state(state)
+    again = torch.rand(_COUNT, device=device, generator=generator)
+    other = torch.rand(_COUNT, device=device, generator=torch.Generator(device=device).manual_seed(seed))
+    if not (torch.equal(first, again) and torch.equal(first, other)):
+        raise _wrong(f"{device}: a generator in the same state, or with the same seed, has given other numbers", device)
+
+
+def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that dropout drops what its seed says, scales what stays, drops anew each time, and gives the gradient of its own mask.
+
+    Raises:
+        DeviceMismatch: naming the device and what is wrong.
+    """
+    __tracebackhide__ = True
+    kept, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
+    try:
+        for device in devices:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                _dropout(device, dtype, seed)
+    finally:
+        torch.cuda.set_rng_state_all(kept)
+        torch.set_rng_state(host)
+    return len(devices)
+
+
+def _dropout(device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    layer, count = torch.nn.Dropout(0.25), 1 << 12
+    masks = []
+    for seeded in (seed, seed, None):
+        if seeded is not None:
+            torch.manual_seed(seeded)
+        x = torch.ones(count, device=device, dtype=dtype, requires_grad=True)
+        out = layer(x)
+        out.sum().backward()
+        assert x.grad is not None
+        values = out.detach().unique().tolist()
+        scale = torch.tensor(1 / 0.75, dtype=dtype).item()
+        if not torch.equal(out, x.grad):
+            raise _wrong(f"{device}: dropout of {dtype} drops other elements backward than forward", device)
+        if values != [0.0, scale]:
+            raise _wrong(f"{device}: dropout of {dtype} makes {values} of ones, expected [0.0, {scale!r}]", device)
+        masks.append(out.detach() != 0)
+    # Of 4096 elements a share off by more than 0.06 has a probability below 2·e^(-2·4096·0.06²) = 3e-13 (Hoeffding 1963).
+    share = float(masks[0].double().mean())
+    if abs(share - 0.75) > 0.06:
+        raise _wrong(f"{device}: dropout of {dtype} with p=0.25 keeps a share of {share:.3f}", device)
+    if not torch.equal(masks[0], masks[1]):
+        raise _wrong(f"{device}: dropout of {dtype} drops other elements with the same seed", device)
+    if any(torch.equal(first, second) for first, second in pairwise(masks[1:])):
+        raise _wrong(f"{device}: dropout of {dtype} drops the same elements each time", device)
