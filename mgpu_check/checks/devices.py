@@ -16,6 +16,7 @@ __all__ = [
     "assert_device_computes",
     "assert_devices_are",
     "assert_devices_enumerated",
+    "assert_each_computes",
     "assert_memory_counted",
     "assert_memory_separate",
 ]
@@ -98,6 +99,33 @@ def assert_device_computes(device: torch.device, data: torch.Tensor) -> None:
         rows = (data.reshape(-1, data.shape[-1]) if data.dim() and data.numel() else data.reshape(1, -1)).clamp(-3, 3)
         moved = rows.to(device)
         _require_bits("x @ x.T", device, rows @ rows.T, (moved @ moved.T).to("cpu"))
+
+
+def assert_each_computes(devices: Sequence[torch.device], data: torch.Tensor) -> None:
+    """Assert of each of `devices` what `assert_device_computes` does, and say which are right.
+
+    Raises:
+        DeviceEnumerationError: naming the devices that are wrong, and what is of the first of them.
+    """
+    __tracebackhide__ = True
+    found: dict[torch.device, DeviceEnumerationError] = {}
+    for device in devices:
+        try:
+            assert_device_computes(device, data)
+        except DeviceEnumerationError as error:
+            found[device] = error
+    if not found:
+        return
+    first = next(iter(found.values()))
+    right = [device for device in devices if device not in found]
+    what = f"{str(data.dtype).removeprefix('torch.')} of shape {tuple(data.shape)}"
+    if len(found) == 1 and right:
+        others = f"{next(iter(found))} alone is wrong in {what}, the other {len(right)} agree with the CPU"
+    else:
+        others = f"wrong in {what} are {_listed(list(found))}; right are {_listed(right)}"
+    raise DeviceEnumerationError(
+        f"{first}; {others}", ranks=first.ranks if len(found) == 1 else _ranks(*found)
+    ) from first
 
 
 def assert_memory_separate(devices: Sequence[torch.device], data: torch.Tensor) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from mgpu_check.checks.bits import same_bits
+from mgpu_check.checks.operating.agreement import Kind, Wrong, difference, named_wrong
 from mgpu_check.checks.operators import CALLS, Operands
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.specs.operators import OperatorCase
 
 __all__ = [
     "assert_arrives",
+    "assert_each_refused",
+    "assert_each_works",
     "assert_refused",
+    "assert_right_on_each",
     "assert_works",
     "devices_named",
     "raises_device_mismatch",
@@ -111,6 +115,106 @@ def assert_works(case: OperatorCase) -> None:
     else:
         device = (first, second)[case.rule.result]
     _require(what, got, expected, device)
+
+
+def assert_each_refused(cases: Sequence[OperatorCase]) -> None:
+    """Assert of each case what `assert_refused` does, and say of all that are not what they have in common.
+
+    Raises:
+        DeviceMismatch: naming the first, the operators, and the devices that all of them have.
+    """
+    __tracebackhide__ = True
+    _each(cases, assert_refused)
+
+
+def assert_each_works(cases: Sequence[OperatorCase]) -> None:
+    """Assert of each case what `assert_works` does, and say of all that do not what they have in common.
+
+    Raises:
+        DeviceMismatch: as of `assert_each_refused`.
+    """
+    __tracebackhide__ = True
+    _each(cases, assert_works)
+
+
+def _each(cases: Sequence[OperatorCase], check: Callable[[OperatorCase], None]) -> None:
+    __tracebackhide__ = True
+    found: list[tuple[OperatorCase, DeviceMismatch]] = []
+    for case in cases:
+        try:
+            check(case)
+        except DeviceMismatch as error:
+            found.append((case, error))
+    if not found:
+        return
+    first = found[0][1]
+    text = str(first)
+    if len(cases) > 1:
+        text += f"\n{len(found)} of {len(cases)} cases are wrong, of {', '.join(dict.fromkeys(case.operator for case, _ in found))}"
+        common = set.intersection(*({case.first, case.second} for case, _ in found))
+        if common and not all(common & {case.first, case.second} for case in cases):
+            text += f"; all of them have an operand on {' and one on '.join(sorted(common))}"
+    raise DeviceMismatch(text, ranks=sorted({rank for _, error in found for rank in error.ranks})) from first
+
+
+_ROUNDED = frozenset(
+    (
+        "layer_norm",
+        "batch_norm",
+        "attention",
+        "cross_entropy",
+        "Linear",
+        "Conv2d",
+        "BatchNorm2d",
+        "LayerNorm",
+        "GRU",
+        "Sequential",
+    )
+)
+"""Operators whose results are not whole numbers, and may be rounded otherwise on a GPU; of the others every number is exact."""
+
+
+def assert_right_on_each(devices: Sequence[torch.device], rows: int, seed: int) -> int:
+    """Assert that each operator of the table, with all operands on one device, gives there what it gives on the CPU.
+
+    Returns:
+        how many operators there are.
+
+    Raises:
+        DeviceMismatch: naming the devices that are wrong, the operator and the first wrong element.
+    """
+    __tracebackhide__ = True
+    wrong: list[Wrong] = []
+    for operator in CALLS:
+        expected = _alone(operator, torch.device("cpu"), rows, seed)
+        kind: Kind = "close" if operator in _ROUNDED else "numbers"
+        for device in devices:
+            try:
+                got = _alone(operator, device, rows, seed)
+            except Exception as error:
+                what = f"it raised {type(error).__name__}: {error}"
+            else:
+                what = _different(got, expected, device, kind)
+            if what:
+                wrong.append(Wrong(device, f"{operator} of float32, {rows} rows", what))
+    if wrong:
+        raise named_wrong(wrong, devices, len(CALLS))
+    return len(CALLS)
+
+
+def _alone(operator: str, device: torch.device, rows: int, seed: int) -> object:
+    """Return what an operator gives where all its operands are on one device; modules are made with the same seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        return _call(OperatorCase(operator, str(device), str(device), rows, seed), device, device)
+
+
+def _different(got: object, expected: object, device: torch.device, kind: Kind) -> str:
+    if isinstance(got, tuple) and isinstance(expected, tuple):
+        return next(filter(None, (_different(*pair, device, kind) for pair in zip(got, expected, strict=True))), "")
+    if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        return "" if got == expected else f"expected {expected!r}, got {got!r}"
+    return f"its result is on {got.device}" if got.device != device else difference(got, expected, kind)
 
 
 def assert_arrives(source: torch.Tensor, target: torch.Tensor, copied: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from mgpu_check.faults.devices.planting import altered, last, on, unit
 from mgpu_check.faults.registry import fault
 from mgpu_check.recipes import devices
 from mgpu_check.torch_hooks.patches import replaced
@@ -31,7 +32,11 @@ def two_names_for_one_device() -> Iterator[None]:
         yield
 
 
-@fault("fixtures", "the last device is missing from torch.cuda", caught_by=("test_gpus_are_those_asked_for",))
+@fault(
+    "fixtures",
+    "the last device is missing from torch.cuda",
+    caught_by=("test_gpus_are_those_asked_for", "test_try_gpu", "test_try_all_gpus"),
+)
 def one_device_missing() -> Iterator[None]:
     """One device fewer is counted than there are."""
     count = torch.cuda.device_count
@@ -118,6 +123,70 @@ def bit_flipped_on_the_way_back() -> Iterator[None]:
         return result
 
     with replaced(torch.Tensor, "to", flipped):
+        yield
+
+
+@fault(
+    "fixtures",
+    "one device adds up booleans as if they were bits",
+    caught_by=("test_every_gpu_computes",),
+    condition="one device, bool",
+)
+def booleans_of_one_device() -> Iterator[None]:
+    """True and true is false."""
+    with altered(torch.Tensor, "__add__", lambda x, _: on(x, last(), torch.bool), lambda _, x, y: x ^ y):
+        yield
+
+
+@fault(
+    "fixtures",
+    "products of bfloat16 are off by the last bit on one device",
+    caught_by=("test_every_gpu_computes",),
+    condition="one device, bfloat16",
+)
+def bfloat16_products_off_by_a_bit() -> Iterator[None]:
+    """One element of each."""
+    with unit(("mm",), device=last(), dtype="bfloat16", pattern="low-bit"):
+        yield
+
+
+@fault(
+    "fixtures",
+    "large tensors of the last device and of the first lie in the same memory",
+    caught_by=("test_memories_are_separate",),
+    condition="one pair, above 1 MiB",
+)
+def large_blocks_shared() -> Iterator[None]:
+    """What is written to the last device is written to the first, too."""
+    copy = torch.Tensor.copy_
+    written: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.nbytes > 1 << 20 and on(self, 0):
+            written[0] = weakref.ref(self)
+        elif self.nbytes > 1 << 20 and on(self, last()) and 0 in written:
+            other = written[0]()
+            if other is not None and other.shape == self.shape:
+                copy(other, source, non_blocking)
+        return copy(self, source, non_blocking)
+
+    with replaced(torch.Tensor, "copy_", copy_):
+        yield
+
+
+@fault(
+    "fixtures",
+    "memory_allocated leaves out blocks above 1 MiB on one device",
+    caught_by=("test_memory_is_counted_where_it_is",),
+    condition="one device, above 1 MiB",
+)
+def large_blocks_not_counted() -> Iterator[None]:
+    """One of the two pools is forgotten."""
+
+    def instead(allocated: Any, device: Any = None) -> int:
+        return int(torch.cuda.memory_stats(device)["allocated_bytes.small_pool.current"])
+
+    with altered(torch.cuda, "memory_allocated", lambda device=None: device == torch.device("cuda", last()), instead):
         yield
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mgpu_check.faults.devices.planting import last, on
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -191,6 +192,189 @@ def copies_rounded() -> Iterator[None]:
         def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if source.device != self.device and source.device.type == "cuda":
                 source = source.bfloat16().to(source.dtype)
+            return function(self, source, *args, **kwargs)
+
+        return call
+
+    with _wrapped(torch.Tensor, ("copy_",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "torch.index_select of one device fetches its index from anywhere",
+    caught_by=("test_operators_refuse_operands_apart",),
+    condition="one device, one operator",
+)
+def one_operator_of_one_device_fetches() -> Iterator[None]:
+    """The other devices refuse it."""
+
+    def wrap(function: Function) -> Function:
+        def call(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+            return function(x, dim, index.to(x.device) if on(x, last()) else index)
+
+        return call
+
+    with _wrapped(torch, ("index_select",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "the error of bmm names the first device in place of the last",
+    caught_by=("test_operators_refuse_operands_apart",),
+    condition="one device, one operator",
+)
+def another_device_named() -> Iterator[None]:
+    """Somebody looks at the wrong device then."""
+
+    def rename(error: RuntimeError) -> Exception:
+        return RuntimeError(str(error).replace(f"cuda:{last()}", "cuda:0" if last() else "cpu"))
+
+    with _wrapped(torch, ("bmm",), _error_replaced(rename)):
+        yield
+
+
+@fault(
+    "mismatch",
+    "an embedding on one device fetches its indices",
+    caught_by=("test_modules_refuse_inputs_elsewhere",),
+    condition="one device, one module",
+)
+def one_module_fetches() -> Iterator[None]:
+    """Indices that were forgotten on the CPU are copied in each step."""
+
+    def wrap(function: Function) -> Function:
+        def call(index: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return function(index.to(weight.device) if on(weight, last()) else index, weight, *args, **kwargs)
+
+        return call
+
+    with _wrapped(F, ("embedding",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "mul_ by a scalar that lies on another GPU works on one device",
+    caught_by=("test_gpu_scalars_are_no_numbers",),
+    condition="one device, one operator",
+)
+def one_device_takes_scalars_of_others() -> Iterator[None]:
+    """It is read out, which waits for the other device."""
+
+    def wrap(function: Function) -> Function:
+        def call(self: torch.Tensor, other: Any) -> Any:
+            if on(self, last()) and isinstance(other, torch.Tensor) and not other.dim() and other.is_cuda:
+                other = other.item()
+            return function(self, other)
+
+        return call
+
+    with _wrapped(torch.Tensor, ("mul_",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "an index on the CPU reads one row too far on one device",
+    caught_by=("test_cpu_scalars_and_indices_work",),
+    condition="one device, indices on the CPU",
+)
+def indices_of_the_cpu_shifted() -> Iterator[None]:
+    """The index is copied while it is written."""
+
+    def wrap(function: Function) -> Function:
+        def call(self: torch.Tensor, index: Any) -> Any:
+            if (
+                on(self, last())
+                and isinstance(index, torch.Tensor)
+                and not index.is_cuda
+                and index.dtype == torch.int64
+            ):
+                index = (index + 1) % len(self)
+            return function(self, index)
+
+        return call
+
+    with _wrapped(torch.Tensor, ("__getitem__",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "load_state_dict leaves the last row of parameters as it was on one device",
+    caught_by=("test_copies_cross_devices",),
+    condition="one device, sources elsewhere",
+)
+def parameters_loaded_in_part() -> Iterator[None]:
+    """The copy ends early."""
+    load = nn.Module.load_state_dict
+
+    def load_state_dict(self: nn.Module, state: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = {name: value[-1:].clone() for name, value in self.state_dict().items()}
+        result = load(self, state, *args, **kwargs)
+        for name, value in self.state_dict().items():
+            if on(value, last()) and state[name].device != value.device:
+                value[-1:] = kept[name]
+        return result
+
+    with replaced(nn.Module, "load_state_dict", load_state_dict):
+        yield
+
+
+@fault(
+    "mismatch",
+    "gather reads the column before on one device",
+    caught_by=("test_operators_are_right_on_each_device",),
+    condition="one device, one operator",
+)
+def one_device_gathers_wrongly() -> Iterator[None]:
+    """Where all operands are is right, and the result is not."""
+
+    def wrap(function: Function) -> Function:
+        def call(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+            return function(x, dim, (index - 1) % x.shape[dim] if on(x, last()) and on(index, last()) else index)
+
+        return call
+
+    with _wrapped(torch, ("gather",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "the bias of a convolution is left out on one device",
+    caught_by=("test_operators_are_right_on_each_device",),
+    condition="one device",
+)
+def bias_left_out() -> Iterator[None]:
+    """The right shape comes back."""
+
+    def wrap(function: Function) -> Function:
+        def call(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
+            result = function(x, weight, bias, *args, **kwargs)
+            return result if bias is None or not on(x, last()) else result - bias.view(-1, 1, 1)
+
+        return call
+
+    with _wrapped(F, ("conv2d",), wrap):
+        yield
+
+
+@fault(
+    "mismatch",
+    "copies from the last device lose the sign of -0",
+    caught_by=("test_copies_keep_every_bit",),
+    condition="one device, -0 in floats",
+)
+def negative_zeros_lost_on_the_way() -> Iterator[None]:
+    """They come as 0."""
+
+    def wrap(function: Function) -> Function:
+        def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if source.is_floating_point() and source.device != self.device and on(source, last()):
+                source = source.where(source != 0, 0.0)
             return function(self, source, *args, **kwargs)
 
         return call

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["GROUPS", "OPERATORS", "OperatorCase", "Rule", "placement"]
+__all__ = ["GROUPS", "OPERATORS", "OperatorCase", "OperatorTable", "Rule", "placement"]
 
 CPU_CUDA, CUDA_CPU, CUDA_CUDA = "cpu,cuda", "cuda,cpu", "cuda,cuda"
 EVERYWHERE = frozenset({CPU_CUDA, CUDA_CPU, CUDA_CUDA})
@@ -109,3 +109,39 @@ class OperatorCase:
     def must_raise(self) -> bool:
         """True if torch must refuse these operands."""
         return placement(self.first, self.second) in self.rule.raises
+
+
+@dataclass(frozen=True)
+class OperatorTable:
+    """Operators, each on many pairs of places: all pairs that must raise, or all that must work.
+
+    Each meets each device with the CPU on either side, and with one other device: the one that comes `turn` devices later.
+    So a defect of one operator on one device is met by every table.
+
+    Attributes:
+        only: the name in `GROUPS` that the operators are of; None: all.
+        without: names in `GROUPS` that are left out.
+    """
+
+    must_raise: bool
+    only: str | None
+    without: tuple[str, ...]
+    devices: int
+    turn: int = 1
+    rows: int = 2
+    seed: int = 0
+
+    def cases(self) -> list[OperatorCase]:
+        """Return the cases, operator by operator."""
+        left_out = {name for group in self.without for name in GROUPS[group]}
+        names = [f"cuda:{index}" for index in range(self.devices)]
+        pairs = [pair for name in names for pair in (("cpu", name), (name, "cpu"))]
+        if self.devices > 1:
+            pairs += [(names[index], names[(index + self.turn) % self.devices]) for index in range(self.devices)]
+        cases = [
+            OperatorCase(name, *pair, self.rows, self.seed)
+            for name in (GROUPS[self.only] if self.only else OPERATORS)
+            if name not in left_out
+            for pair in pairs
+        ]
+        return [case for case in cases if case.must_raise == self.must_raise]

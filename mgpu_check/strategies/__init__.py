@@ -6,10 +6,10 @@ They draw specs (`mgpu_check.specs`), which are re-exported here.
 from __future__ import annotations
 
 from mgpu_check.specs.batches import BatchSpec, Leaf, Nested, Sample, Split
-from mgpu_check.specs.operators import OperatorCase
+from mgpu_check.specs.operators import OperatorTable
 from mgpu_check.specs.tensors import TensorSpec
 from mgpu_check.strategies.batches import batch_sizes, batches, splits
-from mgpu_check.strategies.operators import operator_cases
+from mgpu_check.strategies.operators import operator_tables
 from mgpu_check.strategies.tensors import dtypes, layouts, seeds, shapes, tensors
 from mgpu_check.strategies.worlds import (
     all_devices,
@@ -26,7 +26,7 @@ __all__ = [
     "BatchSpec",
     "Leaf",
     "Nested",
-    "OperatorCase",
+    "OperatorTable",
     "Sample",
     "Split",
     "TensorSpec",
@@ -39,7 +39,7 @@ __all__ = [
     "dtypes",
     "large_worlds",
     "layouts",
-    "operator_cases",
+    "operator_tables",
     "places",
     "seeds",
     "shapes",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hypothesis import given
+from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.settings import active
 from mgpu_check.suite.budget import examples
 
 if TYPE_CHECKING:
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
     from mgpu_check.pytest_plugin.ranks import Ranks
     from mgpu_check.rank_side.rank import Rank
+
+
+MORE = st.builds(lambda: active().gpu_level != "quick")
+"""Drawn, because options are known where examples are, and not where devices are."""
 
 
 @examples(3, quick=1)
@@ -67,14 +73,13 @@ def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int) -> None
 
 
 @examples(2, quick=1)
-@given(seed=strategies.seeds())
-def test_large_results(gpus: tuple[torch.device, ...], seed: int) -> None:
+@given(seed=strategies.seeds(), more=MORE)
+def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """What reads or writes more than 4 MiB is as right as what is small."""
     from mgpu_check.checks.operating.agreement import assert_devices_agree
     from mgpu_check.checks.operating.large import large_cases
-    from mgpu_check.settings import active
 
-    assert_devices_agree(gpus, large_cases(seed, more=active().gpu_level != "quick"))
+    assert_devices_agree(gpus, large_cases(seed, more=more))
 
 
 @examples(3, quick=1)
@@ -87,13 +92,12 @@ def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> Non
 
 
 @examples(2, quick=1)
-@given(seed=strategies.seeds())
-def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int) -> None:
+@given(seed=strategies.seeds(), more=MORE)
+def test_copies_around_borders(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Copies of sizes around 64 KiB and 1 MiB, up to 4 MiB, arrive whole between all devices and the host, and touch nothing else."""
     from mgpu_check.checks.device_copies import assert_copies_whole
-    from mgpu_check.settings import active
 
-    assert_copies_whole(gpus, seed, more=active().gpu_level != "quick")
+    assert_copies_whole(gpus, seed, more=more)
 
 
 @examples(4, quick=1)

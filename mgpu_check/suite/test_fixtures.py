@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
+from mgpu_check.specs.tensors import DTYPES
 from mgpu_check.strategies import TensorSpec
 from mgpu_check.suite.budget import examples
 
@@ -24,35 +25,39 @@ def test_gpus_are_those_asked_for(gpus: tuple[torch.device, ...], count: int) ->
     assert_devices_enumerated(gpus, count)
 
 
-@examples(60)
-@given(place=strategies.places(cpu=False), data=strategies.tensors(values=("exact",)))
-def test_every_gpu_computes(gpus: tuple[torch.device, ...], place: str, data: TensorSpec) -> None:
-    """A tensor put on a device is there, computes there what the CPU computes, and comes back unchanged."""
-    import torch
+@examples(20, quick=4)
+@given(shape=strategies.shapes(), layout=strategies.layouts(4), seed=strategies.seeds())
+@example(shape=(9, 28), layout="contiguous", seed=0)
+@example(shape=(6, 5), layout="transposed", seed=0)
+def test_every_gpu_computes(gpus: tuple[torch.device, ...], shape: tuple[int, ...], layout: str, seed: int) -> None:
+    """A tensor put on a device is there, computes there what the CPU computes, and comes back unchanged, in each dtype."""
+    from mgpu_check.checks.devices import assert_each_computes
 
-    from mgpu_check.checks.devices import assert_device_computes
+    for dtype in DTYPES:
+        assert_each_computes(gpus, TensorSpec(shape, dtype).like(layout, seed=seed).build())
 
-    assert_device_computes(torch.device(place), data.build())
 
-
-@examples(40)
+@examples(20, quick=4)
 @given(data=strategies.tensors(dtypes=("float32", "float64", "float16", "bfloat16", "int64"), values=("exact",)))
+@example(data=TensorSpec((3,), "int64", values="exact"))
+@example(data=TensorSpec((300_001,), "float64", values="exact"))
 def test_memories_are_separate(gpus: tuple[torch.device, ...], data: TensorSpec) -> None:
-    """What is written on one device changes nothing on another."""
+    """What is written on one device changes nothing on another; above 1 MiB, too."""
     from mgpu_check.checks.devices import assert_memory_separate
 
     assert_memory_separate(gpus, data.build())
 
 
-@examples(20)
-@given(place=strategies.places(cpu=False), size=st.integers(1, 1 << 20))
-def test_memory_is_counted_where_it_is(gpus: tuple[torch.device, ...], place: str, size: int) -> None:
+@examples(10, quick=2)
+@given(size=st.integers(1, 1 << 20))
+@example(size=512)
+@example(size=(4 << 20) + 1)
+def test_memory_is_counted_where_it_is(gpus: tuple[torch.device, ...], size: int) -> None:
     """Memory allocated on a device counts there, on no other, and is given back."""
-    import torch
-
     from mgpu_check.checks.devices import assert_memory_counted
 
-    assert_memory_counted(gpus, gpus.index(torch.device(place)), size)
+    for index in range(len(gpus)):
+        assert_memory_counted(gpus, index, size)
 
 
 @examples(30)

@@ -2,79 +2,90 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from mgpu_check import strategies
-from mgpu_check.strategies import OperatorCase, TensorSpec
+from mgpu_check.specs.tensors import DTYPES
+from mgpu_check.strategies import OperatorTable, TensorSpec
 from mgpu_check.suite.budget import examples
 
 if TYPE_CHECKING:
     import torch
 
 
-@examples(140)
-@given(case=strategies.operator_cases(must_raise=True, without=("modules", "scalars")))
-def test_operators_refuse_operands_apart(gpus: tuple[torch.device, ...], case: OperatorCase) -> None:
+@examples(6, quick=1)
+@given(table=strategies.operator_tables(must_raise=True, without=("modules", "scalars")))
+def test_operators_refuse_operands_apart(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """An operator whose operands lie on two devices raises, and names both."""
     from mgpu_check.checks import mismatch
 
-    mismatch.assert_refused(case)
+    mismatch.assert_each_refused(table.cases())
 
 
-@examples(50)
-@given(case=strategies.operator_cases(must_raise=True, only="modules"))
-def test_modules_refuse_inputs_elsewhere(gpus: tuple[torch.device, ...], case: OperatorCase) -> None:
+@examples(6, quick=1)
+@given(table=strategies.operator_tables(must_raise=True, only="modules"))
+def test_modules_refuse_inputs_elsewhere(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """A module whose parameters lie on another device than its input raises, and names both."""
     from mgpu_check.checks import mismatch
 
-    mismatch.assert_refused(case)
+    mismatch.assert_each_refused(table.cases())
 
 
-@examples(40)
-@given(case=strategies.operator_cases(must_raise=True, only="scalars"))
-def test_gpu_scalars_are_no_numbers(gpus: tuple[torch.device, ...], case: OperatorCase) -> None:
+@examples(6, quick=2)
+@given(table=strategies.operator_tables(must_raise=True, only="scalars"))
+def test_gpu_scalars_are_no_numbers(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """A 0-dim tensor on a GPU, and one that is written to, must be where the other operands are."""
     from mgpu_check.checks import mismatch
 
-    mismatch.assert_refused(case)
+    mismatch.assert_each_refused(table.cases())
 
 
-@examples(50)
-@given(case=strategies.operator_cases(must_raise=False, without=("copies",)))
-def test_cpu_scalars_and_indices_work(gpus: tuple[torch.device, ...], case: OperatorCase) -> None:
+@examples(10, quick=3)
+@given(table=strategies.operator_tables(must_raise=False, without=("copies",)))
+def test_cpu_scalars_and_indices_work(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """A 0-dim tensor and an index on the CPU work with a tensor on any device."""
     from mgpu_check.checks import mismatch
 
-    mismatch.assert_works(case)
+    mismatch.assert_each_works(table.cases())
 
 
-@examples(30)
-@given(case=strategies.operator_cases(must_raise=False, only="copies"))
-def test_copies_cross_devices(gpus: tuple[torch.device, ...], case: OperatorCase) -> None:
+@examples(10, quick=3)
+@given(table=strategies.operator_tables(must_raise=False, only="copies"))
+def test_copies_cross_devices(gpus: tuple[torch.device, ...], table: OperatorTable) -> None:
     """Copies work between any two devices: copy_, assignment to a slice, to, load_state_dict."""
     from mgpu_check.checks import mismatch
 
-    mismatch.assert_works(case)
+    mismatch.assert_each_works(table.cases())
 
 
-@examples(80)
-@given(
-    source=strategies.tensors(values=("random", "special")),
-    layout=strategies.layouts(1),
-    pair=strategies.device_pairs(),
-)
-def test_copies_keep_every_bit(
-    gpus: tuple[torch.device, ...], source: TensorSpec, layout: str, pair: tuple[str, str]
-) -> None:
+@examples(10, quick=3)
+@given(rows=st.integers(1, 7), seed=strategies.seeds())
+def test_operators_are_right_on_each_device(gpus: tuple[torch.device, ...], rows: int, seed: int) -> None:
+    """Each of these operators, with all operands on one device, gives what it gives on the CPU."""
+    from mgpu_check.checks.mismatch import assert_right_on_each
+
+    assert_right_on_each(gpus, rows, seed)
+
+
+@examples(20, quick=2)
+@given(shape=strategies.shapes(max_dims=3), layout=strategies.layouts(1), seed=strategies.seeds())
+@example(shape=(5, 7), layout="contiguous", seed=0)
+@example(shape=(5, 7), layout="strided", seed=0)
+def test_copies_keep_every_bit(gpus: tuple[torch.device, ...], shape: tuple[int, ...], layout: str, seed: int) -> None:
     """A copy to another device holds the source's bits, whatever dtype and layout either has."""
     from mgpu_check.checks import mismatch
 
-    here, there = source.build(pair[0]), source.like(layout).build(pair[1]).zero_()
-    mismatch.assert_arrives(here, there, there.copy_(here))
-    mismatch.assert_arrives(here, there, here.to(pair[1]))
+    for dtype in DTYPES:
+        spec = TensorSpec(shape, dtype, seed=seed, values="special")
+        for first, second in itertools.permutations(("cpu", *map(str, gpus)), 2):
+            here, there = spec.build(first), spec.like(layout).build(second).zero_()
+            mismatch.assert_arrives(here, there, there.copy_(here))
+            mismatch.assert_arrives(here, there, here.to(second))
 
 
 @pytest.mark.gpus(2)

@@ -12,6 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from mgpu_check import settings, strategies
+from mgpu_check.specs.operators import GROUPS
 
 T = TypeVar("T")
 
@@ -68,14 +69,23 @@ def test_too_few_devices_are_named(run_with: Callable[[int], None]) -> None:
         drawn(strategies.device_pairs(cpu=False))
 
 
-def test_operator_cases_are_of_the_kind_asked_for(run_with: Callable[[int], None]) -> None:
-    run_with(2)
-    assert all(case.must_raise for case in drawn(strategies.operator_cases(must_raise=True)))
-    assert not any(case.must_raise for case in drawn(strategies.operator_cases(must_raise=False)))
-    copies = drawn(strategies.operator_cases(must_raise=False, only="copies"))
-    assert {case.operator for case in copies} == {"copy_", "slice assignment", "to", "load_state_dict"}
+def test_tables_of_operators_have_each_operator_on_each_device(run_with: Callable[[int], None]) -> None:
+    run_with(3)
+    for table in drawn(strategies.operator_tables(must_raise=True)):
+        assert all(case.must_raise for case in table.cases())
+        assert len({(case.operator, case.first) for case in table.cases() if case.operator == "add"}) == 4
+    for table in drawn(strategies.operator_tables(must_raise=False, only="copies")):
+        assert {case.operator for case in table.cases()} == {"copy_", "slice assignment", "to", "load_state_dict"}
+        assert {place for case in table.cases() for place in (case.first, case.second)} == {
+            "cpu",
+            "cuda:0",
+            "cuda:1",
+            "cuda:2",
+        }
     run_with(1)
-    assert all("cpu" in (case.first, case.second) for case in drawn(strategies.operator_cases(must_raise=True)))
+    (table, *_) = drawn(strategies.operator_tables(must_raise=True, without=("scalars",)))
+    assert all("cpu" in (case.first, case.second) for case in table.cases())
+    assert not {case.operator for case in table.cases()} & set(GROUPS["scalars"])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
