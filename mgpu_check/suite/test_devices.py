@@ -14,7 +14,7 @@ from mgpu_check.suite.budget import examples
 if TYPE_CHECKING:
     import torch
 
-    from mgpu_check.pytest_plugin.ranks import Ranks
+    from mgpu_check import Ranks
     from mgpu_check.rank_side.rank import Rank
 
 
