@@ -14,6 +14,8 @@ from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
 
+_KINDS = 6
+"""Of objects: so many with numbers in a row have one of each."""
 _HELD = 0.06
 """Seconds for which a barrier is watched: who leaves it at once has done so by then."""
 
@@ -26,10 +28,10 @@ def object_of(seed: int, rank: int, number: int = 0) -> object:
         rank,
         f"rank {rank} ✓" * drawn.randint(0, 300),
         {"rank": rank, "values": [drawn.random() for _ in range(drawn.randint(0, 40))]},
-        drawn.randbytes(drawn.choice((0, 1, 4095, 70_001))),
+        drawn.randbytes(70_000 + drawn.randint(0, 9)),
         (float("inf"), -0.0, {rank, -1}, [[], {}]),
     ]
-    return (rank, number, pool[drawn.randrange(len(pool))])
+    return (rank, number, pool[(seed + rank + number) % len(pool)])
 
 
 def assert_objects_travel(rank: Rank, seed: int) -> None:
@@ -58,9 +60,11 @@ def assert_objects_travel(rank: Rank, seed: int) -> None:
         spread, [object_of(seed, root, to) for to in range(size)] if me == root else None, src=root
     )
     compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
-    told = [object_of(seed, me, number) for number in range(3)]
+    told = [object_of(seed, me, number) for number in range(_KINDS)]
     dist.broadcast_object_list(told, src=root)
-    compare(f"broadcast_object_list from rank {root}", told, [object_of(seed, root, number) for number in range(3)])
+    compare(
+        f"broadcast_object_list from rank {root}", told, [object_of(seed, root, number) for number in range(_KINDS)]
+    )
     if size > 1:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]

@@ -63,13 +63,11 @@ def _right(calls: Sequence[CollectiveCall]) -> list[CollectiveCall]:
 
 
 def _reductions(functions: Sequence[str], places: Sequence[str], values: str, seed: int) -> list[CollectiveCall]:
+    combinations = itertools.product(functions, places, REDUCED, OPERATIONS)
     return _right(
         [
-            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed, seed=seed)
-            for function in functions
-            for place in places
-            for dtype in REDUCED
-            for op in OPERATIONS
+            CollectiveCall(function, dtype, op=op, values=values, place=place, root=seed + number + 1, seed=seed)
+            for number, (function, place, dtype, op) in enumerate(combinations)
         ]
     )
 
@@ -122,7 +120,7 @@ def copies(seed: int) -> list[CollectiveCall]:
     """Return every collective that copies, of every dtype, on devices, and of half of them on the CPU."""
     return _right(
         [
-            CollectiveCall(function, dtype, place=place, values="bits", root=seed, seed=seed)
+            CollectiveCall(function, dtype, place=place, values="bits", root=seed + number, seed=seed)
             for function in COPYING
             for place in PLACES
             for number, dtype in enumerate(COPIED)
@@ -137,7 +135,7 @@ def _drawn(function: str, number: int, seed: int, **more: object) -> CollectiveC
     place = str(more.pop("place", PLACES[turn % 2]))
     if function in REDUCING:
         dtypes = REDUCED if place == "device" else tuple(dtype for dtype in REDUCED if dtype != "bool")
-        op = ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]
+        op = str(more.pop("op", ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]))
         dtype = str(more.pop("dtype", dtypes[turn * 5 % len(dtypes)]))
         call = CollectiveCall(function, dtype, op=op, values="exact", place=place, root=turn, seed=turn, **more)  # type: ignore[arg-type]
         return CollectiveCall(**{**vars(call), "op": "SUM"}) if left_out(call) else call
@@ -182,13 +180,16 @@ def layouts(seed: int) -> list[CollectiveCall]:
 
 
 def asynchronous(seed: int) -> list[CollectiveCall]:
-    """Return every collective, asynchronous, on devices and the CPU, of few elements and of many."""
-    return [
-        _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True)
-        for turn, elements in enumerate((37, 5003))
-        for number, function in enumerate(_FUNCTIONS)
-        for place in PLACES
-    ]
+    """Return every collective, asynchronous, on devices and the CPU, of few elements and of many; sums among all reductions."""
+    calls = []
+    for turn, elements in enumerate((37, 5003)):
+        for number, function in enumerate(_FUNCTIONS):
+            op = {"op": "SUM"} if function in REDUCING and turn == 0 else {}
+            for place in PLACES:
+                calls.append(
+                    _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True, **op)
+                )
+    return calls
 
 
 @st.composite

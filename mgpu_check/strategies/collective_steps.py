@@ -18,7 +18,10 @@ def programs(draw: st.DrawFn, most: int = 24) -> list[CollectiveStep]:
     """Draw programs; each begins with one step of every kind, in a drawn order."""
     number = st.integers(0, BUFFERS - 1)
     steps = []
-    for kind in [*draw(st.permutations(STEPS)), *draw(st.lists(st.sampled_from(STEPS), max_size=most - len(STEPS)))]:
+    for kind in [
+        *draw(st.permutations(STEPS)),
+        *draw(st.lists(st.sampled_from(STEPS), min_size=8, max_size=most - len(STEPS))),
+    ]:
         target = draw(number)
         source = (target + draw(st.integers(1, BUFFERS - 1))) % BUFFERS
         op = draw(st.sampled_from(("SUM", "MIN", "MAX")))

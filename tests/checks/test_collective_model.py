@@ -70,7 +70,7 @@ def test_no_right_program_exceeds_the_bound_and_it_is_no_hundred_times_too_wide(
 def test_extremes_tell_right_operations_from_near_ones():
     """Signed for unsigned, a wrap, a saturated sum, a rank left out: each shows in the block itself, whatever the seed."""
     count = 4
-    for seed in range(5):
+    for seed in range(20):
         bytes_, signed = (given_blocks("borders", "MAX", kind, count, seed) for kind in (torch.uint8, torch.int8))
         largest = torch.stack(bytes_).view(torch.int8).amax(0).view(torch.uint8)
         assert right_block("borders", "MAX", torch.uint8, count, seed).wrong(largest, slice(None)).any()
@@ -82,10 +82,10 @@ def test_extremes_tell_right_operations_from_near_ones():
 
 
 def test_unused_combinations_have_reasons_and_all_others_are_called():
-    for place in ("device", "cpu"):
-        for dtype, op in itertools.product(REDUCED, OPERATIONS):
-            call = CollectiveCall("all_reduce", dtype, op=op, values="borders", place=place, root=1, seed=1)
-            assert (call in collective_calls.all_reduces(1)) == (not left_out(call))
+    called = {(call.place, call.dtype, call.op) for call in collective_calls.all_reduces(1)}
+    for place, dtype, op in itertools.product(("device", "cpu"), REDUCED, OPERATIONS):
+        call = CollectiveCall("all_reduce", dtype, op=op, values="borders", place=place)
+        assert ((place, dtype, op) in called) == (not left_out(call))
 
 
 @pytest.mark.parametrize("layout", ["dense", "matrix", "transposed", "channels_last", "gaps"])
