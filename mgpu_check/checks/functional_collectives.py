@@ -13,6 +13,7 @@ from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_functional_match"]
@@ -22,10 +23,12 @@ _Parts = Sequence[torch.Tensor]
 
 
 def _given(rank: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
-    """Return what a rank gives: (rows * size, columns * size), all values of all ranks different."""
+    """Return what a rank gives: (rows * size, columns * size) whole numbers, so small that `dtype` adds those of all ranks exactly."""
     count = rows * size * _COLUMNS * size
-    values = (torch.arange(count) * 7 + rank * 3 + seed) % 97 + rank
-    return values.view(rows * size, -1).to(dtype)
+    span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
+    values = (torch.arange(count) * 7 + rank * 3 + seed) % span
+    given: torch.Tensor = values.view(rows * size, -1).to(dtype)
+    return given
 
 
 class _Account:

@@ -70,6 +70,16 @@ _TABLE = (
         shown_by=("test_data_parallel.py::test_autocast_dtype",),
         strikes=lambda dtype, devices: dtype == "bfloat16" and devices > 1,
     ),
+    KnownDefect(
+        "gloo-adds-booleans-as-bytes",
+        "gloo adds booleans as bytes: true + true leaves a 2 in a tensor of booleans",
+        "https://github.com/pytorch/pytorch/pull/105354",
+        shown_by=(
+            "test_collectives.py::test_all_reduce_of_every_dtype",
+            "test_collectives.py::test_reductions_of_every_dtype",
+        ),
+        strikes=lambda dtype, op, place, size: dtype == "bool" and op == "SUM" and place == "cpu" and size > 1,
+    ),
 )
 
 KNOWN_DEFECTS = {defect.name: defect for defect in _TABLE}

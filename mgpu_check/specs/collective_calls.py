@@ -120,12 +120,10 @@ def left_out(call: CollectiveCall) -> str:
         return "bits are those of integers"
     if op == "PREMUL_SUM" and call.place == "cpu":
         return "gloo has no PREMUL_SUM"
-    if op == "PREMUL_SUM" and dtype in _COMPLEX and call.values == "special":
+    if op in ("AVG", "PREMUL_SUM") and dtype in _COMPLEX and call.values == "special":
         return "infinity times a complex factor is not defined"
     if op in ("AVG", "PREMUL_SUM") and dtype in (*INTEGERS, "bool"):
         return "a fraction of integers is not defined"
-    if op == "SUM" and dtype == "bool" and call.place == "cpu":
-        return "gloo adds booleans as bytes, and leaves a 2 in a tensor of booleans: a defect of torch"
     if op in ("PRODUCT", "MIN", "MAX") and dtype in _COMPLEX:
         return "torch reduces complex numbers as pairs of real ones, by sums only"
     return ""
