@@ -151,10 +151,11 @@ def _destroy_extra_groups() -> None:
     extra = [group for group in dist.distributed_c10d._world.pg_map if group is not world]
     for group in extra:
         dist.destroy_process_group(group)
-    tensor = sys.modules.get("torch.distributed.tensor")
-    if extra and tensor is not None:
+    if extra and "torch.distributed.tensor" in sys.modules:
         # DTensor keeps, by meshes that are equal, what it has found out: with the mesh whose groups are gone now.
-        tensor.debug._clear_sharding_prop_cache()
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 class Steps:
