@@ -92,9 +92,10 @@ def _special(dtype: torch.dtype) -> torch.Tensor:
         facts = torch.finfo(dtype)
         least = facts.smallest_normal * facts.eps  # subnormal
         values = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, least, -least, facts.smallest_normal / 2)
-        return torch.tensor(
-            [*values, facts.smallest_normal, facts.max, facts.min, 1 + facts.eps], dtype=torch.float64
-        ).to(dtype)
+        more = (facts.smallest_normal, facts.max, facts.min, 1 + facts.eps, math.nan)
+        special = torch.tensor([*values, *more], dtype=torch.float64).to(dtype)
+        special.view(INTEGER_OF_SIZE[dtype.itemsize])[-1] |= 5  # NaN with a payload
+        return special
     if dtype == torch.bool:
         return torch.tensor([False, True])
     limits = torch.iinfo(dtype)
