@@ -67,9 +67,11 @@ class Matrix:
 
     def not_proven(self) -> Iterator[str]:
         """Yield what is missing: a check that misses what it must catch, a fault that no check catches, or a check that
-        catches none.
+        catches none. Of a fault whose checks were all deselected nothing is asked.
         """
         for fault in self.faults:
+            if not set(self.checks) & set(fault.caught_by):
+                continue
             for check in fault.caught_by:
                 tries = self.cells.get((fault.name, check))
                 if tries and not self.caught(fault, check):

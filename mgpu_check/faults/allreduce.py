@@ -9,17 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import comm
 
+from mgpu_check.faults.conditions import is_last
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as recipe
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
-
-
-def _is_last() -> bool:
-    """Return whether this process is the last of several ranks."""
-    rank = current_rank()
-    return rank is not None and rank.size > 1 and rank.index == rank.size - 1
 
 
 def _flip_lowest_bit(tensor: torch.Tensor) -> None:
@@ -36,7 +31,7 @@ def _flip_lowest_bit(tensor: torch.Tensor) -> None:
 def sum_misses_the_last_rank() -> Iterator[None]:
     def without_last(real: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if _is_last():
+            if is_last():
                 tensor.zero_()
             return real(tensor, *args, **kwargs)
 
@@ -93,7 +88,7 @@ def flipped_bit_on_one_rank() -> Iterator[None]:
     def flipping(real: Callable[..., Any]) -> Callable[..., Any]:
         def collective(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             work = real(tensor, *args, **kwargs)
-            if _is_last():
+            if is_last():
                 _flip_lowest_bit(tensor)
             return work
 
@@ -244,7 +239,7 @@ def view_on_the_cpu_misses_the_last_rank() -> Iterator[None]:
     real = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _is_last() and tensor.device.type == "cpu" and not tensor.is_contiguous():
+        if is_last() and tensor.device.type == "cpu" and not tensor.is_contiguous():
             tensor.zero_()
         return real(tensor, *args, **kwargs)
 

@@ -144,6 +144,16 @@ def test_a_check_must_catch_a_fault_by_19_of_20_seeds(caught, of, enough):
     assert any(f"{one.name} " in line and f" {caught} " in line for line in matrix.lines())
 
 
+def test_nothing_is_asked_of_a_fault_whose_checks_were_deselected():
+    first, second = (
+        one for one in all_faults().values() if one.name in ("mean-instead-of-sum", "reduce-add-misses-a-device")
+    )
+    matrix = Matrix("allreduce", [first, second], ["test_all_reduce"], complete=False)
+    assert list(matrix.not_proven()) == ["no check of allreduce catches the fault mean-instead-of-sum"]
+    matrix.add("mean-instead-of-sum", "test_all_reduce", CAUGHT)
+    assert list(matrix.not_proven()) == []
+
+
 def test_selftest_does_not_share_its_tests(command):
     """The processes of pytest-xdist plant nothing: their checks pass, and say nothing of faults."""
     text = command("selftest", "-n", "2", code=4)

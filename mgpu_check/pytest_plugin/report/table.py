@@ -41,8 +41,10 @@ class Row:
     drawn: str = ""
 
 
-def row_of(report: pytest.TestReport) -> Row | None:
-    """Return the row of a check's report; None for other tests, and for the phases of a check that add nothing new."""
+def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
+    """Return the row of a check's report; None for others, and for the phases of a check that add nothing new."""
+    if isinstance(report, pytest.CollectReport):  # of a file that cannot be imported
+        return None
     properties = dict(report.user_properties)
     name = properties.get("mgpu_check.property")
     if name is None or (report.when != "call" and report.outcome == "passed"):
