@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
 
@@ -96,5 +96,5 @@ def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, p
         side = "towards zero" if mean < 0 else "away from zero"
         what = f"{function} SUM, {str(dtype).removeprefix('torch.')}, {place} tensors, seed {seed}"
         text = f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, expected 0 ± {LIMIT}"
-        findings.append(Finding(what, text))
+        findings.append(WrongResult(what, text))
     raise_findings(findings, 1, rank)

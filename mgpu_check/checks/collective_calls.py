@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.checks.collective_buffers import Memory
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_pieces import STEP, Laid, Piece
 from mgpu_check.checks.collective_values import as_bits, factor_of, stretched
 from mgpu_check.checks.collectives import groups_of
@@ -52,7 +52,7 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
         elements={call.elements for call in calls if call.elements is not None},
     )
     groups = groups_of(sorted({call.members or everybody for call in calls}), everybody)
-    findings: list[Finding] = []
+    findings: list[WrongResult] = []
     shared: list[tuple[str, str]] = []
     flying: list[Started] = []
 
@@ -89,7 +89,7 @@ def operation_of(call: CollectiveCall) -> Any:
     return getattr(dist.ReduceOp, call.op)
 
 
-def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[Finding]:
+def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[WrongResult]:
     """Call a collective on a rank that is not in its group: torch says so, and nothing happens."""
     if call.function not in ("all_reduce", "broadcast"):
         return
@@ -103,7 +103,7 @@ def _outside(rank: Rank, call: CollectiveCall, group: Any) -> Iterator[Finding]:
             dist.broadcast(tensor, group_src=call.root % len(call.members), group=group)
     if not bool((tensor == 3).all()):
         text = f"this rank is not in the group, yet its tensor became {tensor.tolist()}"
-        yield Finding(call, text)
+        yield WrongResult(call, text)
 
 
 class Started(Laid):
@@ -163,7 +163,7 @@ class Started(Laid):
 
     # What it has left
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[WrongResult]:
         """Compare all memory of the call with what it should be; what a known defect explains is reported as such."""
         found = list(self._compared())
         if self.dtype is torch.bool and (not found or self._added_as_bytes()):
@@ -191,7 +191,7 @@ class Started(Laid):
                 view.copy_(torch.cat(parts).view(view.shape))
         return torch.equal(as_bits(should), as_bits(self._after))
 
-    def _compared(self) -> Iterator[Finding]:
+    def _compared(self) -> Iterator[WrongResult]:
         whole = self.whole.cpu()
         self._after = whole
         loose = [isinstance(piece.after, str) for piece in self.pieces]
@@ -213,7 +213,7 @@ class Started(Laid):
     def _tolerated(self, piece: Piece) -> bool:
         return bool(piece.right) and not self.refused
 
-    def _judged(self, piece: Piece, got: torch.Tensor) -> Iterator[Finding]:
+    def _judged(self, piece: Piece, got: torch.Tensor) -> Iterator[WrongResult]:
         flat = got.reshape(-1)
         at = (
             self.place * self.length
@@ -228,7 +228,7 @@ class Started(Laid):
             index = (torch.arange(length) + start) % len(right.value)
             wrong = right.wrong(part, index)
             if bool(wrong.any()):
-                yield Finding.of(self.call, part, expected, wrong, self._looks(part, index, wrong))
+                yield WrongResult.of(self.call, part, expected, wrong, self._looks(part, index, wrong))
 
     def _looks(self, got: torch.Tensor, index: torch.Tensor, wrong: torch.Tensor) -> str:
         """Say whose values a wrong result has, if it has those of one rank."""
@@ -239,7 +239,7 @@ class Started(Laid):
                 return f"these are the values of rank {member} alone"
         return ""
 
-    def _differences(self, whole: torch.Tensor, should: torch.Tensor) -> Iterator[Finding]:
+    def _differences(self, whole: torch.Tensor, should: torch.Tensor) -> Iterator[WrongResult]:
         clean = whole.clone()
         for number, piece in enumerate(self.pieces):
             got, right = (self.memory.view(one, number) for one in (whole, should))
@@ -251,12 +251,12 @@ class Started(Laid):
                     label = f"output {self.taken.index(number)}" if len(self.taken) > 1 and number in self.taken else ""
                 else:
                     label = "the input was changed"
-                yield Finding.of(self.call, got, right, wrong, self._origin(got, wrong), label)
+                yield WrongResult.of(self.call, got, right, wrong, self._origin(got, wrong), label)
             _bytes(self.memory.view(clean, number)).copy_(_bytes(self.memory.view(should, number)))
         outside = as_bits(clean) != as_bits(should)
         if bool(outside.any()):
             beyond = int(outside.sum())
-            yield Finding(self.call, f"{beyond} elements of memory before, between or behind its tensors were changed")
+            yield WrongResult(self.call, f"{beyond} elements of memory before, between or behind its tensors were changed")
 
     def _origin(self, got: torch.Tensor, wrong: torch.Tensor) -> str:
         places = wrong.nonzero().flatten()

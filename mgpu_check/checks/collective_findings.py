@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
     from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["Finding", "assert_shared", "raise_findings"]
+__all__ = ["WrongResult", "assert_shared", "raise_findings"]
 
 _SHOWN = 3
 _COMMON = ("function", "dtype", "op", "values", "place", "layout", "elements", "asynchronous", "members", "root")
 
 
 @dataclass(frozen=True)
-class Finding:
+class WrongResult:
     """A wrong result on this rank, of a call, or of what is described in words."""
 
     call: object
@@ -36,7 +36,7 @@ class Finding:
         wrong: torch.Tensor,
         looks: str = "",
         label: str = "",
-    ) -> Finding:
+    ) -> WrongResult:
         """Describe wrong elements of a vector."""
         first = int(wrong.nonzero()[0])
         text = f"{label}: " if label else ""
@@ -45,7 +45,7 @@ class Finding:
         return cls(call, f"{text}; {looks}" if looks else text)
 
 
-def raise_findings(findings: Sequence[Finding], calls: int, rank: Rank) -> None:
+def raise_findings(findings: Sequence[WrongResult], calls: int, rank: Rank) -> None:
     """Raise one error for all findings of this rank, with what they have in common; nothing where there are none."""
     __tracebackhide__ = True
     if not findings:

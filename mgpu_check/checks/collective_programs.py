@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.collective_steps import BUFFERS, LENGTH, CollectiveStep
 
@@ -30,7 +30,7 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: t
     model = [_begun(other, rank.size, dtype) for other in range(rank.size)]
     device = rank.device if place == "device" else torch.device("cpu")
     held = [tensor.to(device, copy=True) for tensor in model[rank.index]]
-    findings: list[Finding] = []
+    findings: list[WrongResult] = []
     for number, step in enumerate(steps):
         _take(rank, step, held)
         _follow(model, step)
@@ -38,7 +38,7 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: t
             got = tensor.cpu()
             if not torch.equal(got, right) and not findings:
                 what = f"step {number + 1} of {len(steps)}, {step}, tensor t{name}, {dtype}, {place} tensors"
-                findings.append(Finding.of(what, got, right, got != right))
+                findings.append(WrongResult.of(what, got, right, got != right))
     raise_findings(findings, len(steps), rank)
 
 

@@ -12,7 +12,7 @@ from torch.distributed import _functional_collectives as functional  # they have
 from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.checks.bits import same_bits
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
 
@@ -33,7 +33,7 @@ def _given(rank: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROW
 
 class _Account:
     def __init__(self, rank: Rank) -> None:
-        self.rank, self.findings, self.calls = rank, list[Finding](), 0
+        self.rank, self.findings, self.calls = rank, list[WrongResult](), 0
 
     def compare(self, what: str, got: Any, right: torch.Tensor) -> None:
         self.calls += 1
@@ -44,10 +44,10 @@ class _Account:
             return
         if right.shape != here.shape or right.dtype != here.dtype:
             shapes = [f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (here, right)]
-            self.findings.append(Finding(what, f"got {shapes[0]}, expected {shapes[1]}"))
+            self.findings.append(WrongResult(what, f"got {shapes[0]}, expected {shapes[1]}"))
             return
         wrong = (here != right).reshape(-1)
-        self.findings.append(Finding.of(what, here.reshape(-1), right.reshape(-1), wrong))
+        self.findings.append(WrongResult.of(what, here.reshape(-1), right.reshape(-1), wrong))
 
     def done(self) -> None:
         __tracebackhide__ = True

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_mesh_matches"]
@@ -27,12 +27,12 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
     __tracebackhide__ = True
     names = tuple(f"dim{number}" for number in range(len(shape)))
     mesh = init_device_mesh("cuda", tuple(shape), mesh_dim_names=names)
-    findings: list[Finding] = []
+    findings: list[WrongResult] = []
     label = f"mesh of {'x'.join(map(str, shape))}"
 
     def compare(what: str, got: object, right: object) -> None:
         if got != right:
-            findings.append(Finding(f"{label}: {what}", f"got {got}, expected {right}"))
+            findings.append(WrongResult(f"{label}: {what}", f"got {got}, expected {right}"))
 
     layout = torch.arange(math.prod(shape)).view(tuple(shape))
     place = tuple(int(number) for number in (layout == rank.index).nonzero()[0])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mgpu_check.checks.collective_buffers import Memory, shaped
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_values import as_bits, given_blocks, stretched
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.messages import Message
@@ -28,7 +28,7 @@ class _Received:
         self.whole = self.memory.filled([None]).to(rank.device if place == "device" else "cpu")
         self.tensor = self.memory.view(self.whole, 0)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[WrongResult]:
         got = self.whole.cpu()
         right = self.memory.filled([self.right])
         if torch.equal(as_bits(got), as_bits(right)):
@@ -37,8 +37,8 @@ class _Received:
         wrong = as_bits(mine) != as_bits(self.right)
         wrong = wrong.any(-1) if mine.is_complex() else wrong
         if not bool(wrong.any()):
-            return [Finding(self.message, "memory before or behind the received tensor was changed")]
-        return [Finding.of(self.message, mine, self.right, wrong)]
+            return [WrongResult(self.message, "memory before or behind the received tensor was changed")]
+        return [WrongResult.of(self.message, mine, self.right, wrong)]
 
 
 def _content(message: Message) -> torch.Tensor:
@@ -96,7 +96,7 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
     findings = [finding for one in taken for finding in one.findings()]
     for message, tensor in given:
         if not torch.equal(as_bits(tensor.cpu()), as_bits(_content(message))):
-            findings.append(Finding(message, "the tensor that was sent was changed"))
+            findings.append(WrongResult(message, "the tensor that was sent was changed"))
     raise_findings(findings, len(mine), rank)
 
 
@@ -104,7 +104,7 @@ def assert_any_source_tells_the_sender(rank: Rank, target: int, tag: int, dtype:
     """Assert that a `recv` without source takes one message of each other rank, and returns whose it was."""
     __tracebackhide__ = True
     messages = [Message(source, target, tag, dtype, elements, 0) for source in range(rank.size) if source != target]
-    findings: list[Finding] = []
+    findings: list[WrongResult] = []
     if rank.index != target:
         own = next(message for message in messages if message.source == rank.index)
         dist.send(_content(own), target, tag=tag)
@@ -116,7 +116,7 @@ def assert_any_source_tells_the_sender(rank: Rank, target: int, tag: int, dtype:
             message = left.pop(sender, None)
             if message is None:
                 findings.append(
-                    Finding(received.message, f"recv says that rank {sender} has sent it, of which none was due")
+                    WrongResult(received.message, f"recv says that rank {sender} has sent it, of which none was due")
                 )
                 continue
             received.message, received.right = message, _content(message)

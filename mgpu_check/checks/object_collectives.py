@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mgpu_check.checks.collective_findings import Finding, raise_findings
+from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
@@ -43,11 +43,11 @@ def assert_objects_travel(rank: Rank, seed: int) -> None:
     __tracebackhide__ = True
     size, root, me = rank.size, seed % rank.size, rank.index
     all_of = [object_of(seed, other) for other in range(size)]
-    findings: list[Finding] = []
+    findings: list[WrongResult] = []
 
     def compare(what: str, got: object, right: object) -> None:
         if got != right:
-            findings.append(Finding(what, f"got {_short(got)}, expected {_short(right)}"))
+            findings.append(WrongResult(what, f"got {_short(got)}, expected {_short(right)}"))
 
     gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, all_of[me])
@@ -114,7 +114,7 @@ def assert_barrier_holds(rank: Rank, late: int, *, monitored: bool = False) -> N
         wait()
     if group is not None:
         dist.destroy_process_group(group)
-    findings = [Finding(name, f"{left} ranks left it before rank {late} had entered it")] if left else []
+    findings = [WrongResult(name, f"{left} ranks left it before rank {late} had entered it")] if left else []
     raise_findings(findings, 1, rank)
 
 

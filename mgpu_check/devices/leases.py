@@ -209,12 +209,14 @@ class DeviceLeases:
         # Those of `ahead` may be gone by now, but to get the number of one of them would be to wait for oneself.
         numbers = [*_tickets(directory), *(int(ticket.name.partition("-")[2]) for ticket in request.ahead)]
         path = directory / f"ticket-{max(numbers, default=0) + 1:08}"
-        with _lock(path):
-            try:
-                _write(path, {**_who(request.purpose), "count": request.count, "keys": self.keys})
-                yield
-            finally:
-                path.unlink(missing_ok=True)  # before it is unlocked, so that nobody takes it for one of the dead
+        lock = _lock(path)
+        try:
+            lock.acquire()  # here, because Ctrl-C may come when it has made the file
+            _write(path, {**_who(request.purpose), "count": request.count, "keys": self.keys})
+            yield
+        finally:
+            path.unlink(missing_ok=True)  # before it is unlocked, so that nobody takes it for one of the dead
+            lock.release()
 
     def _advance(self, request: _Request, directory: Path) -> bool:
         """Take what can be had now; whether anything has changed for the better."""

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mgpu_check.mistakes.observed import Trace
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.events import traced
+from mgpu_check.gates.operands import Rows
 from mgpu_check.numerics.perturbation import Perturbed
 
 import pytest
@@ -47,10 +48,10 @@ def test_what_hooks_of_backward_call_is_seen(rank):
     net.weight.grad = torch.ones_like(net.weight)
     for _ in range(2):  # the second finds a thread with the profile function of the first
         trace = Trace()
-        with traced(net, trace):
+        with traced(net, trace, Rows([])):
             net(torch.ones(4, device=rank.device)).backward()
-        assert [event.kind for event in trace.events] == ["backward", "collective", "clip"]
-        collective = trace.events[1]
+        assert [event.kind for event in trace.events] == ["model", "backward", "collective", "clip"]
+        collective = trace.events[2]
         assert collective.site.startswith("test_it.py:") and collective.details["waited"], collective
         assert collective.tensors[0]["shape"] == (4,)
     assert threads and threading.main_thread().ident not in threads
