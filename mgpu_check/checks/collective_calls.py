@@ -256,7 +256,9 @@ class Started(Laid):
         outside = as_bits(clean) != as_bits(should)
         if bool(outside.any()):
             beyond = int(outside.sum())
-            yield WrongResult(self.call, f"{beyond} elements of memory before, between or behind its tensors were changed")
+            yield WrongResult(
+                self.call, f"{beyond} elements of memory before, between or behind its tensors were changed"
+            )
 
     def _origin(self, got: torch.Tensor, wrong: torch.Tensor) -> str:
         places = wrong.nonzero().flatten()
