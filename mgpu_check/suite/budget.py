@@ -8,7 +8,7 @@ from mgpu_check.settings import active
 
 __all__ = ["at_level", "examples", "limit"]
 
-_FEWEST = 25
+_FEWEST = 12
 _LEVELS = {"quick": 0.25, "standard": 1.0, "long": 10.0}
 """Examples of a property at each level, as a share of those at the standard one."""
 
@@ -30,7 +30,7 @@ def examples(count: int, *, quick: int | None = None) -> settings:
     """Hypothesis settings for a packaged property of `count` examples.
 
     They are as many at the level "standard", ten times as many at "long", and `quick` of them at "quick": where that is
-    not given a quarter, but not below 25.
+    not given a quarter, but not below 12.
 
     There is no deadline, because the first example of a world size starts its ranks; and no example database, because
     an acceptance run leaves no files where it was started.
