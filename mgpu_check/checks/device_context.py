@@ -291,6 +291,7 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
     """
     __tracebackhide__ = True
     wrong: list[tuple[str, int, int]] = []
+    raised: list[BaseException] = []
     barrier = threading.Barrier(len(devices), timeout=60)
 
     def work(device: torch.device) -> None:
@@ -309,9 +310,9 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
                 barrier.wait()
             if torch.cuda.current_device() != device.index:
                 wrong.append(("after its guard a thread is", device.index, torch.cuda.current_device()))
-        except BaseException:
+        except BaseException as error:
+            raised.append(error)  # by what it began: the others find the barrier broken
             barrier.abort()
-            raise
 
     with _kept():
         torch.cuda.set_device(devices[-1])
@@ -328,6 +329,8 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
                     torch.cuda.current_device(),
                 )
             )
+    if raised:
+        raise raised[0]
     if wrong:
         what, expected, got = wrong[0]
         raise DeviceMismatch(f"{what} on cuda:{got}, expected on cuda:{expected}", ranks=sorted({expected, got}))

@@ -44,8 +44,11 @@ def is_packaged(item: pytest.Item) -> bool:
 
 
 def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession, error: object) -> Seen:
-    """Run the example again, and return what was seen; nothing where ranks do not come up, or hang."""
-    if isinstance(error, (RankHang, StartupFailure)):
+    """Run the example again, and return what was seen; nothing where ranks do not come up, or hang, nor of an example that
+    draws while it runs, which it can once only.
+    """
+    draws = any(type(value).__name__ == "DataObject" for value in failed.kwargs.values())
+    if draws or isinstance(error, (RankHang, StartupFailure)):
         return Seen()
     return _Second(body, failed, needs, session).look()
 
@@ -157,6 +160,8 @@ class _Second:
         except RankHang:
             self._until = 0.0  # each more would take as long
             return Trial(took, True)
+        except StartupFailure:
+            return Trial(took, False)  # ranks do not come up there, which says nothing of the check
         except AssertionError as error:
             ranks = tuple(rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int))
             cause = getattr(error.__cause__, "ranks", ()) if isinstance(error, RankFailure) else ()

@@ -104,26 +104,42 @@ def left_out(call: CollectiveCall) -> str:
     dtype, op = call.dtype, call.op
     if call.layout == "channels_last" and dtype in _COMPLEX:
         return "torch hands its real numbers over, in five dimensions that are not contiguous"
-    if call.place == "cpu" and (reason := _LAYOUTS_WITHOUT_GLOO.get((call.function, call.layout))):
+    if reason := (_no_device_takes if call.place == "device" else _gloo_does_not_take)(call):
         return reason
     if call.function in COPYING:
-        if call.place == "cpu" and dtype not in REDUCED:
-            return "gloo has no float8"
-        if call.place == "cpu" and call.function == "gather" and dtype in _COMPLEX:
-            return "torch does not view complex numbers as real ones for gloo's gather"
+        if call.function == "gather" and dtype in _COMPLEX:
+            return "torch does not view complex numbers as real ones for gather"
         return ""
     if dtype not in REDUCED:
         return "torch refuses to reduce it"
-    if op in _BITWISE and call.place == "device":
-        return "NCCL has no bitwise operations"
     if op in _BITWISE and dtype not in (*INTEGERS, "bool"):
         return "bits are those of integers"
-    if op == "PREMUL_SUM" and call.place == "cpu":
-        return "gloo has no PREMUL_SUM"
     if op in ("AVG", "PREMUL_SUM") and dtype in _COMPLEX and call.values == "special":
         return "infinity times a complex factor is not defined"
     if op in ("AVG", "PREMUL_SUM") and dtype in (*INTEGERS, "bool"):
         return "a fraction of integers is not defined"
     if op in ("PRODUCT", "MIN", "MAX") and dtype in _COMPLEX:
         return "torch reduces complex numbers as pairs of real ones, by sums only"
+    return ""
+
+
+def _gloo_does_not_take(call: CollectiveCall) -> str:
+    if reason := _LAYOUTS_WITHOUT_GLOO.get((call.function, call.layout)):
+        return reason
+    if call.function in COPYING:
+        return "gloo has no float8" if call.dtype not in REDUCED else ""
+    return "gloo has no PREMUL_SUM" if call.op == "PREMUL_SUM" else ""
+
+
+def _no_device_takes(call: CollectiveCall) -> str:
+    if call.function == "scatter" and call.layout == "gaps":
+        return "NCCL scatters views with gaps as if they had none, silently: a defect of torch"
+    if call.function.startswith("reduce_scatter") and call.dtype in _COMPLEX:
+        return "torch does not view complex numbers as real ones for NCCL's reduce_scatter"
+    if call.function in COPYING:
+        return ""
+    if call.op in _BITWISE:
+        return "NCCL has no bitwise operations"
+    if call.op == "PREMUL_SUM" and call.dtype == "bfloat16":
+        return "torch hands NCCL a factor in float32, of which it reads the half that is zero: pytorch#190745"
     return ""

@@ -81,7 +81,7 @@ def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @examples(12, quick=2)
-@given(size=mostly_all(), runs=whole_runs(("mlp",), least=2))
+@given(size=mostly_all(), runs=whole_runs(("mlp",), least=3))
 def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs) -> None:
     """PowerSGD: exact until it begins to compress, and equal on all ranks then."""
     ranks.run(_communication, "assert_low_rank_hook_exact", runs, size=size)

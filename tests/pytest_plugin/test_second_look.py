@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.pytest_plugin.report.suspects import Seen, Trial
+from mgpu_check.pytest_plugin.second_look import Failed, look_again
 
 ALWAYS = [Trial((0, 1, 2, 3), True)] * 5
 ALONE = [(device,) for device in range(4)]
@@ -88,3 +89,13 @@ def test_planted_hardware_is_named(run, pytester):
     assert "cuda:1 alone is wrong in " in text, "the check itself names it"
     xml = (pytester.path / "out.xml").read_text()
     assert 'name="mgpu_check.second_look" value="looks like cuda:2: what is wrong follows it' in xml
+
+
+def test_an_example_that_draws_while_it_runs_is_not_looked_at_again():
+    class DataObject:
+        pass
+
+    def body(data):
+        raise AssertionError
+
+    assert look_again(body, Failed((), {"data": DataObject()}), None, None, AssertionError()) == Seen()

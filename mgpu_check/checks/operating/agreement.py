@@ -11,6 +11,7 @@ import torch
 
 from mgpu_check.checks.covered import covered
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, plain
 
 __all__ = ["Case", "Kind", "Window", "Wrong", "assert_devices_agree", "difference", "named_wrong", "shapes_of"]
@@ -122,11 +123,14 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
     dtypes: dict[str, None] = {}
     elements: set[int] = set()
     for count, case in enumerate(cases, 1):  # noqa: B007
-        right = case.right()
+        with repeatable():
+            right = case.right()
         dtypes |= dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in right)
         elements |= {one.numel() for one in right}
         for place in places:
-            if what := _judged(case, place, right):
+            with repeatable():  # without TF32, which cuDNN takes unless it is told not to
+                what = _judged(case, place, right)
+            if what:
                 wrong.append(Wrong(place.device, str(case), what))
     covered(cases=count, dtype=list(dtypes), elements=elements)
     if wrong:
