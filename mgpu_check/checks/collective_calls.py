@@ -16,7 +16,7 @@ from mgpu_check.checks.collective_buffers import Memory
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_pieces import STEP, Laid, Piece
 from mgpu_check.checks.collective_values import as_bits, factor_of, stretched
-from mgpu_check.checks.collectives import groups_of
+from mgpu_check.checks.collectives import groups_of, of_one_tensor
 from mgpu_check.checks.covered import covered
 from mgpu_check.checks.known_defects import is_known
 from mgpu_check.rank_side.rank import Rank
@@ -51,7 +51,6 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
         op={call.op for call in calls if call.function in REDUCING},
         elements={call.elements for call in calls if call.elements is not None},
     )
-    groups = groups_of(sorted({call.members or everybody for call in calls}), everybody)
     findings: list[WrongResult] = []
     shared: list[tuple[str, str]] = []
     flying: list[Started] = []
@@ -64,20 +63,18 @@ def assert_collectives_match(rank: Rank, calls: Sequence[CollectiveCall]) -> lis
             shared.extend(started.shared())
         flying.clear()
 
-    for call in calls:
-        members = call.members or everybody
-        if not call.asynchronous:
-            land()
-        if rank.index in members:
-            flying.append(Started(rank, call, members, groups[members]))
-        elif call.members:
-            findings.extend(_outside(rank, call, groups[members]))
-        if not call.asynchronous or len(flying) >= _IN_FLIGHT:
-            land()
-    land()
-    for members, group in groups.items():
-        if group is not None and rank.index in members:
-            dist.destroy_process_group(group)
+    with groups_of(rank, (call.members for call in calls)) as groups:
+        for call in calls:
+            members = call.members or everybody
+            if not call.asynchronous:
+                land()
+            if rank.index in members:
+                flying.append(Started(rank, call, members, groups[call.members]))
+            else:
+                findings.extend(_outside(rank, call, groups[call.members]))
+            if not call.asynchronous or len(flying) >= _IN_FLIGHT:
+                land()
+        land()
     raise_findings(findings, len(calls), rank)
     return shared
 
@@ -146,11 +143,11 @@ class Started(Laid):
             "reduce": lambda: dist.reduce(given[0], op=op, **dst, **late),
             "broadcast": lambda: dist.broadcast(given[0], **src, **late),
             "all_gather": lambda: dist.all_gather(taken, given[0], **late),
-            "all_gather_into_tensor": lambda: _named("all_gather")(taken[0], given[0] if given else taken[0][mine], **late),
+            "all_gather_into_tensor": lambda: of_one_tensor("all_gather")(taken[0], given[0] if given else taken[0][mine], **late),
             "gather": lambda: dist.gather(given[0], taken or None, **dst, **late),
             "scatter": lambda: dist.scatter(taken[0], given or None, **src, **late),
             "reduce_scatter": lambda: dist.reduce_scatter(taken[0], given, op, **late),
-            "reduce_scatter_tensor": lambda: _named("reduce_scatter")(taken[0] if taken else given[0][mine], given[0], op, **late),
+            "reduce_scatter_tensor": lambda: of_one_tensor("reduce_scatter")(taken[0] if taken else given[0][mine], given[0], op, **late),
             "all_to_all": lambda: dist.all_to_all(taken, given, **late),
             "all_to_all_single": lambda: dist.all_to_all_single(taken[0], given[0], *self.splits, **late),
         }  # fmt: skip
@@ -282,10 +279,3 @@ class Started(Laid):
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View booleans as bytes, which copying would make 0 or 1."""
     return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
-
-
-def _named(operation: str) -> Callable[..., Any]:
-    """Return the function of one tensor by the name that this version of torch does not warn of."""
-    older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
-    found: Callable[..., Any] = getattr(dist, f"{operation}_single", None) or getattr(dist, older[operation])
-    return found

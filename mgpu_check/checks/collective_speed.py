@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from mgpu_check.checks.collectives import Collective, groups_of, runner
 from mgpu_check.checks.timing import seconds_of
@@ -34,23 +33,19 @@ def time_collectives(rank: Rank, cases: Sequence[Collective], repeats: int) -> l
 
     Each time is the mean of ``case.iterations`` calls that are queued at once.
     """
-    everybody = tuple(range(rank.size))
-    groups = groups_of(sorted({case.members or everybody for case in cases}), everybody)
     found: list[list[float]] = []
-    for case in cases:
-        members = case.members or everybody
-        if rank.index not in members:
-            found.append([])
-            continue
-        dtype: torch.dtype = getattr(torch, case.dtype)
-        count = len(members)
-        given = torch.ones(case.bytes // dtype.itemsize // count * count, dtype=dtype, device=rank.device)
-        made = runner(
-            case.operation, case.reduction, given, groups[members], count, members.index(rank.index),
-            members[case.root % count],
-        )  # fmt: skip
-        found.append(seconds_of(made.call, rank.device, repeats, inner=case.iterations))
-    for members, group in groups.items():
-        if group is not None and rank.index in members:
-            dist.destroy_process_group(group)
+    with groups_of(rank, (case.members for case in cases)) as groups:
+        for case in cases:
+            members = case.members or tuple(range(rank.size))
+            if rank.index not in members:
+                found.append([])
+                continue
+            dtype: torch.dtype = getattr(torch, case.dtype)
+            count = len(members)
+            given = torch.ones(case.bytes // dtype.itemsize // count * count, dtype=dtype, device=rank.device)
+            made = runner(
+                case.operation, case.reduction, given, groups[case.members], count, members.index(rank.index),
+                members[case.root % count],
+            )  # fmt: skip
+            found.append(seconds_of(made.call, rank.device, repeats, inner=case.iterations))
     return found

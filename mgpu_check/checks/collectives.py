@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +14,18 @@ from mgpu_check.checks.collective_data import Terms, as_bits
 from mgpu_check.checks.contents import CHUNK, HOST, bytes_of_content, compare, tag_of
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["COPYING", "REDUCING", "Cases", "Collective", "View", "Wrong", "groups_of", "runner", "views_of"]
+__all__ = [
+    "COPYING",
+    "REDUCING",
+    "Cases",
+    "Collective",
+    "View",
+    "Wrong",
+    "groups_of",
+    "of_one_tensor",
+    "runner",
+    "views_of",
+]
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 COPYING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")
@@ -111,23 +124,32 @@ def views_of(rank: Rank, cases: Sequence[Collective]) -> list[View]:
     """Call collectives in all their groups; what this rank sees of those that it takes part in."""
     everybody = tuple(range(rank.size))
     fitting = {number: case for number, case in enumerate(cases) if set(case.members) <= set(everybody)}
-    groups = groups_of(sorted({case.members or everybody for case in fitting.values()}), everybody)
     views = []
-    for number, case in fitting.items():
-        members = case.members or everybody
-        if rank.index in members:
-            views.append(_Examination(rank, number, case, members, groups[members]).run())
-    for members, group in groups.items():
-        if group is not None and rank.index in members:
-            dist.destroy_process_group(group)
+    with groups_of(rank, (case.members for case in fitting.values())) as groups:
+        for number, case in fitting.items():
+            members = case.members or everybody
+            if rank.index in members:
+                views.append(_Examination(rank, number, case, members, groups[case.members]).run())
     return views
 
 
+@contextlib.contextmanager
 def groups_of(
-    wanted: Sequence[tuple[int, ...]], everybody: tuple[int, ...]
-) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """Make groups, as all ranks must do in one order; None stands for all."""
-    return {members: None if members == everybody else dist.new_group(list(members)) for members in wanted}
+    rank: Rank, wanted: Iterable[tuple[int, ...]]
+) -> Iterator[dict[tuple[int, ...], dist.ProcessGroup | None]]:
+    """Make groups by their members, as all ranks must do in one order, for the time of the context.
+
+    None stands for all ranks; of them there may be no members, too. After an error groups stay: other ranks may still be in them.
+    """
+    everybody = tuple(range(rank.size))
+    groups = {
+        members: None if members in ((), everybody) else dist.new_group(list(members))
+        for members in sorted(set(wanted))
+    }
+    yield groups
+    for members, group in groups.items():
+        if group is not None and rank.index in members:
+            dist.destroy_process_group(group)
 
 
 @dataclass
@@ -347,13 +369,13 @@ def runner(
         small = given.new_empty(part)
         parts = _pieces(given, count) if mine and operation == "scatter" else None
         if operation == "reduce_scatter":
-            return Runner(lambda: _named("reduce_scatter")(small, given, op=op, group=group), small)
+            return Runner(lambda: of_one_tensor("reduce_scatter")(small, given, op=op, group=group), small)
         return Runner(lambda: dist.scatter(small, parts, src=root, group=group), small)
     whole = torch.empty_like(given)
     if operation == "all_to_all":
         return Runner(lambda: dist.all_to_all_single(whole, given, group=group), whole)
     if operation == "all_gather":
-        return Runner(lambda: _named("all_gather")(whole, given[:part], group=group), whole)
+        return Runner(lambda: of_one_tensor("all_gather")(whole, given[:part], group=group), whole)
     places = _pieces(whole, count) if mine else None
     return Runner(
         lambda: dist.gather(given[:part].contiguous(), places, dst=root, group=group), whole if mine else None
@@ -364,8 +386,12 @@ def _pieces(whole: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(whole.chunk(count))
 
 
-def _named(operation: str) -> Callable[..., object]:
-    """Return the function of one tensor by the name that this version of torch does not warn of."""
+def of_one_tensor(operation: str) -> Callable[..., Any]:
+    """Return the function of one tensor by the name that this version of torch does not warn of.
+
+    Args:
+        operation: "reduce_scatter" or "all_gather".
+    """
     older = {"reduce_scatter": "reduce_scatter_tensor", "all_gather": "all_gather_into_tensor"}
-    found: Callable[..., object] = getattr(dist, f"{operation}_single", None) or getattr(dist, older[operation])
+    found: Callable[..., Any] = getattr(dist, f"{operation}_single", None) or getattr(dist, older[operation])
     return found
