@@ -15,13 +15,13 @@ import torch.distributed as dist
 from mgpu_check.checks.collective_buffers import Memory
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_pieces import STEP, Laid, Piece
-from mgpu_check.checks.collective_values import as_bits, factor_of, stretched
+from mgpu_check.checks.collective_values import differing, factor_of, stretched
 from mgpu_check.checks.collectives import groups_of, of_one_tensor
 from mgpu_check.checks.covered import covered
 from mgpu_check.checks.known_defects import is_known
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.collective_calls import REDUCING, CollectiveCall, left_out
-from mgpu_check.torch_hooks.tensors import digest_of
+from mgpu_check.torch_hooks.tensors import as_bits, digest_of
 
 __all__ = ["Started", "assert_collectives_match", "operation_of"]
 
@@ -241,8 +241,7 @@ class Started(Laid):
         for number, piece in enumerate(self.pieces):
             got, right = (self.memory.view(one, number) for one in (whole, should))
             got, right = got.reshape(-1).contiguous(), right.reshape(-1).contiguous()
-            wrong = as_bits(got) != as_bits(right)
-            wrong = wrong.any(-1) if got.is_complex() else wrong
+            wrong = differing(got, right)
             if bool(wrong.any()):
                 if number in self.taken or piece.after is not None:
                     label = f"output {self.taken.index(number)}" if len(self.taken) > 1 and number in self.taken else ""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
+from mgpu_check.torch_hooks.tensors import as_bits
 
-__all__ = ["Terms", "as_bits"]
+__all__ = ["Terms"]
 
 _MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))
 _MOST_BITS = 50  # of a hash, which float64 has too
@@ -29,11 +29,6 @@ _COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "min": torch.minimum,
     "max": torch.maximum,
 }
-
-
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as integers of the size of its elements."""
-    return tensor.view(INTEGER_OF_SIZE[tensor.element_size()])
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.exact import exact_factors, exact_parts, random_parts
 from mgpu_check.numerics.reduction import reduced
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
+from mgpu_check.torch_hooks.tensors import as_bits, as_real
 
-__all__ = ["Right", "as_bits", "factor_of", "given_blocks", "right_block", "stretched"]
+__all__ = ["Right", "differing", "factor_of", "given_blocks", "right_block", "stretched"]
 
 _EXACT, _RANDOM, _BITS = 251, 4093, 1021
 """Lengths of blocks: primes, so that no part begins where another one does."""
@@ -44,12 +44,10 @@ _OF_BOOLEANS = {
 """NCCL and gloo take true + true for true."""
 
 
-def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor, complex ones too, as integers of the size of its (real) elements."""
-    if tensor.dtype is torch.bool:
-        return tensor.view(torch.uint8)
-    real = as_real(tensor)
-    return real.view(INTEGER_OF_SIZE[real.element_size()])
+def differing(got: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return which elements of two contiguous tensors of one shape and dtype differ in a bit."""
+    wrong = as_bits(got) != as_bits(right)
+    return wrong.any(-1) if got.is_complex() else wrong
 
 
 def factor_of(seed: int) -> float:

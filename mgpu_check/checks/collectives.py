@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.checks.collective_data import Terms, as_bits
+from mgpu_check.checks.collective_data import Terms
 from mgpu_check.checks.contents import CHUNK, HOST, bytes_of_content, compare, tag_of
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import as_bits
 
 __all__ = [
     "COPYING",

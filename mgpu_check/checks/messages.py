@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from mgpu_check.checks.collective_buffers import Memory, shaped
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
-from mgpu_check.checks.collective_values import as_bits, given_blocks, stretched
+from mgpu_check.checks.collective_values import differing, given_blocks, stretched
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.messages import Message
+from mgpu_check.torch_hooks.tensors import as_bits
 
 __all__ = ["assert_any_source_tells_the_sender", "assert_messages_arrive"]
 
@@ -34,8 +35,7 @@ class _Received:
         if torch.equal(as_bits(got), as_bits(right)):
             return []
         mine = self.memory.view(got, 0)
-        wrong = as_bits(mine) != as_bits(self.right)
-        wrong = wrong.any(-1) if mine.is_complex() else wrong
+        wrong = differing(mine, self.right)
         if not bool(wrong.any()):
             return [WrongResult(self.message, "memory before or behind the received tensor was changed")]
         return [WrongResult.of(self.message, mine, self.right, wrong)]

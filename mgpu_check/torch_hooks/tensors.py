@@ -11,7 +11,17 @@ from types import MappingProxyType
 
 import torch
 
-__all__ = ["INTEGER_OF_SIZE", "all_finite", "as_real", "bytes_of", "copied", "digest_of", "memory_of", "plain"]
+__all__ = [
+    "INTEGER_OF_SIZE",
+    "all_finite",
+    "as_bits",
+    "as_real",
+    "bytes_of",
+    "copied",
+    "digest_of",
+    "memory_of",
+    "plain",
+]
 
 INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
     {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,6 +48,14 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """Return complex numbers as pairs of real ones in a last dimension of 2, and any other tensor itself."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor, complex ones too, as integers of the size of its (real) elements."""
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8)
+    real = as_real(tensor)
+    return real.view(INTEGER_OF_SIZE[real.element_size()])
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:

@@ -11,10 +11,11 @@ import torch
 from mgpu_check.checks.biased_rounding import LIMIT, elements_for, mean_error, terms_of
 from mgpu_check.checks.collective_buffers import Memory, shaped
 from mgpu_check.checks.collective_findings import assert_shared
-from mgpu_check.checks.collective_values import as_bits, given_blocks, right_block, stretched
+from mgpu_check.checks.collective_values import given_blocks, right_block, stretched
 from mgpu_check.errors import CollectiveMismatch
 from mgpu_check.specs.collective_calls import FLOATING, OPERATIONS, REDUCED, CollectiveCall, left_out
 from mgpu_check.strategies import collective_calls
+from mgpu_check.torch_hooks.tensors import as_bits
 
 FOLD = {
     "SUM": torch.add,

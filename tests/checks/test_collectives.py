@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from mgpu_check.acceptance.verdict import explain
-from mgpu_check.checks.collective_data import Terms, as_bits
+from mgpu_check.checks.collective_data import Terms
 from mgpu_check.checks.collective_speed import bus_factor, time_collectives
 from mgpu_check.checks.collective_views import examine_collectives, observations_of_views
 from mgpu_check.checks.collectives import COPYING, REDUCING, Cases, Collective, View, Wrong
 from mgpu_check.devices.observations import Part, Subject
 from mgpu_check.faults.hardware.registry import planted_from
+from mgpu_check.torch_hooks.tensors import as_bits
 
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8")
 REDUCTIONS = ("sum", "avg", "product", "min", "max")
