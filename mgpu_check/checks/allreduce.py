@@ -11,6 +11,7 @@ from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.reduction import reduced
 from mgpu_check.processes.rank_lists import grouped, named
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_allreduce_matches"]
 
@@ -59,7 +60,7 @@ def assert_allreduce_matches(
         return
     wrong = sorted(rank for _, ranks in found for rank in ranks)
     first = should.parts[0]
-    kind = f"{operation} of {count} x {tuple(first.shape)} {str(first.dtype).removeprefix('torch.')}"
+    kind = f"{operation} of {count} x {tuple(first.shape)} {name_of(first.dtype)}"
     head = f"{what}: {kind} is wrong on {named(wrong)}" + (f" (of {len(held)})" if len(held) > 1 else "")
     lines = [f"  {named(ranks)}: {text}" for text, ranks in found[:4]]
     raise AllreduceMismatch("\n".join([head, *lines]), ranks=wrong)

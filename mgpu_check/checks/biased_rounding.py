@@ -20,6 +20,7 @@ import torch.distributed as dist
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "terms_of"]
 
@@ -94,7 +95,7 @@ def assert_rounding_is_unbiased(rank: Rank, function: str, dtype: torch.dtype, p
     findings = []
     if not abs(mean) <= LIMIT:
         side = "towards zero" if mean < 0 else "away from zero"
-        what = f"{function} SUM, {str(dtype).removeprefix('torch.')}, {place} tensors, seed {seed}"
+        what = f"{function} SUM, {name_of(dtype)}, {place} tensors, seed {seed}"
         text = f"rounding leans {side}: the mean error of {mine.numel()} sums is {mean:.3f} units in the last place, expected 0 ± {LIMIT}"
         findings.append(WrongResult(what, text))
     raise_findings(findings, 1, rank)

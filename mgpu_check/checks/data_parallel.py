@@ -16,6 +16,7 @@ from torch.nn.parallel import DataParallel
 from mgpu_check.checks.data_parallel_results import Devices, both_ways, require_same
 from mgpu_check.checks.known_defects import known_defect
 from mgpu_check.errors import GradientMismatch
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = [
     "assert_arguments_arrive",
@@ -283,7 +284,7 @@ def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
         for dtype in (torch.float16, torch.bfloat16):
             with torch.autocast("cuda", dtype):
                 outputs = [part.dtype for part in parallel(x).chunk(len(order))]
-            facts = {"dtype": str(dtype).removeprefix("torch."), "devices": len(order)}
+            facts = {"dtype": name_of(dtype), "devices": len(order)}
 
             def explained(outputs: list[torch.dtype] = outputs) -> None:
                 assert outputs == [torch.float16] * len(outputs)

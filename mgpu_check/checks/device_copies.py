@@ -8,9 +8,10 @@ import torch
 
 from mgpu_check.checks.links import Copies, examine_copies, examine_host_copies
 from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
-from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, name_of, significands
+from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, significands
 from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_casts_arrive", "assert_copies_arrive", "assert_copies_whole", "assert_pinned_copies_arrive"]
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
-from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, name_of
+from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything
 from mgpu_check.errors import DeviceMismatch
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_loads_arrive", "assert_memory_recovers"]
 

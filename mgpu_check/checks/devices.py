@@ -11,6 +11,7 @@ import torch
 from mgpu_check.checks.bits import first_difference, same_bits
 from mgpu_check.devices.inventory import visible_devices
 from mgpu_check.errors import DeviceEnumerationError
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = [
     "assert_device_computes",
@@ -118,7 +119,7 @@ def assert_each_computes(devices: Sequence[torch.device], data: torch.Tensor) ->
         return
     first = next(iter(found.values()))
     right = [device for device in devices if device not in found]
-    what = f"{str(data.dtype).removeprefix('torch.')} of shape {tuple(data.shape)}"
+    what = f"{name_of(data.dtype)} of shape {tuple(data.shape)}"
     if len(found) == 1 and right:
         others = f"{next(iter(found))} alone is wrong in {what}, the other {len(right)} agree with the CPU"
     else:

@@ -15,6 +15,7 @@ from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_functional_match"]
 
@@ -43,7 +44,7 @@ class _Account:
         if same_bits(right, here):
             return
         if right.shape != here.shape or right.dtype != here.dtype:
-            shapes = [f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (here, right)]
+            shapes = [f"{tuple(one.shape)} {name_of(one.dtype)}" for one in (here, right)]
             self.findings.append(WrongResult(what, f"got {shapes[0]}, expected {shapes[1]}"))
             return
         wrong = (here != right).reshape(-1)

@@ -11,7 +11,7 @@ from torch import nn
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, plain
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
 
 __all__ = ["assert_replicas_agree", "fingerprint"]
 
@@ -133,7 +133,7 @@ def _first_difference(state: State, reference: State, owner: str) -> str:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{tuple(tensor.shape)} {name_of(tensor.dtype)}"
 
 
 def _listed(state: State) -> str:

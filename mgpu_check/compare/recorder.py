@@ -25,6 +25,7 @@ from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, 
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["install"]
 
@@ -129,7 +130,7 @@ class Recorder:
             return
         if output.element_size() < 4 and not hasattr(output, "full_tensor"):
             self._told.add("narrow")
-            self.note("narrow", dtype=str(output.dtype).removeprefix("torch."), module=type(module).__name__)
+            self.note("narrow", dtype=name_of(output.dtype), module=type(module).__name__)
 
     def _notice_draws(self, module: nn.Module) -> None:
         """Note the first model whose result depends on random numbers that it draws."""
@@ -325,7 +326,7 @@ class Recorder:
                         name=name,
                         order=order,
                         shape=shape_of(parameter),
-                        dtype=str(parameter.dtype).removeprefix("torch."),
+                        dtype=name_of(parameter.dtype),
                         device=str(parameter.device),
                         sharded=hasattr(parameter, "full_tensor"),
                     )

@@ -24,7 +24,7 @@ from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
-from mgpu_check.torch_hooks.tensors import as_real
+from mgpu_check.torch_hooks.tensors import as_real, name_of
 
 __all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
 
@@ -192,7 +192,7 @@ def _detail(
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+        return f"{tuple(value.shape)} {name_of(value.dtype)}"
     return type(value).__name__
 
 

@@ -13,6 +13,7 @@ from mgpu_check.mistakes.observed import Expected
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import Measurement, full_precision
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 
 __all__ = ["largest_factor", "measure", "measure_provisionally"]
@@ -54,7 +55,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         by_reference,
         undetermined=main.undetermined | (own.undetermined if own else set()),
         drawn=drawn,
-        narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
+        narrow=tuple(sorted(map(name_of, notes.seen))),
         remarks=remarks,
     )
     stages = [_with_tolerance_of(stage, index, own) for index, stage in enumerate(main.stages)]
@@ -93,7 +94,7 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
         {name: main.single.values[name] for name in main.tolerance},
         main.tolerance,
         drawn=tuple(notes.drawn),
-        narrow=tuple(sorted(str(dtype).removeprefix("torch.") for dtype in notes.seen)),
+        narrow=tuple(sorted(map(name_of, notes.seen))),
         provisional=True,
     )
 

@@ -13,7 +13,7 @@ from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.frames import is_engine, is_installed
 from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
-from mgpu_check.torch_hooks.tensors import as_real, digest_of
+from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 
 __all__ = ["Rows", "contents", "facts", "layout", "site", "sums_of"]
 
@@ -28,7 +28,7 @@ def facts(
 ) -> dict[str, Any]:
     """Return what there is to know of an operand as the collective is entered."""
     said: dict[str, Any] = {
-        "dtype": str(value.dtype).removeprefix("torch."),
+        "dtype": name_of(value.dtype),
         "shape": tuple(value.shape),
         "gaps": not _is_dense(value),
         "layout": layout(value),

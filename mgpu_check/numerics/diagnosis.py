@@ -14,7 +14,7 @@ import torch
 from mgpu_check.numerics.bounds import significand_bits, unit_roundoff
 from mgpu_check.numerics.compare import flipped_bits, show
 from mgpu_check.numerics.factors import common_factor, evenly
-from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.tensors import name_of, plain
 
 __all__ = ["diagnose"]
 
@@ -96,7 +96,7 @@ class _Seen:
         self, tensor: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, count: int
     ) -> None:
         self.got, self.expected, self.allowed = got, expected, allowed
-        self.dtype = str(tensor.dtype).removeprefix("torch.")
+        self.dtype = name_of(tensor.dtype)
         self.roundoff = unit_roundoff(tensor.dtype) if tensor.dtype.is_floating_point else 0.0
         several = count > 1
         every = several and count == tensor.numel()

@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from mgpu_check.processes.protocol import Group
 from mgpu_check.torch_hooks.flows import size_of
 from mgpu_check.torch_hooks.table import OPERATIONS
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["compared", "group_of", "option", "shown"]
 
@@ -45,7 +46,7 @@ def shown(value: Any) -> str:
     int32[1]…".
     """
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        return f"{name_of(value.dtype)}{list(value.shape)}"
     if isinstance(value, (list, tuple)) and value:
         kinds = ", ".join(dict.fromkeys(map(shown, value[:_SHOWN])))
         return f"{len(value)}x {kinds}{'…' if len(value) > _SHOWN else ''}"

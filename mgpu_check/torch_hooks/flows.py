@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mgpu_check.processes.protocol import ANY, MANY, Flow, Group, Run
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["FLOWS", "Flows", "size_of"]
 
@@ -26,7 +27,7 @@ Parts = Iterator[tuple[bool, int, str]]
 
 def size_of(tensor: torch.Tensor, count: int | None = None) -> str:
     """Describe a size, "float32[8]": dtype and number of elements, whatever the shape."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel() if count is None else count}]"
+    return f"{name_of(tensor.dtype)}[{tensor.numel() if count is None else count}]"
 
 
 def _sizes(tensors: Any, count: int) -> list[str]:

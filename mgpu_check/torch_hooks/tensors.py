@@ -20,6 +20,7 @@ __all__ = [
     "copied",
     "digest_of",
     "memory_of",
+    "name_of",
     "plain",
 ]
 
@@ -29,6 +30,11 @@ INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
 """The signed integer dtype whose elements have so many bytes, to look at the bits of others."""
 
 _NOTHING = ctypes.c_char()
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module: "float16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from mgpu_check.checks.covered import covered
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.precision import repeatable
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, plain
+from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
 
 __all__ = ["Case", "Kind", "Window", "Wrong", "assert_devices_agree", "difference", "named_wrong", "shapes_of"]
 
@@ -125,7 +125,7 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
     for count, case in enumerate(cases, 1):  # noqa: B007
         with repeatable():
             right = case.right()
-        dtypes |= dict.fromkeys(str(one.dtype).removeprefix("torch.") for one in right)
+        dtypes |= dict.fromkeys(name_of(one.dtype) for one in right)
         elements |= {one.numel() for one in right}
         for place in places:
             with repeatable():  # without TF32, which cuDNN takes unless it is told not to
@@ -206,7 +206,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
     if got.shape != expected.shape:
         return f"expected shape {tuple(expected.shape)}, got {tuple(got.shape)}"
     if got.dtype != expected.dtype and kind != "close":
-        return f"expected {_short(expected.dtype)}, got {_short(got.dtype)}"
+        return f"expected {name_of(expected.dtype)}, got {name_of(got.dtype)}"
     here, there = as_real(plain(got)), as_real(plain(expected))
     wrong = _wrong(here, there, kind)
     if wrong is None or not bool(wrong.any()):
@@ -281,7 +281,3 @@ def shapes_of(operands: Sequence[Operand]) -> str:
         operand.view(operand.storage).shape if isinstance(operand, Window) else operand.shape for operand in operands
     ]
     return " and ".join("x".join(map(str, shape)) or "0-dim" for shape in shapes)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

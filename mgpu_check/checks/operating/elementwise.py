@@ -15,11 +15,11 @@ from mgpu_check.checks.operating.values import (
     FLOATS,
     INTEGERS,
     anything,
-    name_of,
     pairs,
     significands,
     whole,
 )
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["elementwise_cases"]
 

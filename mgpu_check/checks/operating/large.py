@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from mgpu_check.checks.operating.agreement import Case
 from mgpu_check.checks.operating.products import monomial
-from mgpu_check.checks.operating.values import anything, name_of, significands, whole
+from mgpu_check.checks.operating.values import anything, significands, whole
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["LEAST", "large_cases"]
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from mgpu_check.checks.operating.agreement import Case
-from mgpu_check.checks.operating.values import FLOATS, name_of, significands, small, whole
+from mgpu_check.checks.operating.values import FLOATS, significands, small, whole
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["layer_cases"]
 

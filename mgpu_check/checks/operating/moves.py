@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from mgpu_check.checks.operating.agreement import Case, Window
-from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, name_of, whole
+from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, whole
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["move_cases"]
 

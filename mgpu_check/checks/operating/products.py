@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from mgpu_check.checks.computing.products import LARGEST
 from mgpu_check.checks.operating.agreement import Case, Window
-from mgpu_check.checks.operating.values import COMPLEX, FLOATS, name_of, significands, whole
+from mgpu_check.checks.operating.values import COMPLEX, FLOATS, significands, whole
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["monomial", "product_cases"]
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from mgpu_check.checks.operating.agreement import Case, Kind, Window
-from mgpu_check.checks.operating.values import BOOL, FLOATS, INTEGERS, anything, name_of, significands, whole
+from mgpu_check.checks.operating.values import BOOL, FLOATS, INTEGERS, anything, significands, whole
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["reduction_cases"]
 

@@ -10,7 +10,7 @@ import torch
 from mgpu_check.checks.counters import counted, fractions, integers
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["BOOL", "COMPLEX", "FLOATS", "INTEGERS", "anything", "name_of", "pairs", "significands", "small", "whole"]
+__all__ = ["BOOL", "COMPLEX", "FLOATS", "INTEGERS", "anything", "pairs", "significands", "small", "whole"]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -19,11 +19,6 @@ BOOL = (torch.bool,)
 
 _CPU = torch.device("cpu")
 _PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without its module."""
-    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=256)

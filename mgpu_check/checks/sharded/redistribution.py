@@ -13,7 +13,7 @@ from mgpu_check.checks.bits import first_difference, same_bits
 from mgpu_check.checks.sharded.meshes import near_square
 from mgpu_check.errors import ShardError
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.torch_hooks.tensors import plain
+from mgpu_check.torch_hooks.tensors import name_of, plain
 
 __all__ = ["assert_gradients_are_redistributed", "assert_redistribution_agrees", "part_of"]
 
@@ -31,7 +31,7 @@ class _Case:
     target: tuple[Placement, ...]
 
     def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = name_of(self.dtype)
         return f"{dtype}{list(self.shape)} from {_text(self.source)} to {_text(self.target)}"
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.numerics.steps import full_precision, measure_step
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_sync_batchnorm_agrees"]
 
@@ -123,7 +124,7 @@ def _compare(
     # Rounding errors are proportional to the unit roundoff; in float64 the reference has them, too.
     finer = 1.0 if dtype == torch.float32 else 2.0 * 2.0**-53 / 2.0**-24
     tolerance = {name: value * finer for name, value in measured.tolerance.items()}
-    kind = f"SyncBatchNorm in {str(dtype).removeprefix('torch.')}, momentum {momentum}, {counts} samples"
+    kind = f"SyncBatchNorm in {name_of(dtype)}, momentum {momentum}, {counts} samples"
     what = f"{kind}, on {rank.device}"
     assert_gradients_agree(got, measured.reference, tolerance=tolerance, rank=rank.index, what=what)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from mgpu_check.faults.hardware.registry import PATTERNS, Parameters
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["SPOIL", "Chance", "Pattern", "dtype_matches"]
 
@@ -38,7 +39,7 @@ class Chance:
 
 def dtype_matches(parameters: Parameters, dtype: torch.dtype) -> bool:
     """Return whether a dtype is that of the parameters, such as "float16"; without one, or with "any", it is."""
-    return parameters.get("dtype", "any") in ("any", str(dtype).removeprefix("torch."))
+    return parameters.get("dtype", "any") in ("any", name_of(dtype))
 
 
 def _invert(elements: torch.Tensor, bit: int) -> None:
