@@ -7,27 +7,21 @@ The table shows the arguments of each example. A check that enumerates in itself
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
+
+from mgpu_check.checks.hearing import Channel
 
 __all__ = ["covered", "heard_by"]
 
-_hear: Callable[[Mapping[str, Any]], None] | None = None
+_facts = Channel[Mapping[str, Any]]()
 
-
-@contextlib.contextmanager
-def heard_by(hear: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
-    """Have `hear` told what checks in this process go through, for the time of the context."""
-    global _hear
-    before, _hear = _hear, hear
-    try:
-        yield
-    finally:
-        _hear = before
+heard_by = _facts.heard_by
+"""Have a function told what checks in this process go through, for the time of the context."""
 
 
 def covered(**facts: Any) -> None:
     """Tell what is gone through: by name a word, a number, or a list of them. Of ranks the first one is heard."""
-    if _hear is not None:
-        _hear({name: sorted(value) if isinstance(value, (set, frozenset)) else value for name, value in facts.items()})
+    _facts.tell(
+        {name: sorted(value) if isinstance(value, (set, frozenset)) else value for name, value in facts.items()}
+    )

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mgpu_check.checks.hearing import Channel
 from mgpu_check.version import torch_version
 
 __all__ = ["KNOWN_DEFECTS", "KnownDefect", "Met", "is_known", "known_defect", "report", "reported_to"]
@@ -94,27 +95,16 @@ class Met:
     failed: bool
 
 
-_hear: Callable[[Met], None] | None = None
+_met = Channel[Met]()
 
+reported_to = _met.heard_by
+"""Have a function told of each known defect that this process meets, for the time of the context.
 
-@contextlib.contextmanager
-def reported_to(hear: Callable[[Met], None]) -> Iterator[None]:
-    """Have `hear` told of each known defect that this process meets, for the time of the context.
+Without it none is known: what fails, fails.
+"""
 
-    Without it none is known: what fails, fails.
-    """
-    global _hear
-    before, _hear = _hear, hear
-    try:
-        yield
-    finally:
-        _hear = before
-
-
-def report(met: Met) -> None:
-    """Report what another process has met; nothing where nobody hears it."""
-    if _hear is not None:
-        _hear(met)
+report = _met.tell
+"""Report what another process has met; nothing where nobody hears it."""
 
 
 def is_known(name: str, *, failed: bool, **facts: Any) -> bool:
@@ -126,9 +116,9 @@ def is_known(name: str, *, failed: bool, **facts: Any) -> bool:
     if name not in KNOWN_DEFECTS:
         raise ValueError(f"known_defect: {name!r} is unknown; choose one of {', '.join(KNOWN_DEFECTS)}")
     defect = KNOWN_DEFECTS[name]
-    if _hear is None or not defect.strikes(**facts) or not defect.is_in(torch_version()):
+    if not _met.heard or not defect.strikes(**facts) or not defect.is_in(torch_version()):
         return False
-    _hear(Met(name, failed))
+    report(Met(name, failed))
     return True
 
 
