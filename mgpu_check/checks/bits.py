@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["as_bytes", "first_difference", "same_bits"]
+__all__ = ["as_bytes", "first_difference", "index_of", "same_bits"]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,8 +40,13 @@ def first_difference(expected: torch.Tensor, got: torch.Tensor) -> tuple[int, ..
     differs = (as_bytes(expected) != as_bytes(got)).any(dim=1).nonzero()
     if len(differs) == 0:
         raise ValueError("first_difference: the tensors hold the same bits")
-    flat, index = int(differs[0]), []
-    for size in reversed(expected.shape):
+    return index_of(int(differs[0]), expected.shape)
+
+
+def index_of(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of the element that has `flat` before it, in row-major order, in a tensor of this shape."""
+    index = []
+    for size in reversed(shape):
         flat, position = divmod(flat, size)
         index.append(position)
     return tuple(reversed(index))

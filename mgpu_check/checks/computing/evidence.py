@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mgpu_check.checks.bits import index_of
 from mgpu_check.checks.digests import digest
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
@@ -70,7 +71,7 @@ def evidence_of(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor) 
         counts.update(bit for bit in range(64) if (one ^ other) >> bit & 1)
     odd = got.reshape(-1)[where]
     finite = torch.isfinite(odd.float()) if odd.dtype.is_floating_point else torch.ones_like(where, dtype=torch.bool)
-    indices = [_index(place, got.shape) for place in places]
+    indices = [index_of(place, got.shape) for place in places]
     period = 0
     for left, right in pairwise(places):
         period = gcd(period, right - left)
@@ -97,11 +98,3 @@ def _first(flat: torch.Tensor) -> list[int]:
         if len(places) >= _LOOKED_AT:
             break
     return places
-
-
-def _index(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        flat, position = divmod(flat, size)
-        index.append(position)
-    return tuple(reversed(index))

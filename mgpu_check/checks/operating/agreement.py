@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import torch
 
+from mgpu_check.checks.bits import index_of
+from mgpu_check.checks.computing.evidence import bits
 from mgpu_check.checks.covered import covered
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.precision import repeatable
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real, name_of, plain
+from mgpu_check.torch_hooks.tensors import as_real, name_of, plain
 
 __all__ = ["Case", "Kind", "Window", "Wrong", "assert_devices_agree", "difference", "named_wrong", "shapes_of"]
 
@@ -212,16 +214,15 @@ def difference(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> str:
     if wrong is None or not bool(wrong.any()):
         return ""
     count, flat = int(wrong.sum()), int(wrong.reshape(-1).to(torch.int8).argmax())
-    index = _index(flat, here.shape)
     values = [_shown(tensor.reshape(-1)[flat], kind) for tensor in (there, here)]
-    return f"{count} of {here.numel()} elements, the first {index}: expected {values[0]}, got {values[1]}"
+    return f"{count} of {here.numel()} elements, the first {list(index_of(flat, here.shape))}: expected {values[0]}, got {values[1]}"
 
 
 def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tensor | None:
     """Return which elements are wrong; None where none is, as most often."""
     if kind == "close":
         return _far(got, expected)
-    here, there = _bits(got), _bits(expected)
+    here, there = bits(got), bits(expected)
     if torch.equal(here, there):
         return None
     if kind == "bits" or not got.dtype.is_floating_point:
@@ -242,25 +243,12 @@ def _far(got: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return ~((got.double() - expected.double()).abs() <= ulps * roundoff * max(scale, roundoff))
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.reshape(-1)
-    return flat.view(INTEGER_OF_SIZE[flat.element_size()])
-
-
 def _shown(value: torch.Tensor, kind: Kind) -> str:
     number = value.item()
     if kind == "bits" or (isinstance(number, float) and math.isnan(number)):
         mask = (1 << 8 * value.element_size()) - 1
-        return f"{number!r} (bits {int(_bits(value).item()) & mask:#x})"
+        return f"{number!r} (bits {int(bits(value).item()) & mask:#x})"
     return repr(number)
-
-
-def _index(flat: int, shape: torch.Size) -> list[int]:
-    index = []
-    for size in reversed(shape):
-        flat, position = divmod(flat, size)
-        index.append(position)
-    return index[::-1]
 
 
 def _wider(operand: Operand) -> Operand:
