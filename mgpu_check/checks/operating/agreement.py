@@ -124,16 +124,15 @@ def assert_devices_agree(devices: Sequence[torch.device], cases: Iterable[Case])
     places = [Places(device) for device in devices]
     dtypes: dict[str, None] = {}
     elements: set[int] = set()
-    for count, case in enumerate(cases, 1):  # noqa: B007
-        with repeatable():
+    with repeatable():  # without TF32, which cuDNN takes unless it is told not to
+        for case in cases:
+            count += 1
             right = case.right()
-        dtypes |= dict.fromkeys(name_of(one.dtype) for one in right)
-        elements |= {one.numel() for one in right}
-        for place in places:
-            with repeatable():  # without TF32, which cuDNN takes unless it is told not to
-                what = _judged(case, place, right)
-            if what:
-                wrong.append(Wrong(place.device, str(case), what))
+            dtypes |= dict.fromkeys(name_of(one.dtype) for one in right)
+            elements |= {one.numel() for one in right}
+            for place in places:
+                if what := _judged(case, place, right):
+                    wrong.append(Wrong(place.device, str(case), what))
     covered(cases=count, dtype=list(dtypes), elements=elements)
     if wrong:
         raise named_wrong(wrong, devices, count)
