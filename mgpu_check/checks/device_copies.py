@@ -8,7 +8,7 @@ import torch
 
 from mgpu_check.checks.links import Copies, examine_copies, examine_host_copies
 from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
-from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, significands
+from mgpu_check.checks.operating.values import ALL, anything, significands
 from mgpu_check.devices.observations import Observation
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.tensors import name_of
@@ -16,7 +16,6 @@ from mgpu_check.torch_hooks.tensors import name_of
 __all__ = ["assert_casts_arrive", "assert_copies_arrive", "assert_copies_whole", "assert_pinned_copies_arrive"]
 
 _HOST = torch.device("cpu")
-_ALL = (*FLOATS, *INTEGERS, *BOOL, *COMPLEX)
 _MIDDLE, _ABOVE, _LARGE = (1 << 16) + 1, (1 << 20) + 1, (4 << 20) + 1
 """Bytes: above the borders at which drivers and libraries change how they copy."""
 _BORDERS = (1, _MIDDLE - 2, _MIDDLE, _ABOVE)
@@ -173,7 +172,7 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
     held: dict[tuple[torch.device, torch.dtype, int], torch.Tensor] = {}
     for turn, (source, target) in enumerate(_pairs(devices)):
         for number, (name, call) in enumerate(_CALLS.items()):
-            for dtype in _ALL[(turn + number) % 3 :: 3]:
+            for dtype in ALL[(turn + number) % 3 :: 3]:
                 layout = (turn + number + count) % 3
                 data = anything(60, dtype, seed).view(6, 10)
                 key = source, dtype, layout

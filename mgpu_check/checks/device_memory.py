@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
-from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything
+from mgpu_check.checks.operating.values import ALL, anything
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_loads_arrive", "assert_memory_recovers"]
 
-_ALL = (*FLOATS, *INTEGERS, *BOOL, *COMPLEX)
 _BLOCK = (4 << 20) + 4096
 
 
@@ -114,7 +113,7 @@ def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
 
 
 def _kept(device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-    state = {name_of(dtype): anything(40, dtype, seed + device.index).to(device) for dtype in _ALL}
+    state = {name_of(dtype): anything(40, dtype, seed + device.index).to(device) for dtype in ALL}
     # A view with gaps, of the memory of another tensor.
     state["view"] = state["float32"].view(8, 5)[1:6, ::2]
     return state

@@ -10,13 +10,25 @@ from typing import Any, Literal
 import torch
 
 from mgpu_check.checks.bits import index_of
-from mgpu_check.checks.computing.evidence import bits
 from mgpu_check.checks.covered import covered
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.precision import repeatable
-from mgpu_check.torch_hooks.tensors import as_real, name_of, plain
+from mgpu_check.torch_hooks.tensors import as_bits, as_real, name_of, plain
 
-__all__ = ["Case", "Kind", "Window", "Wrong", "assert_devices_agree", "difference", "named_wrong", "shapes_of"]
+__all__ = [
+    "Case",
+    "Function",
+    "Kind",
+    "Window",
+    "Wrong",
+    "assert_devices_agree",
+    "difference",
+    "named_wrong",
+    "shapes_of",
+]
+
+Function = Callable[..., Any]
+"""Takes operands, returns results."""
 
 Kind = Literal["bits", "values", "numbers", "close"]
 """How a result is compared.
@@ -78,7 +90,7 @@ class Case:
     """
 
     name: str
-    call: Callable[..., Any]
+    call: Function
     operands: tuple[Operand, ...]
     kind: Kind = "values"
     expected: torch.Tensor | None = None
@@ -221,7 +233,7 @@ def _wrong(got: torch.Tensor, expected: torch.Tensor, kind: Kind) -> torch.Tenso
     """Return which elements are wrong; None where none is, as most often."""
     if kind == "close":
         return _far(got, expected)
-    here, there = bits(got), bits(expected)
+    here, there = as_bits(got), as_bits(expected)
     if torch.equal(here, there):
         return None
     if kind == "bits" or not got.dtype.is_floating_point:
@@ -246,7 +258,7 @@ def _shown(value: torch.Tensor, kind: Kind) -> str:
     number = value.item()
     if kind == "bits" or (isinstance(number, float) and math.isnan(number)):
         mask = (1 << 8 * value.element_size()) - 1
-        return f"{number!r} (bits {int(bits(value).item()) & mask:#x})"
+        return f"{number!r} (bits {int(as_bits(value).item()) & mask:#x})"
     return repr(number)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.checks.operating.agreement import Case, Kind
+from mgpu_check.checks.operating.agreement import Case, Function, Kind
 from mgpu_check.checks.operating.values import (
+    ALL,
     BOOL,
     COMPLEX,
     FLOATS,
     INTEGERS,
+    NUMBERS,
+    REAL,
     anything,
     pairs,
     significands,
@@ -23,13 +25,10 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["elementwise_cases"]
 
-_ALL = (*FLOATS, *INTEGERS, *BOOL)
-_NUMBERS = (*FLOATS, *INTEGERS)
 _SIGNED = (*FLOATS, *INTEGERS[:-1])
 
 _CHANGING = ("add_", "+=", "mul_", "zero_", "fill_")
 
-Function = Callable[..., Any]
 Row = tuple[str, Function, Sequence[torch.dtype], Kind]
 
 
@@ -39,44 +38,44 @@ def _accumulated(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 _BINARY: tuple[Row, ...] = (
-    ("add", lambda a, b: torch.add(a, b), _ALL, "values"),
-    ("+", lambda a, b: a + b, _ALL, "values"),
-    ("add_", lambda a, b: a.add_(b), _ALL, "values"),
-    ("+=", _accumulated, _NUMBERS, "values"),
-    ("add out=", lambda a, b: torch.add(a, b, out=torch.empty_like(a)), _NUMBERS, "values"),
-    ("foreach add", lambda a, b: torch._foreach_add([a, b], [b, a]), _NUMBERS, "values"),
-    ("sub", lambda a, b: torch.sub(a, b), _NUMBERS, "values"),
-    ("mul", lambda a, b: torch.mul(a, b), _ALL, "values"),
-    ("*", lambda a, b: a * b, _NUMBERS, "values"),
-    ("mul_", lambda a, b: a.mul_(b), _NUMBERS, "values"),
-    ("div", lambda a, b: torch.div(a, b), _ALL[:-1], "values"),
-    ("maximum", lambda a, b: torch.maximum(a, b), _ALL, "numbers"),
-    ("minimum", lambda a, b: torch.minimum(a, b), _ALL, "numbers"),
+    ("add", lambda a, b: torch.add(a, b), REAL, "values"),
+    ("+", lambda a, b: a + b, REAL, "values"),
+    ("add_", lambda a, b: a.add_(b), REAL, "values"),
+    ("+=", _accumulated, NUMBERS, "values"),
+    ("add out=", lambda a, b: torch.add(a, b, out=torch.empty_like(a)), NUMBERS, "values"),
+    ("foreach add", lambda a, b: torch._foreach_add([a, b], [b, a]), NUMBERS, "values"),
+    ("sub", lambda a, b: torch.sub(a, b), NUMBERS, "values"),
+    ("mul", lambda a, b: torch.mul(a, b), REAL, "values"),
+    ("*", lambda a, b: a * b, NUMBERS, "values"),
+    ("mul_", lambda a, b: a.mul_(b), NUMBERS, "values"),
+    ("div", lambda a, b: torch.div(a, b), REAL[:-1], "values"),
+    ("maximum", lambda a, b: torch.maximum(a, b), REAL, "numbers"),
+    ("minimum", lambda a, b: torch.minimum(a, b), REAL, "numbers"),
     ("fmax", lambda a, b: torch.fmax(a, b), FLOATS, "numbers"),
-    ("clamp", lambda a, b: torch.clamp(a, min=b), _NUMBERS, "numbers"),
-    ("eq", lambda a, b: torch.eq(a, b), _ALL, "values"),
-    ("ne", lambda a, b: torch.ne(a, b), _ALL, "values"),
-    ("lt", lambda a, b: torch.lt(a, b), _ALL, "values"),
-    ("ge", lambda a, b: torch.ge(a, b), _ALL, "values"),
-    ("where", lambda a, b: torch.where(a < b, a, b), _ALL, "bits"),
-    ("logical_and", lambda a, b: torch.logical_and(a, b), _ALL, "values"),
-    ("logical_xor", lambda a, b: torch.logical_xor(a, b), _ALL, "values"),
+    ("clamp", lambda a, b: torch.clamp(a, min=b), NUMBERS, "numbers"),
+    ("eq", lambda a, b: torch.eq(a, b), REAL, "values"),
+    ("ne", lambda a, b: torch.ne(a, b), REAL, "values"),
+    ("lt", lambda a, b: torch.lt(a, b), REAL, "values"),
+    ("ge", lambda a, b: torch.ge(a, b), REAL, "values"),
+    ("where", lambda a, b: torch.where(a < b, a, b), REAL, "bits"),
+    ("logical_and", lambda a, b: torch.logical_and(a, b), REAL, "values"),
+    ("logical_xor", lambda a, b: torch.logical_xor(a, b), REAL, "values"),
     ("copysign", lambda a, b: torch.copysign(a, b), FLOATS, "values"),
     ("bitwise_and", lambda a, b: torch.bitwise_and(a, b), (*INTEGERS, *BOOL), "values"),
     ("bitwise_or", lambda a, b: torch.bitwise_or(a, b), (*INTEGERS, *BOOL), "values"),
     ("bitwise_xor", lambda a, b: torch.bitwise_xor(a, b), (*INTEGERS, *BOOL), "values"),
-    ("add 0-dim", lambda a, b: a + b[3], _NUMBERS, "values"),
+    ("add 0-dim", lambda a, b: a + b[3], NUMBERS, "values"),
 )
 
 _UNARY: tuple[Row, ...] = (
     ("neg", lambda a: torch.neg(a), _SIGNED, "values"),
-    ("abs", lambda a: torch.abs(a), _NUMBERS, "values"),
-    ("sign", lambda a: torch.sign(a), _NUMBERS, "numbers"),
-    ("add a number", lambda a: a + 3, _NUMBERS, "values"),
-    ("mul by a number", lambda a: a * 2, _NUMBERS, "values"),
+    ("abs", lambda a: torch.abs(a), NUMBERS, "values"),
+    ("sign", lambda a: torch.sign(a), NUMBERS, "numbers"),
+    ("add a number", lambda a: a + 3, NUMBERS, "values"),
+    ("mul by a number", lambda a: a * 2, NUMBERS, "values"),
     ("shift", lambda a: torch.cat([a << 3, a >> 2]), INTEGERS, "values"),
     ("bitwise_not", lambda a: torch.bitwise_not(a), (*INTEGERS, *BOOL), "values"),
-    ("logical_not", lambda a: torch.logical_not(a), _ALL, "values"),
+    ("logical_not", lambda a: torch.logical_not(a), REAL, "values"),
     ("sqrt", lambda a: torch.sqrt(a), FLOATS, "values"),
     ("floor", lambda a: torch.floor(a), FLOATS, "numbers"),
     ("ceil", lambda a: torch.ceil(a), FLOATS, "numbers"),
@@ -88,9 +87,9 @@ _UNARY: tuple[Row, ...] = (
     ("nan_to_num", lambda a: torch.nan_to_num(a), FLOATS, "values"),
     ("relu", lambda a: F.relu(a), FLOATS, "numbers"),
     ("hardtanh", lambda a: F.hardtanh(a), FLOATS, "numbers"),
-    ("masked_fill", lambda a: a.masked_fill(a > 0, 1), _ALL[:-1], "bits"),
-    ("zero_", lambda a: a.zero_(), _ALL, "bits"),
-    ("fill_", lambda a: a.fill_(1), _ALL, "bits"),
+    ("masked_fill", lambda a: a.masked_fill(a > 0, 1), REAL[:-1], "bits"),
+    ("zero_", lambda a: a.zero_(), REAL, "bits"),
+    ("fill_", lambda a: a.fill_(1), REAL, "bits"),
 )
 
 _COMPLEX: tuple[Row, ...] = (
@@ -139,8 +138,8 @@ def _masked_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _conversions(seed: int) -> Iterator[Case]:
-    for dtype in (*_ALL, *COMPLEX):
-        for other in (*_ALL, *COMPLEX):
+    for dtype in ALL:
+        for other in ALL:
             if dtype == other or (dtype.is_complex and not other.is_complex):
                 continue  # torch warns of what is lost
             if dtype.is_floating_point and not other.is_floating_point and other != torch.bool:

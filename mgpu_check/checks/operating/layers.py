@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.checks.operating.agreement import Case
+from mgpu_check.checks.operating.agreement import Case, Function
 from mgpu_check.checks.operating.values import FLOATS, significands, small, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["layer_cases"]
 
-Function = Callable[..., Any]
 _ROWS, _COLUMNS = 12, 16
 
 _OF_ONE: tuple[tuple[str, Function], ...] = (

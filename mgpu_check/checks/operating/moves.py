@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.checks.operating.agreement import Case, Window
-from mgpu_check.checks.operating.values import BOOL, COMPLEX, FLOATS, INTEGERS, anything, whole
+from mgpu_check.checks.operating.agreement import Case, Function, Window
+from mgpu_check.checks.operating.values import ALL, anything, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["move_cases"]
 
-_ALL = (*FLOATS, *INTEGERS, *BOOL, *COMPLEX)
 _ROWS, _COLUMNS = 14, 9
 
 _CHANGING = ("index_put", "assignment by a mask", "assignment to a slice")
-
-Function = Callable[..., Any]
 
 
 def _put(a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -84,7 +80,7 @@ def _layouts(dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor 
 def move_cases(seed: int = 0) -> Iterator[Case]:
     """Yield each move in each dtype, on arbitrary bits, contiguous; some of them in other layouts."""
     index = torch.arange(_ROWS, device="cpu") * 5 % _ROWS
-    for dtype in _ALL:
+    for dtype in ALL:
         for layout, operand in _layouts(dtype, seed):
             for name, call in _MOVES:
                 if layout and name not in ("clone", "copy_", "index_select", "cat", "index_put", "stack", "flip"):

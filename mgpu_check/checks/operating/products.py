@@ -7,21 +7,19 @@ of which many are added up: a sum that is kept in a narrow format loses some.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.checks.computing.products import LARGEST
-from mgpu_check.checks.operating.agreement import Case, Window
+from mgpu_check.checks.operating.agreement import Case, Function, Window
 from mgpu_check.checks.operating.values import COMPLEX, FLOATS, significands, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["monomial", "product_cases"]
 
-Function = Callable[..., Any]
 _M, _K, _N = 19, 33, 18
 
 

@@ -2,55 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from mgpu_check.checks.operating.agreement import Case, Kind, Window
-from mgpu_check.checks.operating.values import BOOL, FLOATS, INTEGERS, anything, significands, whole
+from mgpu_check.checks.operating.agreement import Case, Function, Kind, Window
+from mgpu_check.checks.operating.values import FLOATS, INTEGERS, NUMBERS, REAL, anything, significands, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["reduction_cases"]
 
-_NUMBERS = (*FLOATS, *INTEGERS)
-_ALL = (*_NUMBERS, *BOOL)
 _ROWS, _COLUMNS = 17, 32
 _POWERS = 14
 
-Function = Callable[..., Any]
-
 _SUMS: tuple[tuple[str, Function, Sequence[torch.dtype]], ...] = (
-    ("sum", lambda a: torch.sum(a), _ALL),
-    ("sum of rows", lambda a: a.sum(dim=1), _ALL),
-    ("sum of columns", lambda a: a.sum(0, keepdim=True), _ALL),
-    ("sum in its dtype", lambda a: a.sum(dim=1, dtype=a.dtype), _NUMBERS),
+    ("sum", lambda a: torch.sum(a), REAL),
+    ("sum of rows", lambda a: a.sum(dim=1), REAL),
+    ("sum of columns", lambda a: a.sum(0, keepdim=True), REAL),
+    ("sum in its dtype", lambda a: a.sum(dim=1, dtype=a.dtype), NUMBERS),
     ("nansum", lambda a: torch.nansum(a, dim=1), FLOATS),
-    ("cumsum", lambda a: torch.cumsum(a, dim=1), _ALL),
-    ("cumsum of columns", lambda a: a.cumsum(0), _NUMBERS),
+    ("cumsum", lambda a: torch.cumsum(a, dim=1), REAL),
+    ("cumsum of columns", lambda a: a.cumsum(0), NUMBERS),
     ("mean of rows", lambda a: a.mean(dim=1), FLOATS),
-    ("count_nonzero", lambda a: torch.count_nonzero(a, dim=0), _ALL),
+    ("count_nonzero", lambda a: torch.count_nonzero(a, dim=0), REAL),
     ("trace", lambda a: torch.trace(a), FLOATS[:2]),
-    ("diff", lambda a: torch.diff(a, dim=1), _NUMBERS),
+    ("diff", lambda a: torch.diff(a, dim=1), NUMBERS),
     ("norm 1", lambda a: torch.linalg.vector_norm(a, 1, dim=1), FLOATS),
     ("norm inf", lambda a: torch.linalg.vector_norm(a, float("inf")), FLOATS),
 )
 
 _ORDERED: tuple[tuple[str, Function, Sequence[torch.dtype], Kind], ...] = (
-    ("max", lambda a: torch.max(a), _ALL, "numbers"),
-    ("min", lambda a: torch.min(a), _ALL, "numbers"),
-    ("amax of rows", lambda a: torch.amax(a, dim=1), _ALL, "numbers"),
-    ("amin of columns", lambda a: torch.amin(a, dim=0), _ALL, "numbers"),
-    ("max of rows", lambda a: torch.max(a, dim=1).values, _NUMBERS, "numbers"),
-    ("any", lambda a: torch.any(a, dim=1), _ALL, "values"),
-    ("all", lambda a: torch.all(a, dim=0), _ALL, "values"),
-    ("sort", lambda a: torch.sort(a, dim=1).values, _NUMBERS, "numbers"),
-    ("sort descending", lambda a: a.sort(dim=0, descending=True).values, _NUMBERS, "numbers"),
-    ("topk", lambda a: torch.topk(a, 5, dim=1).values, _NUMBERS, "numbers"),
-    ("kthvalue", lambda a: torch.kthvalue(a, 3, dim=1).values, _NUMBERS, "numbers"),
-    ("median", lambda a: torch.median(a, dim=1).values, _NUMBERS, "numbers"),
-    ("cummax", lambda a: torch.cummax(a, dim=1).values, _NUMBERS, "numbers"),
-    ("unique", lambda a: torch.unique(a), _NUMBERS, "numbers"),
+    ("max", lambda a: torch.max(a), REAL, "numbers"),
+    ("min", lambda a: torch.min(a), REAL, "numbers"),
+    ("amax of rows", lambda a: torch.amax(a, dim=1), REAL, "numbers"),
+    ("amin of columns", lambda a: torch.amin(a, dim=0), REAL, "numbers"),
+    ("max of rows", lambda a: torch.max(a, dim=1).values, NUMBERS, "numbers"),
+    ("any", lambda a: torch.any(a, dim=1), REAL, "values"),
+    ("all", lambda a: torch.all(a, dim=0), REAL, "values"),
+    ("sort", lambda a: torch.sort(a, dim=1).values, NUMBERS, "numbers"),
+    ("sort descending", lambda a: a.sort(dim=0, descending=True).values, NUMBERS, "numbers"),
+    ("topk", lambda a: torch.topk(a, 5, dim=1).values, NUMBERS, "numbers"),
+    ("kthvalue", lambda a: torch.kthvalue(a, 3, dim=1).values, NUMBERS, "numbers"),
+    ("median", lambda a: torch.median(a, dim=1).values, NUMBERS, "numbers"),
+    ("cummax", lambda a: torch.cummax(a, dim=1).values, NUMBERS, "numbers"),
+    ("unique", lambda a: torch.unique(a), NUMBERS, "numbers"),
 )
 
 _PLACES: tuple[tuple[str, Function], ...] = (

@@ -10,12 +10,28 @@ import torch
 from mgpu_check.checks.counters import counted, fractions, integers
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE
 
-__all__ = ["BOOL", "COMPLEX", "FLOATS", "INTEGERS", "anything", "pairs", "significands", "small", "whole"]
+__all__ = [
+    "ALL",
+    "BOOL",
+    "COMPLEX",
+    "FLOATS",
+    "INTEGERS",
+    "NUMBERS",
+    "REAL",
+    "anything",
+    "pairs",
+    "significands",
+    "small",
+    "whole",
+]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 COMPLEX = (torch.complex64, torch.complex128)
 BOOL = (torch.bool,)
+NUMBERS = (*FLOATS, *INTEGERS)
+REAL = (*NUMBERS, *BOOL)
+ALL = (*REAL, *COMPLEX)
 
 _CPU = torch.device("cpu")
 _PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}
