@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mgpu_check.checks.collective_buffers import Memory
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
-from mgpu_check.checks.collective_pieces import STEP, Laid, Piece
+from mgpu_check.checks.collective_pieces import STEP, Laid, Piece, Reduced
 from mgpu_check.checks.collective_values import differing, factor_of, stretched
 from mgpu_check.checks.collectives import groups_of, of_one_tensor
 from mgpu_check.checks.covered import covered
@@ -183,20 +183,19 @@ class Started(Laid):
             view = _bytes(self.memory.view(should, number))
             if isinstance(piece.after, str):
                 view.copy_(_bytes(self.memory.view(self._after, number)))
-            elif piece.right:
-                parts = [stretched(block, start, length) for _, start, length in piece.right]
-                view.copy_(torch.cat(parts).view(view.shape))
+            elif piece.reduced is not None:
+                view.copy_(stretched(block, piece.reduced.start, piece.reduced.length).view(view.shape))
         return torch.equal(as_bits(should), as_bits(self._after))
 
     def _compared(self) -> Iterator[WrongResult]:
         whole = self.whole.cpu()
         self._after = whole
-        loose = [isinstance(piece.after, str) for piece in self.pieces]
         should = self.memory.filled([self._should(piece) for piece in self.pieces])
         for number, piece in enumerate(self.pieces):
-            if loose[number] or self._tolerated(piece):
+            if isinstance(piece.after, str) or (piece.reduced is not None and not self.refused):
                 got = self.memory.view(whole, number)
-                yield from self._judged(piece, got)
+                if piece.reduced is not None:
+                    yield from self._judged(piece.reduced, got)
                 _bytes(self.memory.view(should, number)).copy_(_bytes(got))
         if torch.equal(as_bits(whole), as_bits(should)):
             return
@@ -207,25 +206,15 @@ class Started(Laid):
             return piece.before
         return piece.after
 
-    def _tolerated(self, piece: Piece) -> bool:
-        return bool(piece.right) and not self.refused
-
-    def _judged(self, piece: Piece, got: torch.Tensor) -> Iterator[WrongResult]:
-        flat = got.reshape(-1)
-        at = (
-            self.place * self.length
-            if self.call.layout == "in place" and self.call.function.startswith("reduce_s")
-            else 0
-        )
-        for right, start, length in piece.right:
-            part = flat[at : at + length].contiguous()
-            expected = stretched(right.value, start, length)
-            if torch.equal(as_bits(part), as_bits(expected)):
-                continue
-            index = (torch.arange(length) + start) % len(right.value)
-            wrong = right.wrong(part, index)
-            if bool(wrong.any()):
-                yield WrongResult.of(self.call, part, expected, wrong, self._looks(part, index, wrong))
+    def _judged(self, reduced: Reduced, got: torch.Tensor) -> Iterator[WrongResult]:
+        part = got.reshape(-1)[reduced.at : reduced.at + reduced.length].contiguous()
+        expected = reduced.value
+        if torch.equal(as_bits(part), as_bits(expected)):
+            return
+        index = (torch.arange(reduced.length) + reduced.start) % len(reduced.right.value)
+        wrong = reduced.right.wrong(part, index)
+        if bool(wrong.any()):
+            yield WrongResult.of(self.call, part, expected, wrong, self._looks(part, index, wrong))
 
     def _looks(self, got: torch.Tensor, index: torch.Tensor, wrong: torch.Tensor) -> str:
         """Say whose values a wrong result has, if it has those of one rank."""

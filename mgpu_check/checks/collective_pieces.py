@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -11,16 +10,37 @@ from mgpu_check.checks.collective_buffers import Shape, shaped
 from mgpu_check.checks.collective_values import Right, given_blocks, right_block, stretched
 from mgpu_check.specs.collective_calls import REDUCING, CollectiveCall
 
-__all__ = ["STEP", "Laid", "Piece", "part_length"]
+__all__ = ["STEP", "Laid", "Piece", "Reduced"]
 
 STEP = 13
 """By so many elements of their block the parts of a tensor are apart."""
 
 
-def part_length(call: CollectiveCall, giver: int, getter: int) -> int:
+def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
     """Return how many elements one member gives another, of parts of different sizes."""
     length = call.elements if call.elements is not None else 29
     return max(0, length - 3) + (giver * 3 + getter * 5 + call.seed) % 7
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The result of a reduction in a tensor of a call.
+
+    Attributes:
+        right: what it may be.
+        start: element of the block at which it begins.
+        at: element of the tensor at which it begins.
+    """
+
+    right: Right
+    start: int
+    length: int
+    at: int = 0
+
+    @property
+    def value(self) -> torch.Tensor:
+        """The right result, or that from which it may be off."""
+        return stretched(self.right.value, self.start, self.length)
 
 
 @dataclass
@@ -30,13 +50,13 @@ class Piece:
     Attributes:
         before: None where the collective is to write it.
         after: None where it must hold what it held before; "anything" where it need not.
+        reduced: the result of a reduction that it holds, if any.
     """
 
     shape: Shape
     before: torch.Tensor | None = None
     after: torch.Tensor | str | None = None
-    right: list[tuple[Right, int, int]] = field(default_factory=list)
-    """Of a reduction: what it may hold, at which element of the block it begins, and how long it is."""
+    reduced: Reduced | None = None
 
 
 class Laid:
@@ -91,7 +111,7 @@ class Laid:
         if self.call.function == "broadcast":
             piece.after = self._part(self.root, 0, self.length)
         elif self.call.function == "all_reduce" or self.place == self.root:
-            self._reduced(piece, [(0, self.length)])
+            self._reduce(piece, 0)
         else:
             piece.after = "anything"
         return piece
@@ -115,24 +135,23 @@ class Laid:
 
     def _lay_out_reduce_scatter(self, shape: Shape) -> None:
         parts = [self._part(self.place, part * STEP, self.length) for part in range(self.count)]
-        mine, whole = self.place * STEP, shaped("dense", self.length * self.count)
+        start, whole = self.place * STEP, shaped("dense", self.length * self.count)
         if self.call.layout == "in place" and self.call.function == "reduce_scatter_tensor":
-            piece = Piece(whole, torch.cat(parts), "anything")
-            piece.right = [(self._right(), mine, self.length)]
-            self._add(piece, self.given)
+            reduced = Reduced(self._right(), start, self.length, at=self.place * self.length)
+            self._add(Piece(whole, torch.cat(parts), "anything", reduced), self.given)
             return
         if self.call.function == "reduce_scatter":
             for part in parts:
                 self._add(Piece(shape, part), self.given)
         else:
             self._add(Piece(whole, torch.cat(parts)), self.given)
-        self._add(self._reduced(Piece(shape), [(mine, self.length)]), self.taken)
+        self._add(self._reduce(Piece(shape), start), self.taken)
 
     def _lay_out_exchange(self, layout: str) -> None:
         call, place, others = self.call, self.place, range(self.count)
         uneven = call.layout == "uneven"
-        to = [part_length(call, place, other) if uneven else self.length for other in others]
-        of = [part_length(call, other, place) if uneven else self.length for other in others]
+        to = [_part_length(call, place, other) if uneven else self.length for other in others]
+        of = [_part_length(call, other, place) if uneven else self.length for other in others]
         gives = [self._part(place, other * STEP, to[other]) for other in others]
         gets = [self._part(other, place * STEP, of[other]) for other in others]
         if uneven:
@@ -148,8 +167,7 @@ class Laid:
         assert self.right is not None
         return self.right
 
-    def _reduced(self, piece: Piece, parts: Sequence[tuple[int, int]]) -> Piece:
-        right = self._right()
-        piece.right = [(right, start, length) for start, length in parts]
-        piece.after = torch.cat([stretched(right.value, start, length) for start, length in parts])
+    def _reduce(self, piece: Piece, start: int) -> Piece:
+        piece.reduced = Reduced(self._right(), start, self.length)
+        piece.after = piece.reduced.value
         return piece
