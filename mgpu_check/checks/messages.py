@@ -63,38 +63,33 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
     """
     __tracebackhide__ = True
     mine = [message for message in messages if rank.index in (message.source, message.target)]
-    given = [
-        (message, _content(message).to(rank.device if place == "device" else "cpu"))
-        for message in mine
-        if message.source == rank.index
-    ]
-    taken = [_Received(rank, message, place) for message in mine if message.target == rank.index]
-    tensors = {id(message): tensor for message, tensor in given}
-    slots = {id(one.message): one for one in taken}
+    device = rank.device if place == "device" else "cpu"
+    given = {message: _content(message).to(device) for message in mine if message.source == rank.index}
+    taken = {message: _Received(rank, message, place) for message in mine if message.target == rank.index}
     works: list[Any] = []
     if way == "blocking":
         for message in mine:
             if message.source == rank.index:
-                dist.send(tensors[id(message)], message.target, tag=message.tag)
+                dist.send(given[message], message.target, tag=message.tag)
             else:
-                dist.recv(slots[id(message)].tensor, message.source, tag=message.tag)
+                dist.recv(taken[message].tensor, message.source, tag=message.tag)
     elif way == "flying":
-        works = [dist.isend(tensor, message.target, tag=message.tag) for message, tensor in given]
+        works = [dist.isend(tensor, message.target, tag=message.tag) for message, tensor in given.items()]
         # Backwards among tags, in order within one.
-        ordered = sorted(taken, key=lambda one: -one.message.tag)
+        ordered = sorted(taken.values(), key=lambda one: -one.message.tag)
         works += [dist.irecv(one.tensor, one.message.source, tag=one.message.tag) for one in ordered]
     elif mine:
         both = [
-            dist.P2POp(dist.isend, tensors[id(message)], message.target)
+            dist.P2POp(dist.isend, given[message], message.target)
             if message.source == rank.index
-            else dist.P2POp(dist.irecv, slots[id(message)].tensor, message.source)
+            else dist.P2POp(dist.irecv, taken[message].tensor, message.source)
             for message in mine
         ]
         works = dist.batch_isend_irecv(both)
     for work in works:
         work.wait()
-    findings = [finding for one in taken for finding in one.findings()]
-    for message, tensor in given:
+    findings = [finding for one in taken.values() for finding in one.findings()]
+    for message, tensor in given.items():
         if not torch.equal(as_bits(tensor.cpu()), as_bits(_content(message))):
             findings.append(WrongResult(message, "the tensor that was sent was changed"))
     raise_findings(findings, len(mine), rank)
