@@ -135,7 +135,7 @@ def _differentiate(
     parts = [_given(other, rank.size, seed, torch.float32).requires_grad_() for other in range(rank.size)]
     results = right_of(parts)
     weights = [torch.full_like(result, 1.0 + other) for other, result in enumerate(results)]
-    sum((weight * result).sum() for weight, result in zip(weights, results, strict=True)).backward()  # type: ignore[union-attr]
+    torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
     mine = parts[rank.index].detach().to(rank.device).requires_grad_()
     got = run(mine)
     account.compare(what, got, results[rank.index].detach().contiguous())
@@ -149,9 +149,8 @@ _Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tenso
 
 
 def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
-    size, _me, group = rank.size, rank.index, dist.group.WORLD
-    root, named = seed % size, functional
-    world: Any = group
+    size, root = rank.size, seed % rank.size
+    world: Any = dist.group.WORLD
 
     def shares(parts: _Parts) -> list[torch.Tensor]:
         total = torch.stack(list(parts)).sum(0)
@@ -190,18 +189,18 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
     yield (
         "all_gather_tensor_autograd",
         lambda parts: [torch.cat(list(parts), 1)] * size,
-        lambda mine: named.all_gather_tensor_autograd(mine, 1, world),
+        lambda mine: functional.all_gather_tensor_autograd(mine, 1, world),
     )
     yield (
         "reduce_scatter_tensor_autograd",
         shares,
-        lambda mine: named.reduce_scatter_tensor_autograd(mine, "sum", 0, world),
+        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, world),
     )
     rows = [_ROWS] * size
     yield (
         "all_to_all_single_autograd",
         exchanged,
-        lambda mine: named.all_to_all_single_autograd(mine, rows, rows, world),
+        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, world),
     )
 
 
