@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -129,19 +131,36 @@ def copies(seed: int) -> list[CollectiveCall]:
     )
 
 
-def _drawn(function: str, number: int, seed: int, **more: object) -> CollectiveCall:
-    """Return a call whose dtype, operation, place and root follow from a number."""
+def _drawn(
+    function: str,
+    number: int,
+    seed: int,
+    *,
+    place: str | None = None,
+    dtype: str | None = None,
+    op: str | None = None,
+    **more: Any,
+) -> CollectiveCall:
+    """Return a call whose dtype, operation, place and root follow from a number, unless they are given."""
     turn = number + seed
-    place = str(more.pop("place", PLACES[turn % 2]))
+    place = place or PLACES[turn % 2]
     if function in REDUCING:
         dtypes = REDUCED if place == "device" else tuple(dtype for dtype in REDUCED if dtype != "bool")
-        op = str(more.pop("op", ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]))
-        dtype = str(more.pop("dtype", dtypes[turn * 5 % len(dtypes)]))
-        call = CollectiveCall(function, dtype, op=op, values="exact", place=place, root=turn, seed=turn, **more)  # type: ignore[arg-type]
-        return CollectiveCall(**{**vars(call), "op": "SUM"}) if left_out(call) else call
-    dtypes = COPIED if place == "device" else REDUCED[:-2]
-    dtype = str(more.pop("dtype", dtypes[turn * 5 % len(dtypes)]))
-    return CollectiveCall(function, dtype, values="bits", place=place, root=turn, seed=turn, **more)  # type: ignore[arg-type]
+        op = op or ("SUM", "MAX", "MIN", "PRODUCT", "SUM")[turn // 3 % 5]
+    else:
+        dtypes = COPIED if place == "device" else REDUCED[:-2]
+        op = "SUM"
+    call = CollectiveCall(
+        function,
+        dtype or dtypes[turn * 5 % len(dtypes)],
+        op=op,
+        values="exact" if function in REDUCING else "bits",
+        place=place,
+        root=turn,
+        seed=turn,
+        **more,
+    )
+    return replace(call, op="SUM") if left_out(call) else call
 
 
 def sizes(seed: int) -> list[CollectiveCall]:
@@ -153,7 +172,7 @@ def sizes(seed: int) -> list[CollectiveCall]:
         for border in (1 << 12, 1 << 16):
             calls.append(_drawn(function, number, seed, elements=border + 1, dtype="float32", place="device"))
         calls.append(_drawn(function, number, seed, elements=(1 << (12, 16)[seed % 2]) - 1 + seed // 2 % 2))
-        if function in ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        if function in LARGE:
             calls.append(_drawn(function, number, seed, elements=(1 << 20) + 1, dtype=LARGE[function], place="device"))
     for number, dtype in enumerate((*FLOATING, "int64", "uint8")):
         calls.append(_drawn("all_reduce", number, seed, elements=(1 << 16) + 1, dtype=dtype, place="device"))
@@ -164,15 +183,16 @@ def layouts(seed: int) -> list[CollectiveCall]:
     """Return calls on views, of several dimensions, in place, and with parts of different sizes."""
     calls = []
     for number, function in enumerate(_FUNCTIONS):
+        shapes: tuple[str, ...] = ("matrix", "channels_last", "transposed", "gaps")
         if function in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            shapes: tuple[str, ...] = ("in place",)
-        else:
-            shapes = ("matrix", "channels_last", "transposed", "gaps")
-            if function.startswith("all_to_all"):
-                shapes = ("uneven", "uneven", *(shapes if function == "all_to_all" else ()))
+            shapes = ("in place",)
+        elif function == "all_to_all":
+            shapes = ("uneven", "uneven", *shapes)
+        elif function == "all_to_all_single":
+            shapes = ("uneven", "uneven")
         for turn, layout in enumerate(shapes):
-            dtype = {"dtype": FLOATING[(turn + seed) % 4]} if layout == "channels_last" else {}
-            calls.append(_drawn(function, number + turn, seed, elements=24, layout=layout, place="device", **dtype))
+            dtype = FLOATING[(turn + seed) % 4] if layout == "channels_last" else None
+            calls.append(_drawn(function, number + turn, seed, elements=24, layout=layout, place="device", dtype=dtype))
             if layout in ("in place", "uneven", "matrix"):
                 calls.append(_drawn(function, number + turn + 1, seed, elements=24, layout=layout, place="cpu"))
         calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
@@ -184,10 +204,10 @@ def asynchronous(seed: int) -> list[CollectiveCall]:
     calls = []
     for turn, elements in enumerate((37, 5003)):
         for number, function in enumerate(_FUNCTIONS):
-            op = {"op": "SUM"} if function in REDUCING and turn == 0 else {}
+            op = "SUM" if turn == 0 else None
             for place in PLACES:
                 calls.append(
-                    _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True, **op)
+                    _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True, op=op)
                 )
     return calls
 
