@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from mgpu_check.checks.numbered import Numbered, assert_batch, indices_of
-from mgpu_check.checks.sampling import assert_shares, batches_of
+from mgpu_check.checks.sampling import assert_shares, batches_of, sampler_over
 from mgpu_check.errors import ShardError
 from mgpu_check.recipes import loading
 
@@ -97,7 +97,7 @@ def assert_last_batches() -> None:
         (0, 1, 2, 3, 5, 8, 9, 17), (1, 2, 3, 4, 8, 32), (False, True), (1, 3)
     ):
         for rank in range(world):
-            sampler: Any = DistributedSampler(range(length), world, rank, shuffle=False)  # type: ignore[arg-type]
+            sampler = sampler_over(length, world, rank, shuffle=False)
             whole: Any = range(length)
             loader = DataLoader(whole, batch_size=batch_size, sampler=sampler, drop_last=drop_last)
             expected = batches_of(sampler, batch_size, drop_last)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from mgpu_check.checks.loading import assert_batches, torchs_own_warnings, workers_ending
 from mgpu_check.checks.numbered import Numbered, assert_batch, indices_of
-from mgpu_check.checks.sampling import assert_shares, batches_of
+from mgpu_check.checks.sampling import assert_shares, batches_of, sampler_over
 from mgpu_check.errors import ShardError
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.loading import SharedStream
@@ -32,7 +32,7 @@ def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
     __tracebackhide__ = True
     torch.manual_seed(seed + rank.index)
     for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
-        sampler: Any = DistributedSampler(range(length), shuffle=shuffle, drop_last=drop_last, seed=seed)  # type: ignore[arg-type]
+        sampler = sampler_over(length, shuffle=shuffle, drop_last=drop_last, seed=seed)
         what = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
         if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
             raise ShardError(

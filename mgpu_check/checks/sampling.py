@@ -24,6 +24,7 @@ __all__ = [
     "assert_sampler_shuffles",
     "assert_shares",
     "batches_of",
+    "sampler_over",
 ]
 
 WORLDS = (*range(1, 10), 16)
@@ -40,6 +41,12 @@ _MOST_UNEVEN = 102.0
 
 Source: the tail of the distribution, ``scipy.stats.chi2.sf(102, 23)`` = 6.3e-12.
 """
+
+
+def sampler_over(length: int, *args: Any, **options: Any) -> Any:
+    """Return a `DistributedSampler` of `length` samples, with these other arguments; of a dataset it needs no more than the length."""
+    dataset: Any = range(length)
+    return DistributedSampler(dataset, *args, **options)
 
 
 def assert_shares(shares: Sequence[Sequence[int]], length: int, *, drop_last: bool, what: str) -> None:
@@ -95,11 +102,7 @@ def assert_sampler_covers() -> None:
     small = itertools.product(LENGTHS, WORLDS)
     large = ((length, world) for length, worlds in LARGE for world in worlds)
     for (length, world), drop_last, shuffle in itertools.product([*small, *large], (False, True), (False, True)):
-        dataset = range(length)
-        samplers: list[Any] = [
-            DistributedSampler(dataset, world, rank, shuffle=shuffle, drop_last=drop_last)  # type: ignore[arg-type]
-            for rank in range(world)
-        ]
+        samplers = [sampler_over(length, world, rank, shuffle=shuffle, drop_last=drop_last) for rank in range(world)]
         for epoch in (0, 3) if shuffle else (0,):
             what = f"DistributedSampler of {length} samples, {drop_last=}, {shuffle=}, {epoch=}"
             shares = []
@@ -147,7 +150,7 @@ def assert_sampler_shuffles(world: int, seed: int) -> None:
         for rank in range(world):
             torch.manual_seed(rank)
             before = torch.get_rng_state()
-            sampler: Any = DistributedSampler(range(length), world, rank, seed=own_seed)  # type: ignore[arg-type]
+            sampler = sampler_over(length, world, rank, seed=own_seed)
             sampler.set_epoch(epoch)
             shares.append(list(sampler))
             if not torch.equal(before, torch.get_rng_state()):
@@ -183,7 +186,7 @@ def assert_orders_are_likely(seed: int) -> None:
         ShardError: with the order that comes most often, and the statistic.
     """
     __tracebackhide__ = True
-    sampler: Any = DistributedSampler(range(_PERMUTED), 1, 0, seed=seed)  # type: ignore[arg-type]
+    sampler = sampler_over(_PERMUTED, 1, 0, seed=seed)
     orders = list(itertools.permutations(range(_PERMUTED)))
     counts: Counter[tuple[int, ...]] = Counter()
     for epoch in range(_EXPECTED * len(orders)):
@@ -232,7 +235,7 @@ def assert_batch_sampler_covers(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for length, batch_size, drop_last in itertools.product(range(19), BATCH_SIZES, (False, True)):
         samplers: list[Any] = [SequentialSampler(range(length)), SubsetRandomSampler(range(length), generator)]
-        samplers.append(DistributedSampler(range(length), 3, length % 3, seed=seed, drop_last=drop_last))  # type: ignore[arg-type]
+        samplers.append(sampler_over(length, 3, length % 3, seed=seed, drop_last=drop_last))
         if length:
             samplers.append(RandomSampler(range(length), generator=generator))
             samplers.append(RandomSampler(range(length), True, length + 1, generator))
