@@ -36,6 +36,7 @@ __all__ = [
     "assert_resumes",
     "assert_worker_seeds",
     "assert_workers_in_order",
+    "sent",
     "torchs_own_warnings",
     "workers_ending",
 ]
@@ -71,17 +72,26 @@ def assert_batches(
     what: str,
     device: torch.device | str = "cpu",
     pinned: bool = False,
+    ranks: Sequence[int] = (),
 ) -> None:
-    """Assert that these batches come, and no others; see `assert_batch`."""
+    """Assert that these batches come, and no others; see `assert_batch`.
+
+    Raises:
+        ShardError: one is wrong; or there are fewer or more, and `ranks` are at fault.
+    """
     __tracebackhide__ = True
     count = 0
     for number, batch in enumerate(batches):
         if number >= len(expected):
-            raise ShardError(f"{what}: more than {len(expected)} batches come; the next holds {indices_of(batch)}")
+            raise ShardError(
+                f"{what}: more than {len(expected)} batches come; the next holds {indices_of(batch)}", ranks=ranks
+            )
         assert_batch(batch, expected[number], dataset, f"{what}: batch {number} of {len(expected)}", device, pinned)
         count = number + 1
     if count < len(expected):
-        raise ShardError(f"{what}: {count} batches come, expected {len(expected)}; {expected[count]} is missing")
+        raise ShardError(
+            f"{what}: {count} batches come, expected {len(expected)}; {expected[count]} is missing", ranks=ranks
+        )
 
 
 def assert_last_batches() -> None:
@@ -244,16 +254,17 @@ def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
         assert_batches(batches, expected, dataset, what, pinned=True)
         for number, batch in enumerate(batches):
             device = devices[number % len(devices)]
-            there = _sent(batch, device)
+            there = sent(batch, device)
             assert_batch(there, expected[number], dataset, f"{what}: batch {number}, copied to {device}", device)
 
 
-def _sent(batch: Any, device: torch.device) -> Any:
+def sent(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on `device`, by copies that do not block."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
-        return {name: _sent(part, device) for name, part in batch.items()}
-    return [_sent(part, device) for part in batch] if isinstance(batch, (list, tuple)) else batch
+        return {name: sent(part, device) for name, part in batch.items()}
+    return [sent(part, device) for part in batch] if isinstance(batch, (list, tuple)) else batch
 
 
 @torchs_own_warnings()

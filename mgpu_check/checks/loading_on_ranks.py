@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
-from mgpu_check.checks.loading import assert_batches, torchs_own_warnings, workers_ending
-from mgpu_check.checks.numbered import Numbered, assert_batch, indices_of
+from mgpu_check.checks.loading import assert_batches, sent, torchs_own_warnings, workers_ending
+from mgpu_check.checks.numbered import Numbered, indices_of
 from mgpu_check.checks.sampling import assert_shares, batches_of, sampler_over
 from mgpu_check.errors import ShardError
 from mgpu_check.rank_side.rank import Rank
@@ -65,32 +65,14 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
     with workers_ending(loader):
         for epoch in range(3):
             sampler.set_epoch(epoch)
-            shares = _loaded(rank, loader, batches_of(sampler, _BATCH, False), dataset, epoch)
+            expected = batches_of(sampler, _BATCH, False)
+            there = (sent(batch, rank.device) for batch in loader)
+            what = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
+            assert_batches(there, expected, dataset, what, rank.device, ranks=(rank.index,))
+            # What was expected is what has come.
+            share = list(itertools.chain.from_iterable(expected))
             what = f"loaders of {rank.size} ranks, epoch {epoch}"
-            assert_shares(_of_all(shares), len(dataset), drop_last=False, what=what)
-
-
-def _loaded(rank: Rank, loader: Any, expected: list[list[int]], dataset: Numbered, epoch: int) -> list[int]:
-    """Go through an epoch on this rank, and return which samples came."""
-    share: list[int] = []
-    count = 0
-    what = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
-    for number, batch in enumerate(loader):
-        if number >= len(expected):
-            raise ShardError(f"{what}: more than {len(expected)} batches come", ranks=(rank.index,))
-        there = {name: _moved(part, rank.device) for name, part in batch.items()}
-        assert_batch(there, expected[number], dataset, f"{what}: batch {number}", rank.device)
-        share += indices_of(there)
-        count += 1
-    if count < len(expected):
-        raise ShardError(f"{what}: {count} batches come, expected {len(expected)}", ranks=(rank.index,))
-    return share
-
-
-def _moved(part: Any, device: torch.device) -> Any:
-    if isinstance(part, torch.Tensor):
-        return part.to(device, non_blocking=True)
-    return [_moved(one, device) for one in part] if isinstance(part, list) else part
+            assert_shares(_of_all(share), len(dataset), drop_last=False, what=what)
 
 
 @torchs_own_warnings()
