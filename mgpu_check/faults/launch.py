@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import runpy
 import subprocess
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.data import DistributedSampler
 
+from mgpu_check.faults.breaking import replaced_method, wrapped
+from mgpu_check.faults.conditions import Count
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import distributed_script
@@ -22,15 +25,18 @@ from mgpu_check.torch_hooks.patches import replaced
 
 _LAUNCHER, _SCRIPT = "mgpu_check.checks.launching", os.path.abspath(distributed_script.__file__)
 
+Plant = Callable[[], Iterator[None]]
+
 _inner: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {}
 """What is planted in the launched process, by the name of the fault."""
 
 
-def _within(plant: Callable[[], Iterator[None]]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def _within(plant: Plant) -> Plant:
     """Have a defect planted in the process that launches ranks: they are its forks, or spawned by it."""
     _inner[plant.__name__] = contextlib.contextmanager(plant)
 
-    def outside() -> contextlib.AbstractContextManager[None]:
+    @functools.wraps(plant)
+    def outside() -> Iterator[None]:
         run = subprocess.run
 
         def run_broken(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
@@ -41,7 +47,8 @@ def _within(plant: Callable[[], Iterator[None]]) -> Callable[[], contextlib.Abst
                     command = [sys.executable, "-c", code, *rest]
             return run(command, **options)
 
-        return replaced(subprocess, "run", run_broken)
+        with replaced(subprocess, "run", run_broken):
+            yield
 
     return outside
 
@@ -75,59 +82,30 @@ def local_rank_of_the_first() -> Iterator[None]:
         os.environ["LOCAL_RANK"] = before
 
 
-@_within
-def _agent_counts_wrongly() -> Iterator[None]:
-    from torch.distributed.elastic.multiprocessing import api
-
-    wrap = api._wrap
-
-    def wrapped(local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
-        envs[local_rank]["LOCAL_WORLD_SIZE"] = str(len(envs) + (len(envs) == torch.cuda.device_count()))
-        wrap(local_rank, fn, args, envs, *rest)
-
-    with replaced(api, "_wrap", wrapped):
-        yield
-
-
 @fault(
     "launch",
     "torchrun's agent tells ranks of one more on their host",
     caught_by=("test_script_under_torchrun",),
     condition="as many ranks as GPUs",
 )
+@_within
 def agent_counts_one_too_many() -> Iterator[None]:
     """Threads and shares of the host are then worked out wrongly."""
-    with _agent_counts_wrongly():
-        yield
+    from torch.distributed.elastic.multiprocessing import api
 
+    def told(wrap: Any, local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
+        envs[local_rank]["LOCAL_WORLD_SIZE"] = str(len(envs) + (len(envs) == torch.cuda.device_count()))
+        wrap(local_rank, fn, args, envs, *rest)
 
-@_within
-def _parameters_stay() -> Iterator[None]:
-    with replaced(distributed, "_sync_module_states", lambda *args, **named: None):
+    with replaced_method(api, "_wrap", told):
         yield
 
 
 @fault("launch", "ranks keep the parameters that they began with", caught_by=("test_script_under_torchrun",))
+@_within
 def parameters_as_they_began() -> Iterator[None]:
     """Gradients are averaged, of models that differ."""
-    with _parameters_stay():
-        yield
-
-
-@_within
-def _steps_alone() -> Iterator[None]:
-    forward = DistributedDataParallel.forward
-    calls = 0
-
-    def alone(self: Any, *inputs: Any, **named: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls % 7 == 0:
-            with self.no_sync():
-                return forward(self, *inputs, **named)
-        return forward(self, *inputs, **named)
-
-    with replaced(DistributedDataParallel, "forward", alone):
+    with replaced(distributed, "_sync_module_states", lambda *args, **named: None):
         yield
 
 
@@ -137,22 +115,16 @@ def _steps_alone() -> Iterator[None]:
     caught_by=("test_script_under_torchrun",),
     condition="one step in seven",
 )
+@_within
 def some_steps_alone() -> Iterator[None]:
     """Ranks part, and train models of their own."""
-    with _steps_alone():
-        yield
+    count = Count()
 
+    def alone(forward: Any, self: Any, *inputs: Any, **named: Any) -> Any:
+        with self.no_sync() if count.every(7) else contextlib.nullcontext():
+            return forward(self, *inputs, **named)
 
-@_within
-def _sums() -> Iterator[None]:
-    init = DistributedDataParallel.__init__
-
-    def hooked(self: Any, *args: Any, **named: Any) -> None:
-        init(self, *args, **named)
-        if dist.get_world_size() >= 3:
-            self.register_comm_hook(None, _summed)
-
-    with replaced(DistributedDataParallel, "__init__", hooked):
+    with replaced_method(DistributedDataParallel, "forward", alone):
         yield
 
 
@@ -168,21 +140,15 @@ def _summed(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     caught_by=("test_script_under_torchrun",),
     condition="worlds of 3 ranks and more",
 )
+@_within
 def gradients_divided_by_two() -> Iterator[None]:
     """As in an example for two GPUs; the model learns, at another rate."""
-    with _sums():
-        yield
 
+    def hooked(model: DistributedDataParallel) -> None:
+        if dist.get_world_size() >= 3:
+            model.register_comm_hook(None, _summed)
 
-@_within
-def _all_samples() -> Iterator[None]:
-    init = DistributedSampler.__init__
-
-    def everything(self: Any, dataset: Any, *args: Any, **named: Any) -> None:
-        init(self, dataset, *args, **named)
-        self.rank = self.rank // 2 * 2
-
-    with replaced(DistributedSampler, "__init__", everything):
+    with wrapped(hooked):
         yield
 
 
@@ -192,23 +158,15 @@ def _all_samples() -> Iterator[None]:
     caught_by=("test_script_under_torchrun",),
     condition="ranks with odd numbers",
 )
+@_within
 def samples_of_the_neighbour() -> Iterator[None]:
     """Half of the dataset is never seen; parameters and losses agree on all ranks."""
-    with _all_samples():
-        yield
 
+    def everything(init: Any, self: Any, *args: Any, **named: Any) -> None:
+        init(self, *args, **named)
+        self.rank = self.rank // 2 * 2
 
-@_within
-def _steps_end() -> Iterator[None]:
-    step = torch.optim.SGD.step
-    steps = 0
-
-    def few(self: Any, *args: Any, **named: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        return step(self, *args, **named) if steps <= 3 else None
-
-    with replaced(torch.optim.SGD, "step", few):
+    with replaced_method(DistributedSampler, "__init__", everything):
         yield
 
 
@@ -218,16 +176,15 @@ def _steps_end() -> Iterator[None]:
     caught_by=("test_script_under_torchrun",),
     condition="steps after the third",
 )
+@_within
 def optimizer_stops() -> Iterator[None]:
     """All ranks agree, and learn nothing."""
-    with _steps_end():
-        yield
+    count = Count()
 
+    def few(step: Any, *args: Any, **named: Any) -> Any:
+        return None if count.later(3) else step(*args, **named)
 
-@_within
-def _device_missed() -> Iterator[None]:
-    count = torch.cuda.device_count
-    with replaced(torch.cuda, "device_count", lambda: count() - 1 or 2):
+    with replaced_method(torch.optim.SGD, "step", few):
         yield
 
 
@@ -237,7 +194,9 @@ def _device_missed() -> Iterator[None]:
     caught_by=("test_script_that_spawns_its_ranks",),
     condition="the process that spawns the others only",
 )
+@_within
 def spawns_one_rank_fewer() -> Iterator[None]:
     """The last GPU stands idle."""
-    with _device_missed():
+    count = torch.cuda.device_count
+    with replaced(torch.cuda, "device_count", lambda: count() - 1 or 2):
         yield
