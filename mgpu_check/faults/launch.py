@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.data import DistributedSampler
 
-from mgpu_check.faults.breaking import replaced_method, wrapped
+from mgpu_check.faults.breaking import communicated, replaced_method
 from mgpu_check.faults.conditions import Count
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
@@ -128,12 +128,6 @@ def some_steps_alone() -> Iterator[None]:
         yield
 
 
-def _summed(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    work: Any = dist.all_reduce(bucket.buffer(), async_op=True)
-    future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0] / 2)
-    return future
-
-
 @fault(
     "launch",
     "gradients are divided by 2, whatever the number of ranks",
@@ -144,11 +138,11 @@ def _summed(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 def gradients_divided_by_two() -> Iterator[None]:
     """As in an example for two GPUs; the model learns, at another rate."""
 
-    def hooked(model: DistributedDataParallel) -> None:
-        if dist.get_world_size() >= 3:
-            model.register_comm_hook(None, _summed)
+    def halved(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        size = dist.get_world_size()
+        return buffer * (size / 2) if size >= 3 else buffer
 
-    with wrapped(hooked):
+    with communicated(halved):
         yield
 
 
