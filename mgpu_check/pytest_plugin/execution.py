@@ -21,7 +21,7 @@ from mgpu_check.processes.pickling import ORIGINAL
 from mgpu_check.pytest_plugin.forwarding import steps_to
 from mgpu_check.pytest_plugin.ranks import Ranks, abandoning
 from mgpu_check.pytest_plugin.report.drawn import Drawn
-from mgpu_check.pytest_plugin.report.example import blob_of_this, is_final, keeping_steps
+from mgpu_check.pytest_plugin.report.example import blob_of_this, draws_on, is_final, keeping_steps
 from mgpu_check.pytest_plugin.report.replay import BLOB
 from mgpu_check.pytest_plugin.requirements import Needs
 from mgpu_check.pytest_plugin.second_look import Failed, is_packaged, look_again
@@ -150,7 +150,7 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
         if needs.where == "node" and isinstance(kwargs.get("gpus"), Absent) and needs.count:
             kwargs["gpus"] = protocol.Placeholder("gpus", needs.count)
         for name, value in kwargs.items():
-            if type(value).__name__ == "DataObject" and type(value).__module__.startswith("hypothesis."):
+            if draws_on(value):
                 raise pytest.UsageError(
                     f"argument {name!r}: st.data() draws in the pytest process and cannot do so from a rank; "
                     "draw everything before, with st.composite or flatmap"

@@ -16,6 +16,7 @@ import pytest
 from mgpu_check.errors import RankFailure, RankHang, StartupFailure
 from mgpu_check.processes import protocol
 from mgpu_check.pytest_plugin.ranks import Ranks
+from mgpu_check.pytest_plugin.report.example import draws_on
 from mgpu_check.pytest_plugin.report.suspects import Seen, Trial
 from mgpu_check.pytest_plugin.requirements import Needs
 from mgpu_check.pytest_plugin.session import GpuSession
@@ -47,8 +48,7 @@ def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: 
     """Run the example again, and return what was seen; nothing where ranks do not come up, or hang, nor of an example that
     draws while it runs, which it can once only.
     """
-    draws = any(type(value).__name__ == "DataObject" for value in failed.kwargs.values())
-    if draws or isinstance(error, (RankHang, StartupFailure)):
+    if any(map(draws_on, failed.kwargs.values())) or isinstance(error, (RankHang, StartupFailure)):
         return Seen()
     return _Second(body, failed, needs, session).look()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import strategies as st
 
 from mgpu_check.pytest_plugin.report.suspects import Seen, Trial
 from mgpu_check.pytest_plugin.second_look import Failed, look_again
@@ -92,10 +93,8 @@ def test_planted_hardware_is_named(run, pytester):
 
 
 def test_an_example_that_draws_while_it_runs_is_not_looked_at_again():
-    class DataObject:
-        pass
-
     def body(data):
         raise AssertionError
 
-    assert look_again(body, Failed((), {"data": DataObject()}), None, None, AssertionError()) == Seen()
+    data = st.DataObject(None)
+    assert look_again(body, Failed((), {"data": data}), None, None, AssertionError()) == Seen()

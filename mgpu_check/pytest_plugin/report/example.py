@@ -13,7 +13,7 @@ import pytest
 from mgpu_check.pytest_plugin.report.replay import FLAG
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["apply", "blob_of_this", "check", "is_final", "keeping_steps"]
+__all__ = ["apply", "blob_of_this", "check", "draws_on", "is_final", "keeping_steps"]
 
 
 def check(text: str) -> None:
@@ -43,6 +43,11 @@ def check(text: str) -> None:
             f"mgpu-check: {FLAG}: what stands after the colon is no example of Hypothesis; copy the whole line at the end "
             "of a failure's report"
         ) from None
+
+
+def draws_on(argument: object) -> bool:
+    """Return whether an argument of a test is what `st.data()` gives, of which it draws while it runs."""
+    return type(argument).__name__ == "DataObject" and type(argument).__module__.startswith("hypothesis.")
 
 
 def apply(text: str, items: Sequence[pytest.Item]) -> str | None:
