@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 __all__ = ["Drawn"]
@@ -30,13 +30,17 @@ class Drawn:
 
     def add(self, arguments: Mapping[str, Any]) -> None:
         """Take note of an example."""
+        leaves = tuple(_leaves("", arguments))
         self._examples += 1
-        self._different.add(hash(tuple(_leaves("", arguments))))
-        self.note(arguments)
+        self._different.add(hash(leaves))
+        self._note(leaves)
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Take note of what an example goes through besides its arguments."""
-        for name, value in _leaves("", facts):
+        self._note(_leaves("", facts))
+
+    def _note(self, leaves: Iterable[tuple[str, str | float]]) -> None:
+        for name, value in leaves:
             if not name or name in _SILENT:
                 continue
             if isinstance(value, str):
