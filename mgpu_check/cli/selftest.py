@@ -143,10 +143,8 @@ class Selftest:
         made = self._settings.setdefault(function, getattr(function, "_hypothesis_internal_use_settings", None))
         if made is None:
             return
-        level = "quick" if tried.fault is None else None
-        function._hypothesis_internal_use_settings = settings(
-            budget.at_level(made, level), phases=(Phase.explicit, Phase.generate)
-        )
+        few = budget.at_level(made, "quick") if tried.fault is None else made
+        function._hypothesis_internal_use_settings = settings(few, phases=(Phase.explicit, Phase.generate))
         function._hypothesis_internal_use_seed = tried.seed
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
