@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import zlib
 from collections.abc import Generator, Iterable, Sequence
@@ -225,7 +224,6 @@ def _check_of(item: pytest.Item) -> tuple[str, str]:
 
 
 def _try_of(item: pytest.Item) -> _Try | None:
-    with contextlib.suppress(AttributeError):
-        found = item.callspec.params.get(_PARAMETER)  # type: ignore[attr-defined]
-        return found if isinstance(found, _Try) else None
-    return None
+    callspec = getattr(item, "callspec", None)
+    found = callspec.params.get(_PARAMETER) if callspec is not None else None
+    return found if isinstance(found, _Try) else None
