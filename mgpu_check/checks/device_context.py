@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mgpu_check.checks.devices import indices_of
 from mgpu_check.errors import DeviceMismatch
 
 __all__ = ["assert_cuda_follows", "assert_guards_restore", "assert_threads_apart"]
@@ -109,11 +110,11 @@ def _require_current(device: torch.device, when: str) -> None:
     for name, place in _PLACED.items():
         got = place().device
         if got != device:
-            raise DeviceMismatch(f"{when}: {name} is on {got}, expected it on {device}", ranks=_indices(device, got))
+            raise DeviceMismatch(f"{when}: {name} is on {got}, expected it on {device}", ranks=indices_of(device, got))
     for name, tell in _TOLD.items():
         told = tell()
         if told != device.index:
-            raise DeviceMismatch(f"{when}: {name} is {told}, expected {device.index}", ranks=_indices(device))
+            raise DeviceMismatch(f"{when}: {name} is {told}, expected {device.index}", ranks=indices_of(device))
 
 
 def _require_counted(device: torch.device) -> None:
@@ -126,12 +127,8 @@ def _require_counted(device: torch.device) -> None:
         raise DeviceMismatch(
             f"after torch.cuda.set_device({str(device)!r}): {block.nbytes} bytes were allocated, and torch.cuda.memory_allocated() "
             f"rose by {rose}; it is the figure of another device",
-            ranks=_indices(device),
+            ranks=indices_of(device),
         )
-
-
-def _indices(*devices: torch.device) -> list[int]:
-    return sorted({one.index for one in devices if one.index is not None})
 
 
 def assert_guards_restore(devices: Sequence[torch.device]) -> int:
@@ -173,11 +170,11 @@ def _require_restored(
 ) -> None:
     if torch.cuda.current_device() != start.index:
         got = torch.device("cuda", torch.cuda.current_device())
-        raise DeviceMismatch(f"after {what}: {got} is current, expected {start}", ranks=_indices(start, got))
+        raise DeviceMismatch(f"after {what}: {got} is current, expected {start}", ranks=indices_of(start, got))
     for device, stream in zip(devices, before, strict=True):
         if torch.cuda.current_stream(device) != stream:
             raise DeviceMismatch(
-                f"after {what}: another stream of {device} is current than before", ranks=_indices(device)
+                f"after {what}: another stream of {device} is current than before", ranks=indices_of(device)
             )
 
 
@@ -195,7 +192,7 @@ def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
     def require(device: torch.device, name: str) -> None:
         got = torch.device("cuda", torch.cuda.current_device())
         if got != device:
-            raise DeviceMismatch(f"in {name}: {got} is current, expected {device}", ranks=_indices(device, got))
+            raise DeviceMismatch(f"in {name}: {got} is current, expected {device}", ranks=indices_of(device, got))
 
     def device(escape: bool) -> None:
         with torch.cuda.device(other):
@@ -251,7 +248,7 @@ def _guards(other: torch.device, start: torch.device) -> dict[str, Leave]:
             if torch.cuda.current_stream(start) != second or (
                 other != start and torch.cuda.current_stream(other) != first
             ):
-                raise DeviceMismatch("two streams were entered, and others are current", ranks=_indices(start, other))
+                raise DeviceMismatch("two streams were entered, and others are current", ranks=indices_of(start, other))
             _leave(escape)
 
     return {

@@ -8,6 +8,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional as F
 
+from mgpu_check.checks.devices import indices_of
 from mgpu_check.checks.digests import digest
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.rank_side.rank import Rank
@@ -78,7 +79,7 @@ def assert_ranks_draw_as_seeded(drawn: Sequence[tuple[str, dict[str, int], dict[
 
 
 def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
-    return DeviceMismatch(text, ranks=sorted({device.index for device in devices if device.index is not None}))
+    return DeviceMismatch(text, ranks=indices_of(*devices))
 
 
 def _require_same(first: dict[str, int], second: dict[str, int], what: str, device: torch.device) -> None:

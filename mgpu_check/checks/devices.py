@@ -20,6 +20,7 @@ __all__ = [
     "assert_each_computes",
     "assert_memory_counted",
     "assert_memory_separate",
+    "indices_of",
 ]
 
 
@@ -204,7 +205,13 @@ def _require_bits(step: str, device: torch.device, expected: torch.Tensor, got: 
     raise DeviceEnumerationError(f"{device}: {step}: {what}", ranks=_ranks(device))
 
 
+def indices_of(*devices: torch.device) -> list[int]:
+    """Return the indices of those that have one, each once and in order: the ranks of an error about all of them."""
+    return sorted({device.index for device in devices if device.index is not None})
+
+
 def _ranks(*devices: torch.device) -> tuple[int, ...]:
+    """Return the same in the order given: the device at fault first."""
     return tuple(device.index for device in devices if device.index is not None)
 
 

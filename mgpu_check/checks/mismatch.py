@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from mgpu_check.checks.bits import same_bits
+from mgpu_check.checks.devices import indices_of
 from mgpu_check.checks.operating.agreement import Kind, Wrong, difference, named_wrong
 from mgpu_check.checks.operators import CALLS, Operands
 from mgpu_check.errors import DeviceMismatch
@@ -245,7 +246,7 @@ def _call(case: OperatorCase, first: torch.device, second: torch.device) -> obje
 
 
 def _require(what: str, got: object, expected: object, device: torch.device) -> None:
-    ranks = _ranks(device)
+    ranks = indices_of(device)
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         if got != expected:
             raise DeviceMismatch(f"{what} gave {got!r}, expected {expected!r}", ranks=ranks)
@@ -263,7 +264,7 @@ def _described(what: str, *devices: torch.device) -> Iterator[None]:
         yield
     except Exception as error:
         raise DeviceMismatch(
-            f"{what} must work, but raised {type(error).__name__}: {error}", ranks=_ranks(*devices)
+            f"{what} must work, but raised {type(error).__name__}: {error}", ranks=indices_of(*devices)
         ) from error
 
 
@@ -271,7 +272,7 @@ def _described(what: str, *devices: torch.device) -> Iterator[None]:
 def _refusal(pair: tuple[torch.device, torch.device], names: tuple[str, ...], operator: str = "") -> Iterator[None]:
     __tracebackhide__ = True
     where = f"{operator or 'the block'}, with operands on {pair[0]} and {pair[1]},"
-    ranks = _ranks(*pair)
+    ranks = indices_of(*pair)
     try:
         yield
     except RuntimeError as error:
@@ -303,7 +304,3 @@ def _is_named(
 
 def _matches(device: torch.device, name: str) -> bool:
     return str(device) in (name, name.partition(":")[0])
-
-
-def _ranks(*devices: torch.device) -> list[int]:
-    return sorted({device.index for device in devices if device.index is not None})

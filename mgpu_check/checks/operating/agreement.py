@@ -11,6 +11,7 @@ import torch
 
 from mgpu_check.checks.bits import index_of
 from mgpu_check.checks.covered import covered
+from mgpu_check.checks.devices import indices_of
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import as_bits, as_real, name_of, plain
@@ -203,7 +204,7 @@ def named_wrong(
         if len(names) > 1 or len(by_case) > 1:
             listed = ", ".join(f"[{name}]" for name in names[:_LISTED]) + (", …" if len(names) > _LISTED else "")
             text += f"\n{device}: {len(names)} of {cases} cases are wrong: {listed}"
-    return DeviceMismatch(text, ranks=sorted({one.device.index for one in wrong if one.device.index is not None}))
+    return DeviceMismatch(text, ranks=indices_of(*(one.device for one in wrong)))
 
 
 def _who(odd: Sequence[torch.device], devices: Sequence[torch.device], alone: bool) -> str:
