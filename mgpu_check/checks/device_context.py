@@ -13,7 +13,7 @@ import torch
 from mgpu_check.checks.devices import indices_of
 from mgpu_check.errors import DeviceMismatch
 
-__all__ = ["assert_cuda_follows", "assert_guards_restore", "assert_threads_apart"]
+__all__ = ["assert_cuda_follows", "assert_guards_restore", "assert_threads_apart", "current_device_kept"]
 
 
 class _Escaped(Exception):
@@ -69,7 +69,7 @@ _TOLD: dict[str, Callable[[], Any]] = {
 
 
 @contextlib.contextmanager
-def _kept() -> Iterator[None]:
+def current_device_kept() -> Iterator[None]:
     """Put the current device back."""
     before = torch.cuda.current_device()
     try:
@@ -93,7 +93,7 @@ def assert_cuda_follows(devices: Sequence[torch.device]) -> int:
         DeviceMismatch: naming the call, where it has put what, and where it should have.
     """
     __tracebackhide__ = True
-    with _kept():
+    with current_device_kept():
         for number, device in enumerate(_orders(devices)):
             form: Any = (device, str(device), device.index)[number % 3]
             torch.cuda.set_device(device if number % 3 == 0 else form)
@@ -144,7 +144,7 @@ def assert_guards_restore(devices: Sequence[torch.device]) -> int:
     """
     __tracebackhide__ = True
     count = 0
-    with _kept():
+    with current_device_kept():
         for start in devices:
             for other in devices:
                 torch.cuda.set_device(start)
@@ -311,7 +311,7 @@ def assert_threads_apart(devices: Sequence[torch.device]) -> int:
             raised.append(error)  # by what it began: the others find the barrier broken
             barrier.abort()
 
-    with _kept():
+    with current_device_kept():
         torch.cuda.set_device(devices[-1])
         threads = [threading.Thread(target=work, args=(device,)) for device in devices]
         for thread in threads:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch.nn import functional as F
 
+from mgpu_check.checks.device_context import current_device_kept
 from mgpu_check.checks.devices import indices_of
 from mgpu_check.checks.digests import digest
 from mgpu_check.errors import DeviceMismatch
@@ -78,6 +80,17 @@ def assert_ranks_draw_as_seeded(drawn: Sequence[tuple[str, dict[str, int], dict[
                 )
 
 
+@contextlib.contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Put back the states of all generators, of devices and of the CPU."""
+    devices, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state_all(devices)
+        torch.set_rng_state(host)
+
+
 def _wrong(text: str, *devices: torch.device) -> DeviceMismatch:
     return DeviceMismatch(text, ranks=indices_of(*devices))
 
@@ -100,15 +113,9 @@ def assert_generators_apart(devices: Sequence[torch.device], seed: int = 0) -> i
         DeviceMismatch: naming the device, the seed and the draws that differ, or do not.
     """
     __tracebackhide__ = True
-    cpu, here = torch.get_rng_state(), torch.cuda.current_device()
-    states = torch.cuda.get_rng_state_all()
-    try:
+    with current_device_kept(), _generators_kept():
         _seeds(devices, seed)
         _independence(devices, seed)
-    finally:
-        torch.cuda.set_device(here)
-        torch.set_rng_state(cpu)
-        torch.cuda.set_rng_state_all(states)
     return len(devices)
 
 
@@ -171,8 +178,7 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
         DeviceMismatch: naming the device and what did not come back.
     """
     __tracebackhide__ = True
-    kept, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
-    try:
+    with _generators_kept():
         for number, device in enumerate(devices):
             torch.cuda.manual_seed_all(seed + number)
             _draws(device)  # a state amidst, not only a seed
@@ -190,9 +196,6 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
             torch.cuda.set_rng_state_all(every)
             _own_generator(device, seed)
             _require_same(first, _draws(device), "a generator of one's own has drawn", device)
-    finally:
-        torch.cuda.set_rng_state_all(kept)
-        torch.set_rng_state(host)
     return len(devices)
 
 
@@ -219,14 +222,10 @@ def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> 
         DeviceMismatch: naming the device and what is wrong.
     """
     __tracebackhide__ = True
-    kept, host = torch.cuda.get_rng_state_all(), torch.get_rng_state()
-    try:
+    with _generators_kept():
         for device in devices:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 _dropout(device, dtype, seed)
-    finally:
-        torch.cuda.set_rng_state_all(kept)
-        torch.set_rng_state(host)
     return len(devices)
 
 
