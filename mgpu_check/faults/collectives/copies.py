@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ _OUT_OF_PLACE = (
     "all_to_all",
     "all_to_all_single",
 )
-
-Real = Callable[..., Any]
 
 
 @fault(
@@ -53,10 +51,10 @@ def integers_through_floats() -> Iterator[None]:
     "collectives", "all_gather swaps what the last two ranks give", caught_by=(_COPIES,), condition="3 ranks and more"
 )
 def last_two_swapped() -> Iterator[None]:
-    def gather(real: Real, seen: Seen) -> Any:
+    def gather(seen: Seen) -> Any:
         if len(seen.written) < 3:
-            return real(*seen.args, **seen.kwargs)
-        return real([*seen.written[:-2], seen.written[-1], seen.written[-2]], *seen.args[1:], **seen.kwargs)
+            return seen.call()
+        return seen.call([*seen.written[:-2], seen.written[-1], seen.written[-2]])
 
     with around(gather, "all_gather"):
         yield
@@ -85,11 +83,11 @@ def halves_of_numbers_swapped() -> Iterator[None]:
 
 @fault("collectives", "all_to_all gives each rank what is for the next one", caught_by=(_COPIES, "test_groups"))
 def exchange_off_by_one() -> Iterator[None]:
-    def exchange(real: Real, seen: Seen) -> Any:
+    def exchange(seen: Seen) -> Any:
         given = list(seen.args[1])
         if len({tensor.numel() for tensor in given}) > 1:
-            return real(*seen.args, **seen.kwargs)
-        return real(seen.args[0], given[1:] + given[:1], *seen.args[2:], **seen.kwargs)
+            return seen.call()
+        return seen.call(seen.args[0], given[1:] + given[:1])
 
     with around(exchange, "all_to_all"):
         yield
@@ -237,9 +235,9 @@ def own_part_lost_in_place() -> Iterator[None]:
     condition="channels_last",
 )
 def broadcast_copy_dropped() -> Iterator[None]:
-    def broadcast(real: Real, seen: Seen) -> Any:
+    def broadcast(seen: Seen) -> Any:
         tensor = seen.first
-        return real(tensor if tensor.is_contiguous() else tensor.contiguous(), *seen.args[1:], **seen.kwargs)
+        return seen.call(tensor if tensor.is_contiguous() else tensor.contiguous())
 
     with around(broadcast, "broadcast", "all_reduce"):
         yield
@@ -252,10 +250,10 @@ def broadcast_copy_dropped() -> Iterator[None]:
     condition="views with gaps",
 )
 def reduced_gaps_dropped() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         tensor = seen.first
         gaps = tensor.dim() == 1 and not tensor.is_contiguous()
-        return real(tensor.contiguous() if gaps else tensor, *seen.args[1:], **seen.kwargs)
+        return seen.call(tensor.contiguous() if gaps else tensor)
 
     with around(reduce, "all_reduce"):
         yield
@@ -263,10 +261,10 @@ def reduced_gaps_dropped() -> Iterator[None]:
 
 @fault("collectives", "an asynchronous all_reduce counts rank 0 twice", caught_by=(_ASYNC,), condition="async")
 def counted_twice_when_late() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.late and seen.rank == 0 and seen.op in ("SUM", "PRODUCT"):
             seen.first.add_(seen.first)
-        return real(*seen.args, **seen.kwargs)
+        return seen.call()
 
     with around(reduce, "all_reduce"):
         yield
@@ -292,8 +290,8 @@ class _Hasty(dist.Work):
 def not_waited_for() -> Iterator[None]:
     kept: list[Any] = []
 
-    def scatter(real: Real, seen: Seen) -> Any:
-        work = real(*seen.args, **seen.kwargs)
+    def scatter(seen: Seen) -> Any:
+        work = seen.call()
         if not isinstance(work, dist.Work) or seen.first.device.type == "cpu":
             return work
         kept.append(work)

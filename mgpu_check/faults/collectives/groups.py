@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -14,16 +14,14 @@ from mgpu_check.torch_hooks.patches import replaced
 
 _GROUPS, _MESHES = "test_groups", "test_device_meshes"
 
-Real = Callable[..., Any]
-
 
 @fault("collectives", "a broadcast in a group comes from its first member", caught_by=(_GROUPS,), condition="groups")
 def group_ignores_the_root() -> Iterator[None]:
-    def broadcast(real: Real, seen: Seen) -> Any:
+    def broadcast(seen: Seen) -> Any:
         if seen.group is None or seen.size < 2:
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         named = {key: value for key, value in seen.kwargs.items() if key not in ("src", "group_src")}
-        return real(*seen.args[:1], **named, group_src=0)
+        return seen.real(*seen.args[:1], **named, group_src=0)
 
     with around(broadcast, "broadcast"):
         yield
@@ -36,27 +34,23 @@ def group_ignores_the_root() -> Iterator[None]:
     condition="groups, group_src",
 )
 def group_root_taken_for_global() -> Iterator[None]:
-    def scatter(real: Real, seen: Seen) -> Any:
+    def spoil(seen: Seen) -> None:
         root = seen.kwargs.get("group_src")
         if root is None or seen.group is None or seen.size < 2:
-            return real(*seen.args, **seen.kwargs)
-        work = real(*seen.args, **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
+            return
         if root != dist.get_global_rank(seen.group, root):
             seen.first.zero_()
-        return work
 
-    with around(scatter, "scatter", "broadcast"):
+    with spoiled(spoil, "scatter", "broadcast"):
         yield
 
 
 @fault("collectives", "all_gather in a group swaps its members", caught_by=(_GROUPS,), condition="groups")
 def members_swapped() -> Iterator[None]:
-    def gather(real: Real, seen: Seen) -> Any:
+    def gather(seen: Seen) -> Any:
         if seen.group is None or len(seen.written) < 2:
-            return real(*seen.args, **seen.kwargs)
-        return real([seen.written[1], seen.written[0], *seen.written[2:]], *seen.args[1:], **seen.kwargs)
+            return seen.call()
+        return seen.call([seen.written[1], seen.written[0], *seen.written[2:]])
 
     with around(gather, "all_gather"):
         yield
@@ -69,12 +63,12 @@ def members_swapped() -> Iterator[None]:
     condition="groups of 2 and more, one rank",
 )
 def member_counted_twice() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.group is None or seen.size < 2 or dist.get_rank(seen.group) != seen.size - 1:
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         given = seen.args[1]
         doubled = [part + part for part in given] if isinstance(given, list) else given + given
-        return real(seen.args[0], doubled, *seen.args[2:], **seen.kwargs)
+        return seen.call(seen.args[0], doubled)
 
     with around(reduce, "reduce_scatter", "reduce_scatter_tensor"):
         yield

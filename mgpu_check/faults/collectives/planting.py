@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mgpu_check.faults.conditions import is_last
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["Seen", "around", "size_of", "spoiled"]
+__all__ = ["Seen", "around", "spoiled", "through"]
 
 _ALIASES = {
     "all_gather_into_tensor": ("all_gather_single",),
@@ -29,12 +30,13 @@ class Seen:
     """A collective that has been called.
 
     Attributes:
+        real: the function itself.
         written: the tensors that it writes on this rank.
         op: the name of the operation; "SUM" where none was given.
         late: whether it was asynchronous.
     """
 
-    name: str
+    real: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     written: list[torch.Tensor]
@@ -51,30 +53,35 @@ class Seen:
     @property
     def size(self) -> int:
         """The size of the group; 0 where this rank is not in it."""
-        return size_of(self.group)
+        return 0 if self.group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_world_size(self.group)
 
     @property
     def last(self) -> bool:
         """Whether this is the last of several ranks of the world."""
-        rank = current_rank()
-        return rank is not None and rank.size > 1 and rank.index == rank.size - 1
+        return is_last()
 
     @property
     def first(self) -> torch.Tensor:
         """The first tensor that it writes, or one without elements."""
         return self.written[0] if self.written else torch.empty(0)
 
+    def call(self, *instead: Any) -> Any:
+        """Call the real one, with `instead` in place of its first arguments."""
+        return self.real(*instead, *self.args[len(instead) :], **self.kwargs)
+
+    def finish(self, *instead: Any) -> Any:
+        """Call the real one, and wait until it has written its results."""
+        work = self.call(*instead)
+        if isinstance(work, dist.Work):
+            work.wait()
+        return work
+
     def is_of(self, *dtypes: torch.dtype) -> bool:
         """Return whether it writes tensors of one of these dtypes."""
         return self.first.dtype in dtypes
 
 
-def size_of(group: Any) -> int:
-    """Return the size of a group; 0 where this rank is not in it."""
-    return 0 if group == dist.GroupMember.NON_GROUP_MEMBER else dist.get_world_size(group)
-
-
-def _seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
+def _seen(name: str, real: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
     written = (
         args[1] if name == "gather" and len(args) > 1 else kwargs.get("gather_list") if name == "gather" else args[0]
     )
@@ -83,12 +90,12 @@ def _seen(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Seen:
     given = next((value for value in args if isinstance(value, kinds)), kwargs.get("op"))
     op = "SUM" if given is None else next(known for known in _OPS if given == getattr(dist.ReduceOp, known))
     group = kwargs.get("group")
-    return Seen(name, args, kwargs, tensors, op, group, bool(kwargs.get("async_op")))
+    return Seen(real, args, kwargs, tensors, op, group, bool(kwargs.get("async_op")))
 
 
 @contextlib.contextmanager
-def around(make: Callable[[Callable[..., Any], Seen], Any], *names: str) -> Iterator[None]:
-    """Have `make` called in place of collectives, with the real one and what it is called with."""
+def around(make: Callable[[Seen], Any], *names: str) -> Iterator[None]:
+    """Have `make` called in place of collectives, with the real one and what that is called with."""
     with contextlib.ExitStack() as stack:
         for name in names:
             for alias in (name, *_ALIASES.get(name, ())):
@@ -97,10 +104,10 @@ def around(make: Callable[[Callable[..., Any], Seen], Any], *names: str) -> Iter
         yield
 
 
-def _made(make: Callable[[Callable[..., Any], Seen], Any], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+def _made(make: Callable[[Seen], Any], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(real)
     def collective(*args: Any, **kwargs: Any) -> Any:
-        return make(real, _seen(name, args, kwargs))
+        return make(_seen(name, real, args, kwargs))
 
     return collective
 
@@ -109,12 +116,26 @@ def _made(make: Callable[[Callable[..., Any], Seen], Any], name: str, real: Call
 def spoiled(spoil: Callable[[Seen], object], *names: str) -> Iterator[None]:
     """Have `spoil` called after collectives, when they have written their results."""
 
-    def make(real: Callable[..., Any], seen: Seen) -> Any:
-        work = real(*seen.args, **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
+    def make(seen: Seen) -> Any:
+        work = seen.finish()
         spoil(seen)
         return work
 
     with around(make, *names):
         yield
+
+
+def through(
+    wide: torch.dtype, narrow: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[Seen], Any]:
+    """Return a sum that computes in another dtype than its own, to which `back` returns."""
+
+    def reduce(seen: Seen) -> Any:
+        if seen.op != "SUM" or not seen.is_of(narrow):
+            return seen.call()
+        other = seen.first.to(wide)
+        work = seen.finish(other)
+        seen.first.copy_(back(other))
+        return work
+
+    return reduce

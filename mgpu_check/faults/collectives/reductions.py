@@ -8,31 +8,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mgpu_check.faults.collectives.planting import Seen, around, spoiled
+from mgpu_check.faults.collectives.planting import Seen, around, spoiled, through
 from mgpu_check.faults.registry import fault
 
 _ALL = "test_all_reduce_of_every_dtype"
 _OTHERS = "test_reductions_of_every_dtype"
 
-Real = Callable[..., Any]
 
-
-def _instead(seen: Seen, real: Real, tensor: torch.Tensor, op: Any = None) -> Any:
-    """Call a reduction in place with another tensor, and wait for it."""
+def _as(op: str, seen: Seen, tensor: torch.Tensor) -> Any:
+    """Call a reduction in place by another operation, and wait for it."""
     rest = [value for value in seen.args[1:] if not isinstance(value, (dist.ReduceOp, dist.ReduceOp.RedOpType))]
-    kwargs = {**seen.kwargs, "op": getattr(dist.ReduceOp, op or seen.op)}
-    work = real(tensor, *rest, **kwargs)
+    work = seen.real(tensor, *rest, **{**seen.kwargs, "op": getattr(dist.ReduceOp, op)})
     if isinstance(work, dist.Work):
         work.wait()
     return work
 
 
+def _taken_for(other: str, op: str, dtype: torch.dtype) -> Callable[[Seen], Any]:
+    """Return a reduction in place that takes one operation for another, in one dtype."""
+
+    def reduce(seen: Seen) -> Any:
+        return _as(other, seen, seen.first) if seen.op == op and seen.is_of(dtype) else seen.call()
+
+    return reduce
+
+
 @fault("collectives", "MAX takes unsigned numbers for signed ones", caught_by=(_ALL,), condition="uint8, MAX")
 def unsigned_maximum_as_signed() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op == "MAX" and seen.is_of(torch.uint8):
-            return _instead(seen, real, seen.first.view(torch.int8))
-        return real(*seen.args, **seen.kwargs)
+            return seen.finish(seen.first.view(torch.int8))
+        return seen.call()
 
     with around(reduce, "all_reduce"):
         yield
@@ -40,11 +46,11 @@ def unsigned_maximum_as_signed() -> Iterator[None]:
 
 @fault("collectives", "MIN is the negative of MAX of negatives, which wraps", caught_by=(_ALL,), condition="int8, MIN")
 def minimum_by_negation() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op != "MIN" or not seen.is_of(torch.int8):
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         negative = -seen.first
-        work = _instead(seen, real, negative, "MAX")
+        work = _as("MAX", seen, negative)
         seen.first.copy_(-negative)
         return work
 
@@ -54,39 +60,25 @@ def minimum_by_negation() -> Iterator[None]:
 
 @fault("collectives", "PRODUCT leaves out the factor of the last rank", caught_by=(_ALL,), condition="float64, PRODUCT")
 def product_without_the_last_rank() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op == "PRODUCT" and seen.last and seen.is_of(torch.float64):
             seen.first.fill_(1)
-        return real(*seen.args, **seen.kwargs)
+        return seen.call()
 
     with around(reduce, "all_reduce"):
         yield
 
 
-def _through(wide: torch.dtype, narrow: torch.dtype, back: Callable[[torch.Tensor], torch.Tensor], op: str) -> Any:
-    """Return a reduction that computes in another dtype."""
-
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op != op or not seen.is_of(narrow):
-            return real(*seen.args, **seen.kwargs)
-        other = seen.first.to(wide)
-        work = _instead(seen, real, other)
-        seen.first.copy_(back(other))
-        return work
-
-    return reduce
-
-
 @fault("collectives", "a sum of integers is one of floats", caught_by=(_ALL,), condition="int64, SUM")
 def long_sum_in_doubles() -> Iterator[None]:
-    with around(_through(torch.float64, torch.int64, lambda total: total.to(torch.int64), "SUM"), "all_reduce"):
+    with around(through(torch.float64, torch.int64, lambda total: total.to(torch.int64)), "all_reduce"):
         yield
 
 
 @fault("collectives", "a sum of integers stops at the greatest", caught_by=(_ALL,), condition="int32, SUM")
 def sum_saturates() -> Iterator[None]:
     limits = torch.iinfo(torch.int32)
-    back = _through(torch.int64, torch.int32, lambda total: total.clamp(limits.min, limits.max).to(torch.int32), "SUM")
+    back = through(torch.int64, torch.int32, lambda total: total.clamp(limits.min, limits.max).to(torch.int32))
     with around(back, "all_reduce"):
         yield
 
@@ -118,23 +110,13 @@ def mean_of_one_rank_more() -> Iterator[None]:
 
 @fault("collectives", "PREMUL_SUM forgets its factor", caught_by=(_ALL,), condition="float64, PREMUL_SUM")
 def factor_forgotten() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op == "PREMUL_SUM" and seen.is_of(torch.float64):
-            return _instead(seen, real, seen.first, "SUM")
-        return real(*seen.args, **seen.kwargs)
-
-    with around(reduce, "all_reduce"):
+    with around(_taken_for("SUM", "PREMUL_SUM", torch.float64), "all_reduce"):
         yield
 
 
 @fault("collectives", "BAND of bytes is BOR", caught_by=(_ALL,), condition="uint8, BAND")
 def and_is_or() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op == "BAND" and seen.is_of(torch.uint8):
-            return _instead(seen, real, seen.first, "BOR")
-        return real(*seen.args, **seen.kwargs)
-
-    with around(reduce, "all_reduce"):
+    with around(_taken_for("BOR", "BAND", torch.uint8), "all_reduce"):
         yield
 
 
@@ -150,12 +132,7 @@ def xor_of_half_a_number() -> Iterator[None]:
 
 @fault("collectives", "a product of booleans is their sum", caught_by=(_ALL,), condition="bool, PRODUCT")
 def all_is_any() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op == "PRODUCT" and seen.is_of(torch.bool):
-            return _instead(seen, real, seen.first, "MAX")
-        return real(*seen.args, **seen.kwargs)
-
-    with around(reduce, "all_reduce"):
+    with around(_taken_for("MAX", "PRODUCT", torch.bool), "all_reduce"):
         yield
 
 
@@ -173,12 +150,7 @@ def imaginary_parts_lost() -> Iterator[None]:
 
 @fault("collectives", "reduce gives the maximum for the minimum", caught_by=(_OTHERS,), condition="int32, MIN")
 def reduce_confuses_extremes() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op == "MIN" and seen.is_of(torch.int32):
-            return _instead(seen, real, seen.first, "MAX")
-        return real(*seen.args, **seen.kwargs)
-
-    with around(reduce, "reduce"):
+    with around(_taken_for("MAX", "MIN", torch.int32), "reduce"):
         yield
 
 
@@ -201,11 +173,11 @@ def scattered_maximum_of_one_element() -> Iterator[None]:
     "collectives", "reduce leaves out the root itself where it is not rank 0", caught_by=(_OTHERS,), condition="float32"
 )
 def root_left_out() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         root = seen.kwargs.get("dst", seen.kwargs.get("group_dst"))
         if root == seen.rank != 0 and seen.op == "SUM" and seen.is_of(torch.float32):
             seen.first.zero_()
-        return real(*seen.args, **seen.kwargs)
+        return seen.call()
 
     with around(reduce, "reduce"):
         yield
@@ -213,9 +185,9 @@ def root_left_out() -> Iterator[None]:
 
 @fault("collectives", "reduce hands its result to rank 0, whoever is the root", caught_by=(_OTHERS, "test_groups"))
 def result_for_rank_zero() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         named = {key: value for key, value in seen.kwargs.items() if key not in ("dst", "group_dst")}
-        return real(*seen.args, **named, group_dst=0)
+        return seen.real(*seen.args, **named, group_dst=0)
 
     with around(reduce, "reduce"):
         yield
@@ -223,8 +195,8 @@ def result_for_rank_zero() -> Iterator[None]:
 
 @fault("collectives", "reduce_scatter of a list gives parts in the wrong order", caught_by=("test_sizes",))
 def parts_in_the_wrong_order() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
-        return real(seen.args[0], list(reversed(seen.args[1])), *seen.args[2:], **seen.kwargs)
+    def reduce(seen: Seen) -> Any:
+        return seen.call(seen.args[0], list(reversed(seen.args[1])))
 
     with around(reduce, "reduce_scatter"):
         yield
@@ -237,10 +209,10 @@ def parts_in_the_wrong_order() -> Iterator[None]:
     condition="groups of 4 and more",
 )
 def fourth_rank_left_out() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op == "SUM" and seen.size >= 4 and dist.get_rank(seen.group) == 3:
             seen.first.zero_()
-        return real(*seen.args, **seen.kwargs)
+        return seen.call()
 
     with around(reduce, "all_reduce"):
         yield

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mgpu_check.faults.collectives.planting import Seen, around, spoiled
+from mgpu_check.faults.collectives.planting import Seen, around, spoiled, through
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
@@ -17,15 +17,13 @@ _IEEE, _ROUNDING, _BIAS, _SIZES = (
 )  # fmt: skip
 _LOW_HALF = -(1 << 16)
 
-Real = Callable[..., Any]
-
 
 @fault("collectives", "NaN counts as zero in a sum", caught_by=(_IEEE,), condition="float32, NaN")
 def nan_is_zero() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op == "SUM" and seen.is_of(torch.float32):
             seen.first.masked_fill_(seen.first.isnan(), 0.0)
-        return real(*seen.args, **seen.kwargs)
+        return seen.call()
 
     with around(reduce, "all_reduce"):
         yield
@@ -65,13 +63,11 @@ def sign_of_zero_lost() -> Iterator[None]:
 
 @fault("collectives", "infinity minus infinity is zero", caught_by=(_IEEE,), condition="float64, infinities")
 def infinities_cancel() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op != "SUM" or not seen.is_of(torch.float64):
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         clean = ~seen.first.isnan()
-        work = real(*seen.args, **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
+        work = seen.finish()
         seen.first.masked_fill_(clean & seen.first.isnan(), 0.0)
         return work
 
@@ -86,12 +82,12 @@ def infinities_cancel() -> Iterator[None]:
     condition="float32, sums that round, one rank",
 )
 def other_order_on_one_rank() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.op != "SUM" or seen.size < 3 or seen.late or not seen.is_of(torch.float32) or seen.first.dim() != 1:
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         parts = [torch.empty_like(seen.first) for _ in range(seen.size)]
         dist.all_gather(parts, seen.first.clone(), group=seen.group)
-        work = real(*seen.args, **seen.kwargs)
+        work = seen.call()
         if seen.last:
             total = parts[-1].clone()
             for part in parts[1:-1]:
@@ -105,34 +101,8 @@ def other_order_on_one_rank() -> Iterator[None]:
 
 @fault("collectives", "float64 is added up in float32", caught_by=(_ROUNDING,), condition="float64, SUM")
 def doubles_added_as_singles() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op != "SUM" or not seen.is_of(torch.float64):
-            return real(*seen.args, **seen.kwargs)
-        single = seen.first.float()
-        work = real(single, *seen.args[1:], **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
-        seen.first.copy_(single)
-        return work
-
-    with around(reduce, "all_reduce", "reduce"):
+    with around(through(torch.float32, torch.float64, lambda single: single), "all_reduce", "reduce"):
         yield
-
-
-def _truncating(dtype: torch.dtype, wide: torch.dtype, cut: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a sum that is rounded once, towards zero."""
-
-    def reduce(real: Real, seen: Seen) -> Any:
-        if seen.op != "SUM" or not seen.is_of(dtype):
-            return real(*seen.args, **seen.kwargs)
-        total = seen.first.to(wide)
-        work = real(total, *seen.args[1:], **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
-        seen.first.copy_(cut(total))
-        return work
-
-    return reduce
 
 
 @fault("collectives", "sums of bfloat16 are cut off, not rounded", caught_by=(_BIAS,), condition="bfloat16")
@@ -140,7 +110,7 @@ def truncated_bfloat16() -> Iterator[None]:
     def cut(total: torch.Tensor) -> torch.Tensor:
         return total.view(torch.int32).bitwise_and(_LOW_HALF).view(torch.float32).to(torch.bfloat16)
 
-    with around(_truncating(torch.bfloat16, torch.float32, cut), "all_reduce"):
+    with around(through(torch.float32, torch.bfloat16, cut), "all_reduce"):
         yield
 
 
@@ -152,7 +122,7 @@ def truncated_float32() -> Iterator[None]:
         bits = near.view(torch.int32)
         return torch.where(beyond, bits - 1, bits).view(torch.float32)
 
-    with around(_truncating(torch.float32, torch.float64, cut), "all_reduce"):
+    with around(through(torch.float64, torch.float32, cut), "all_reduce"):
         yield
 
 
@@ -164,7 +134,7 @@ def rounded_up() -> Iterator[None]:
         bits = near.view(torch.int16)
         return torch.where(short, bits + 1, bits).view(torch.float16)
 
-    with around(_truncating(torch.float16, torch.float64, cut), "reduce"):
+    with around(through(torch.float64, torch.float16, cut), "reduce"):
         yield
 
 
@@ -178,13 +148,11 @@ def _flip_last(tensor: torch.Tensor) -> None:
     "collectives", "all_reduce adds up the first 4,096 elements", caught_by=(_SIZES,), condition="above 4,096 elements"
 )
 def reduced_up_to_a_page() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.first.numel() <= 4096 or seen.last:
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         own = seen.first.clone()
-        work = real(*seen.args, **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
+        work = seen.finish()
         seen.first.reshape(-1)[4096:] = own.reshape(-1)[4096:]
         return work
 
@@ -244,13 +212,11 @@ def long_part_loses_its_end() -> Iterator[None]:
     condition="float16, odd sizes",
 )
 def odd_element_left() -> Iterator[None]:
-    def reduce(real: Real, seen: Seen) -> Any:
+    def reduce(seen: Seen) -> Any:
         if seen.first.numel() % 2 == 0 or not seen.is_of(torch.float16) or seen.rank:
-            return real(*seen.args, **seen.kwargs)
+            return seen.call()
         own = seen.first.clone()
-        work = real(*seen.args, **seen.kwargs)
-        if isinstance(work, dist.Work):
-            work.wait()
+        work = seen.finish()
         seen.first.reshape(-1)[-1] = own.reshape(-1)[-1]
         return work
 
