@@ -14,14 +14,14 @@ from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as recipe
 from mgpu_check.torch_hooks.patches import replaced
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
+from mgpu_check.torch_hooks.tensors import as_bits, plain
 
 
 def _flip_lowest_bit(tensor: torch.Tensor) -> None:
     """Invert the lowest bit of the element in the middle."""
     if tensor.numel():
         values = plain(tensor)
-        values.view(-1).view(INTEGER_OF_SIZE[tensor.element_size()])[tensor.numel() // 2] ^= 1
+        as_bits(values).view(-1)[tensor.numel() // 2] ^= 1
         tensor.detach().copy_(values)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mgpu_check.faults.collectives.planting import Seen, around, spoiled, through
 from mgpu_check.faults.registry import fault
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
+from mgpu_check.torch_hooks.tensors import as_bits
 
 _IEEE, _ROUNDING, _BIAS, _SIZES = (
     "test_reductions_as_ieee_says", "test_rounding_of_reductions", "test_bias_of_rounding", "test_sizes",
@@ -140,8 +140,7 @@ def rounded_up() -> Iterator[None]:
 
 def _flip_last(tensor: torch.Tensor) -> None:
     """Invert the lowest bit of the last number of a contiguous tensor."""
-    real = as_real(tensor).reshape(-1)
-    real.view(INTEGER_OF_SIZE[real.element_size()])[-1:].bitwise_xor_(1)
+    as_bits(tensor).view(-1)[-1:].bitwise_xor_(1)
 
 
 @fault(

@@ -12,7 +12,7 @@ from torch.nn.parallel import _functions, comm, scatter_gather
 from mgpu_check.faults.registry import fault
 from mgpu_check.faults.scatter.shards import Shards, gather_changed, scatter_changed
 from mgpu_check.torch_hooks.patches import replaced
-from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, plain
+from mgpu_check.torch_hooks.tensors import as_bits, plain
 
 _LARGE = 1 << 20
 
@@ -22,6 +22,10 @@ def _touched(shard: torch.Tensor, change: Callable[[torch.Tensor], None]) -> tor
     values = plain(shard).clone(memory_format=torch.contiguous_format)
     change(values)
     return values.to(shard.device)
+
+
+def _flip_first(values: torch.Tensor) -> None:
+    as_bits(values).view(-1)[0] ^= 1
 
 
 def _zero_at_end(values: torch.Tensor) -> None:
@@ -294,15 +298,7 @@ def bit_flipped_in_copies_that_do_not_block() -> Iterator[None]:
         second = min(1, torch.cuda.device_count() - 1)
         if not (named.get("non_blocking") and made.device == torch.device("cuda", second) and made.numel()):
             return made
-        values = plain(made).clone(memory_format=torch.contiguous_format)
-        words = values.view(-1)
-        if words.dtype == torch.bool:
-            words[0] = ~words[0]
-        elif words.is_complex():
-            torch.view_as_real(words)[0, 0] += 1
-        else:
-            words.view(INTEGER_OF_SIZE[words.element_size()])[0] ^= 1
-        return to(values, made.device)
+        return _touched(made, _flip_first)
 
     with replaced(torch.Tensor, "to", changed):
         yield
