@@ -7,7 +7,8 @@ import runpy
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,8 +52,10 @@ def one_device_missing() -> Iterator[None]:
 )
 def devices_out_of_order() -> Iterator[None]:
     """The properties of the first device and of the last one are exchanged, as by another `CUDA_DEVICE_ORDER`."""
-    properties, last = torch.cuda.get_device_properties, torch.cuda.device_count() - 1
-    with replaced(torch.cuda, "get_device_properties", lambda device=0: properties(last - torch.device(device).index)):
+    properties = torch.cuda.get_device_properties
+    with replaced(
+        torch.cuda, "get_device_properties", lambda device=0: properties(last() - torch.device(device).index)
+    ):
         yield
 
 
@@ -63,13 +66,20 @@ def devices_out_of_order() -> Iterator[None]:
 )
 def shared_memory() -> Iterator[None]:
     """A copy to a device that is not the first also lands in what was last copied to the first one."""
+    with _sharing_with_the_first(lambda tensor: tensor.is_cuda):
+        yield
+
+
+@contextmanager
+def _sharing_with_the_first(strikes: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """Have a copy to a tensor that `strikes` names also land in what was last copied, of its shape, to the first device."""
     copy = torch.Tensor.copy_
     written: dict[tuple[int, ...], weakref.ref[torch.Tensor]] = {}
 
     def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if self.device.type == "cuda" and self.device.index == 0:
+        if on(self, 0):
             written[tuple(self.shape)] = weakref.ref(self)
-        elif self.device.type == "cuda" and tuple(self.shape) in written:
+        elif tuple(self.shape) in written and strikes(self):
             other = written[tuple(self.shape)]()
             if other is not None and other.dtype == self.dtype:
                 copy(other, source, non_blocking)
@@ -94,12 +104,12 @@ def memory_of_the_first_device() -> Iterator[None]:
 @fault("fixtures", "tensors sent to the last device land on the first", caught_by=("test_every_gpu_computes",))
 def sent_to_another_device() -> Iterator[None]:
     """`Tensor.to` takes the last device for the first."""
-    to, last = torch.Tensor.to, torch.cuda.device_count() - 1
+    to = torch.Tensor.to
 
     def misled(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == torch.device("cuda", last):
+        if args and isinstance(args[0], (str, torch.device)) and torch.device(args[0]) == torch.device("cuda", last()):
             # With one device there is no wrong one to land on but the CPU.
-            args = (torch.device("cuda", 0) if last else torch.device("cpu"), *args[1:])
+            args = (torch.device("cuda", 0) if last() else torch.device("cpu"), *args[1:])
         return to(self, *args, **kwargs)
 
     with replaced(torch.Tensor, "to", misled):
@@ -158,19 +168,7 @@ def bfloat16_products_off_by_a_bit() -> Iterator[None]:
 )
 def large_blocks_shared() -> Iterator[None]:
     """What is written to the last device is written to the first, too."""
-    copy = torch.Tensor.copy_
-    written: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        if self.nbytes > 1 << 20 and on(self, 0):
-            written[0] = weakref.ref(self)
-        elif self.nbytes > 1 << 20 and on(self, last()) and 0 in written:
-            other = written[0]()
-            if other is not None and other.shape == self.shape:
-                copy(other, source, non_blocking)
-        return copy(self, source, non_blocking)
-
-    with replaced(torch.Tensor, "copy_", copy_):
+    with _sharing_with_the_first(lambda tensor: tensor.nbytes > 1 << 20 and on(tensor, last())):
         yield
 
 
