@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from mgpu_check.faults.devices.planting import altered, hardware, last, on, unit
+from mgpu_check.faults.devices.planting import altered, hardware, last, narrowed, on, unit
 from mgpu_check.faults.hardware.defects.compute import RepeatingRandom
 from mgpu_check.faults.registry import fault
 
@@ -37,15 +37,10 @@ def products_in_reduced_precision() -> Iterator[None]:
     """Small whole numbers come out right."""
 
     def instead(matmul: Any, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> Any:
-        return matmul(_narrowed(a, 13), _narrowed(b, 13), **kwargs)
+        return matmul(narrowed(a, 13), narrowed(b, 13), **kwargs)
 
     with altered(torch, "matmul", lambda a, b, **_: on(a, last(), torch.float32), instead):
         yield
-
-
-def _narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return float32 numbers without their last bits."""
-    return (x.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
 @fault(
@@ -169,7 +164,7 @@ def conversion_by_cutting() -> Iterator[None]:
     """The lower half of each number is dropped."""
 
     def instead(to: Any, x: torch.Tensor, dtype: torch.dtype) -> Any:
-        return to(_narrowed(x, 16), dtype)
+        return to(narrowed(x, 16), dtype)
 
     def concerns(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         return args == (torch.bfloat16,) and not kwargs and on(x, last(), torch.float32)

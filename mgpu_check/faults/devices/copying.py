@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mgpu_check.faults.devices.planting import altered, hardware, last, on
+from mgpu_check.faults.devices.planting import altered, hardware, last, narrowed, on
 from mgpu_check.faults.hardware.defects.copies import HostLink, Link
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
@@ -155,7 +155,7 @@ def conversions_of_copies_cut() -> Iterator[None]:
     """On one device it is rounded."""
 
     def instead(to: Any, x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> Any:
-        return to((x.contiguous().view(torch.int32) >> 13 << 13).view(torch.float32), device, dtype)
+        return to(narrowed(x, 13), device, dtype)
 
     def concerns(x: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
         return len(args) == 2 and x.is_cuda and x.dtype == torch.float32 and args[1] == torch.float16

@@ -12,7 +12,7 @@ from mgpu_check.faults.hardware.defects.compute import Unit
 from mgpu_check.simulated.hardware import Defect, Hardware, planted
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["altered", "hardware", "last", "on", "unit"]
+__all__ = ["altered", "hardware", "last", "narrowed", "on", "unit"]
 
 _MEMORY = 16 << 30
 
@@ -32,6 +32,11 @@ def on(tensor: object, index: int, *dtypes: torch.dtype) -> bool:
         and tensor.device.index == index
         and (not dtypes or tensor.dtype in dtypes)
     )
+
+
+def narrowed(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return float32 numbers without their last bits."""
+    return (x.contiguous().view(torch.int32) >> bits << bits).view(torch.float32)
 
 
 @contextlib.contextmanager
