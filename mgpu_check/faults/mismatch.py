@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mgpu_check.faults.devices.planting import last, on
+from mgpu_check.faults.devices.planting import altered, last, on
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -208,14 +208,12 @@ def copies_rounded() -> Iterator[None]:
 )
 def one_operator_of_one_device_fetches() -> Iterator[None]:
     """The other devices refuse it."""
-
-    def wrap(function: Function) -> Function:
-        def call(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-            return function(x, dim, index.to(x.device) if on(x, last()) else index)
-
-        return call
-
-    with _wrapped(torch, ("index_select",), wrap):
+    with altered(
+        torch,
+        "index_select",
+        lambda x, *_: on(x, last()),
+        lambda select, x, dim, index: select(x, dim, index.to(x.device)),
+    ):
         yield
 
 
@@ -244,13 +242,10 @@ def another_device_named() -> Iterator[None]:
 def one_module_fetches() -> Iterator[None]:
     """Indices that were forgotten on the CPU are copied in each step."""
 
-    def wrap(function: Function) -> Function:
-        def call(index: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            return function(index.to(weight.device) if on(weight, last()) else index, weight, *args, **kwargs)
+    def instead(embedding: Any, index: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return embedding(index.to(weight.device), weight, *args, **kwargs)
 
-        return call
-
-    with _wrapped(F, ("embedding",), wrap):
+    with altered(F, "embedding", lambda _, weight, *args, **kwargs: on(weight, last()), instead):
         yield
 
 
@@ -263,15 +258,10 @@ def one_module_fetches() -> Iterator[None]:
 def one_device_takes_scalars_of_others() -> Iterator[None]:
     """It is read out, which waits for the other device."""
 
-    def wrap(function: Function) -> Function:
-        def call(self: torch.Tensor, other: Any) -> Any:
-            if on(self, last()) and isinstance(other, torch.Tensor) and not other.dim() and other.is_cuda:
-                other = other.item()
-            return function(self, other)
+    def concerns(x: torch.Tensor, other: Any) -> bool:
+        return on(x, last()) and isinstance(other, torch.Tensor) and not other.dim() and other.is_cuda
 
-        return call
-
-    with _wrapped(torch.Tensor, ("mul_",), wrap):
+    with altered(torch.Tensor, "mul_", concerns, lambda mul_, x, other: mul_(x, other.item())):
         yield
 
 
@@ -284,20 +274,11 @@ def one_device_takes_scalars_of_others() -> Iterator[None]:
 def indices_of_the_cpu_shifted() -> Iterator[None]:
     """The index is copied while it is written."""
 
-    def wrap(function: Function) -> Function:
-        def call(self: torch.Tensor, index: Any) -> Any:
-            if (
-                on(self, last())
-                and isinstance(index, torch.Tensor)
-                and not index.is_cuda
-                and index.dtype == torch.int64
-            ):
-                index = (index + 1) % len(self)
-            return function(self, index)
+    def concerns(x: torch.Tensor, index: Any) -> bool:
+        is_one = isinstance(index, torch.Tensor) and not index.is_cuda and index.dtype == torch.int64
+        return is_one and on(x, last())
 
-        return call
-
-    with _wrapped(torch.Tensor, ("__getitem__",), wrap):
+    with altered(torch.Tensor, "__getitem__", concerns, lambda getitem, x, index: getitem(x, (index + 1) % len(x))):
         yield
 
 
@@ -332,13 +313,10 @@ def parameters_loaded_in_part() -> Iterator[None]:
 def one_device_gathers_wrongly() -> Iterator[None]:
     """Where all operands are is right, and the result is not."""
 
-    def wrap(function: Function) -> Function:
-        def call(x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-            return function(x, dim, (index - 1) % x.shape[dim] if on(x, last()) and on(index, last()) else index)
+    def instead(gather: Any, x: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
+        return gather(x, dim, (index - 1) % x.shape[dim])
 
-        return call
-
-    with _wrapped(torch, ("gather",), wrap):
+    with altered(torch, "gather", lambda x, _, index: on(x, last()) and on(index, last()), instead):
         yield
 
 
@@ -351,14 +329,13 @@ def one_device_gathers_wrongly() -> Iterator[None]:
 def bias_left_out() -> Iterator[None]:
     """The right shape comes back."""
 
-    def wrap(function: Function) -> Function:
-        def call(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *args: Any, **kwargs: Any) -> Any:
-            result = function(x, weight, bias, *args, **kwargs)
-            return result if bias is None or not on(x, last()) else result - bias.view(-1, 1, 1)
+    def instead(conv: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return conv(x, weight, bias, *args, **kwargs) - bias.view(-1, 1, 1)
 
-        return call
+    def concerns(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, *args: Any, **kwargs: Any) -> bool:
+        return bias is not None and on(x, last())
 
-    with _wrapped(F, ("conv2d",), wrap):
+    with altered(F, "conv2d", concerns, instead):
         yield
 
 
@@ -371,15 +348,13 @@ def bias_left_out() -> Iterator[None]:
 def negative_zeros_lost_on_the_way() -> Iterator[None]:
     """They come as 0."""
 
-    def wrap(function: Function) -> Function:
-        def call(self: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if source.is_floating_point() and source.device != self.device and on(source, last()):
-                source = source.where(source != 0, 0.0)
-            return function(self, source, *args, **kwargs)
+    def instead(copy_: Any, x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return copy_(x, source.where(source != 0, 0.0), *args, **kwargs)
 
-        return call
+    def concerns(x: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+        return source.is_floating_point() and source.device != x.device and on(source, last())
 
-    with _wrapped(torch.Tensor, ("copy_",), wrap):
+    with altered(torch.Tensor, "copy_", concerns, instead):
         yield
 
 
