@@ -12,12 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.faults.breaking import (
-    DDP,
-    ddp_fault,
-    is_last,
-    replaced_method,
-)
+from mgpu_check.faults.breaking import DDP, ddp_fault, replaced_method
+from mgpu_check.faults.conditions import is_last
 from mgpu_check.torch_hooks.patches import replaced
 
 
@@ -102,18 +98,15 @@ def bfloat16_hook_in_float32() -> Iterator[None]:
     condition="one rank, from the second step on",
 )
 def low_rank_result_narrowed() -> Iterator[None]:
-    def narrow(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
+    real = powerSGD_hook.powerSGD_hook
+
+    @functools.wraps(real)
+    def hook(state: Any, bucket: Any) -> Any:
         compressing = state.iter >= state.start_powerSGD_iter
         future = real(state, bucket)
         if not compressing or not is_last():
             return future
         return future.then(lambda done: done.value().to(torch.bfloat16).to(torch.float32))
-
-    real = powerSGD_hook.powerSGD_hook
-
-    @functools.wraps(real)
-    def hook(state: Any, bucket: Any) -> Any:
-        return narrow(real, state, bucket)
 
     with replaced(powerSGD_hook, "powerSGD_hook", hook):
         yield

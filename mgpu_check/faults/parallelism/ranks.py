@@ -69,17 +69,13 @@ def remainder_left_out() -> Iterator[None]:
         size = elements // parts
         return [slice(size * part, size * (part + 1)) for part in range(parts)]
 
-    with (
-        replaced(allreduce, "chunks", chunks),
-        replaced(tensor_parallel, "chunks", lambda elements, parts: allreduce_of(elements, parts)),
-    ):
+    def widest_last(elements: int, parts: int) -> list[slice]:
+        # The last one has the remainder: it is as wide as none expects.
+        *others, last = chunks(elements, parts)
+        return [*others, slice(last.start, elements)]
+
+    with replaced(allreduce, "chunks", chunks), replaced(tensor_parallel, "chunks", widest_last):
         yield
-
-
-def allreduce_of(elements: int, parts: int) -> list[slice]:
-    """Return chunks whose last one has the remainder of the first ones, too: as wide as none expects."""
-    size = elements // parts
-    return [slice(size * part, elements if part == parts - 1 else size * (part + 1)) for part in range(parts)]
 
 
 @fault(
