@@ -12,10 +12,18 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.faults.registry import fault
-from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.torch_hooks.patches import replaced
 
-__all__ = ["DDP", "communicated", "ddp_fault", "is_last", "replaced_method", "slices", "wrapped"]
+__all__ = [
+    "DDP",
+    "communicated",
+    "data_parallel_fault",
+    "ddp_fault",
+    "replaced_method",
+    "slices",
+    "upper_bits",
+    "wrapped",
+]
 
 DDP = DistributedDataParallel
 Plant = Callable[[], Iterator[None]]
@@ -27,10 +35,9 @@ def ddp_fault(summary: str, *checks: str, condition: str = "") -> Callable[[Plan
     return fault("distributed", summary, caught_by=checks, condition=condition)
 
 
-def is_last() -> bool:
-    """Return whether this process is the last of several ranks."""
-    rank = current_rank()
-    return rank is not None and rank.size > 1 and rank.index == rank.size - 1
+def data_parallel_fault(summary: str, check: str, condition: str = "") -> Callable[[Plant], Plant]:
+    """Register a fault that a check of `suite/test_data_parallel.py` must catch."""
+    return fault("data_parallel", summary, caught_by=(check,), condition=condition)
 
 
 @contextlib.contextmanager
@@ -91,3 +98,11 @@ def slices(buffer: torch.Tensor, bucket: Any) -> Iterator[tuple[nn.Parameter, to
     for parameter in bucket.parameters():
         yield parameter, buffer[at : at + parameter.numel()]
         at += parameter.numel()
+
+
+def upper_bits(values: torch.Tensor) -> torch.Tensor:
+    """Return float32 with the upper 11 bits of each significand, as TF32 has them, by Veltkamp's splitting; others as they are."""
+    if values.dtype != torch.float32:
+        return values
+    large = values * ((1 << 13) + 1)
+    return large - (large - values)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.faults.breaking import communicated, is_last, wrapped
+from mgpu_check.faults.breaking import communicated, wrapped
+from mgpu_check.faults.conditions import is_last
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
 from mgpu_check.recipes import allreduce as reducing

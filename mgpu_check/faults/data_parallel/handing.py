@@ -11,14 +11,9 @@ from torch import nn
 from torch._utils import ExceptionWrapper
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.faults.breaking import replaced_method
-from mgpu_check.faults.registry import fault
+from mgpu_check.faults.breaking import data_parallel_fault, replaced_method
 
 _MANY = 1 << 16
-
-
-def _fault(summary: str, check: str, condition: str = "") -> Callable[..., Any]:
-    return fault("data_parallel", summary, caught_by=(check,), condition=condition)
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -45,7 +40,7 @@ def _gathered(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
 # Outputs
 
 
-@_fault("outputs of the first two replicas are swapped", "test_outputs")
+@data_parallel_fault("outputs of the first two replicas are swapped", "test_outputs")
 def replicas_swapped() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         return real(self, [*outputs[1::-1], *outputs[2:]], device)
@@ -54,7 +49,7 @@ def replicas_swapped() -> Iterator[None]:
         yield
 
 
-@_fault("the first two of several outputs are swapped", "test_outputs", "tuples")
+@data_parallel_fault("the first two of several outputs are swapped", "test_outputs", "tuples")
 def outputs_swapped() -> Iterator[None]:
     def gather(real: Callable[..., Any], *given: Any) -> Any:
         out = real(*given)
@@ -64,7 +59,9 @@ def outputs_swapped() -> Iterator[None]:
         yield
 
 
-@_fault("outputs are gathered by the numbers of their devices", "test_outputs", "device orders that do not ascend")
+@data_parallel_fault(
+    "outputs are gathered by the numbers of their devices", "test_outputs", "device orders that do not ascend"
+)
 def outputs_by_device_number() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         places = sorted(range(len(outputs)), key=lambda place: self.device_ids[place])
@@ -74,7 +71,7 @@ def outputs_by_device_number() -> Iterator[None]:
         yield
 
 
-@_fault("outputs always come to the first device", "test_outputs", "output_device other than the first")
+@data_parallel_fault("outputs always come to the first device", "test_outputs", "output_device other than the first")
 def output_device_ignored() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         return real(self, outputs, self.device_ids[0])
@@ -83,12 +80,12 @@ def output_device_ignored() -> Iterator[None]:
         yield
 
 
-@_fault("outputs in bfloat16 are gathered as float16", "test_outputs", "bfloat16 only")
+@data_parallel_fault("outputs in bfloat16 are gathered as float16", "test_outputs", "bfloat16 only")
 def bfloat16_outputs_as_float16() -> Iterator[None]:
     yield from _gathered(lambda out: out.to(torch.float16) if out.dtype == torch.bfloat16 else out)
 
 
-@_fault("the last element of large outputs is lost", "test_outputs", "above 64 Ki elements")
+@data_parallel_fault("the last element of large outputs is lost", "test_outputs", "above 64 Ki elements")
 def large_outputs_cut() -> Iterator[None]:
     def cut(out: torch.Tensor) -> torch.Tensor:
         if out.numel() <= _MANY:
@@ -100,7 +97,7 @@ def large_outputs_cut() -> Iterator[None]:
     yield from _gathered(cut)
 
 
-@_fault("scalars are averaged into one", "test_scalars", "outputs without dimensions")
+@data_parallel_fault("scalars are averaged into one", "test_scalars", "outputs without dimensions")
 def scalars_averaged() -> Iterator[None]:
     def gather(real: Callable[..., Any], self: DataParallel[Any], outputs: Sequence[Any], device: Any) -> Any:
         out = real(self, outputs, device)
@@ -110,7 +107,7 @@ def scalars_averaged() -> Iterator[None]:
         yield
 
 
-@_fault("rows are split whatever dim says", "test_dimension", "dim=1")
+@data_parallel_fault("rows are split whatever dim says", "test_dimension", "dim=1")
 def dimension_of_data_parallel_ignored() -> Iterator[None]:
     def init(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> None:
         real(self, *args, **(kwargs | {"dim": 0}))
@@ -137,12 +134,14 @@ def _flags(kwargs: dict[str, Any], place: int) -> dict[str, Any]:
     return _mapped(kwargs, lambda part: part | True if part.dtype == torch.bool and place else part)  # type: ignore[no-any-return]
 
 
-@_fault("flags are all set on devices other than the first", "test_arguments", "bool only, keyword arguments")
+@data_parallel_fault(
+    "flags are all set on devices other than the first", "test_arguments", "bool only, keyword arguments"
+)
 def flags_all_set() -> Iterator[None]:
     yield from _scattered(lambda args, kwargs: (args, [_flags(part, place) for place, part in enumerate(kwargs)]))
 
 
-@_fault("text is given to the first replica only", "test_arguments", "text as a keyword argument")
+@data_parallel_fault("text is given to the first replica only", "test_arguments", "text as a keyword argument")
 def text_for_the_first() -> Iterator[None]:
     def first_only(args: list[Any], kwargs: list[Any]) -> tuple[Any, Any]:
         return args, [part | {"text": ""} if place and "text" in part else part for place, part in enumerate(kwargs)]
@@ -150,7 +149,7 @@ def text_for_the_first() -> Iterator[None]:
     yield from _scattered(first_only)
 
 
-@_fault("keyword tensors in a container stay whole", "test_arguments", "nested keyword arguments")
+@data_parallel_fault("keyword tensors in a container stay whole", "test_arguments", "nested keyword arguments")
 def nested_keywords_whole() -> Iterator[None]:
     def scatter(real: Callable[..., Any], self: DataParallel[Any], args: Any, kwargs: Any, devices: Any) -> Any:
         parts, shards = real(self, args, kwargs, devices)
@@ -164,7 +163,7 @@ def nested_keywords_whole() -> Iterator[None]:
         yield
 
 
-@_fault("the last of an odd number of rows is read as the first", "test_models", "odd batch sizes")
+@data_parallel_fault("the last of an odd number of rows is read as the first", "test_models", "odd batch sizes")
 def odd_rows_read_twice() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], torch.Tensor) and len(args[0]) % 2 and len(args[0]) > 1:
@@ -175,7 +174,7 @@ def odd_rows_read_twice() -> Iterator[None]:
         yield
 
 
-@_fault(
+@data_parallel_fault(
     "a batch with fewer rows than devices is computed on the first alone", "test_few_rows", "fewer rows than devices"
 )
 def few_rows_on_one_device() -> Iterator[None]:
@@ -190,7 +189,7 @@ def few_rows_on_one_device() -> Iterator[None]:
 # Modes
 
 
-@_fault("replicas are always in training mode", "test_modes", "evaluation")
+@data_parallel_fault("replicas are always in training mode", "test_modes", "evaluation")
 def replicas_always_train() -> Iterator[None]:
     def replicate(real: Callable[..., Any], *given: Any) -> Any:
         replicas = real(*given)
@@ -203,7 +202,7 @@ def replicas_always_train() -> Iterator[None]:
         yield
 
 
-@_fault("threads do not see that gradients are off", "test_modes", "no_grad and inference_mode")
+@data_parallel_fault("threads do not see that gradients are off", "test_modes", "no_grad and inference_mode")
 def gradients_on_in_threads() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
         with torch.enable_grad():
@@ -213,7 +212,7 @@ def gradients_on_in_threads() -> Iterator[None]:
         yield
 
 
-@_fault("threads do not see autocast", "test_modes", "autocast")
+@data_parallel_fault("threads do not see autocast", "test_modes", "autocast")
 def autocast_off_in_threads() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
         with torch.autocast("cuda", enabled=False):
@@ -223,7 +222,7 @@ def autocast_off_in_threads() -> Iterator[None]:
         yield
 
 
-@_fault("replicas compute in bfloat16 under autocast to float16", "test_autocast_dtype", "float16 only")
+@data_parallel_fault("replicas compute in bfloat16 under autocast to float16", "test_autocast_dtype", "float16 only")
 def autocast_in_bfloat16() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
         outputs = real(*given)
@@ -234,7 +233,7 @@ def autocast_in_bfloat16() -> Iterator[None]:
         yield
 
 
-@_fault("the thread of the last device has another one as its current device", "test_modes", "one device")
+@data_parallel_fault("the thread of the last device has another one as its current device", "test_modes", "one device")
 def last_thread_elsewhere() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         weight = next((value for value in vars(self).values() if isinstance(value, torch.Tensor)), None)
@@ -250,7 +249,7 @@ def last_thread_elsewhere() -> Iterator[None]:
 # Exceptions
 
 
-@_fault("exceptions do not say in which replica they were raised", "test_exceptions")
+@data_parallel_fault("exceptions do not say in which replica they were raised", "test_exceptions")
 def replica_not_named() -> Iterator[None]:
     def init(real: Callable[..., Any], self: ExceptionWrapper, exc_info: Any = None, where: str = "") -> None:
         real(self, exc_info, "in a replica")
@@ -259,7 +258,7 @@ def replica_not_named() -> Iterator[None]:
         yield
 
 
-@_fault("exceptions are named for the replica before", "test_exceptions", "replicas beyond the first")
+@data_parallel_fault("exceptions are named for the replica before", "test_exceptions", "replicas beyond the first")
 def wrong_replica_named() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, inputs: Any, kwargs: Any) -> Any:
         try:
@@ -278,7 +277,9 @@ def wrong_replica_named() -> Iterator[None]:
         yield
 
 
-@_fault("exceptions of the last replica are lost, and its input is its output", "test_exceptions", "the last replica")
+@data_parallel_fault(
+    "exceptions of the last replica are lost, and its input is its output", "test_exceptions", "the last replica"
+)
 def last_exception_lost() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, inputs: Any, kwargs: Any) -> Any:
         try:
@@ -293,7 +294,7 @@ def last_exception_lost() -> Iterator[None]:
 # The functional form
 
 
-@_fault(
+@data_parallel_fault(
     "data_parallel brings outputs to the first device", "test_functional_form", "output_device other than the first"
 )
 def functional_output_device_ignored() -> Iterator[None]:
@@ -304,7 +305,7 @@ def functional_output_device_ignored() -> Iterator[None]:
         yield
 
 
-@_fault(
+@data_parallel_fault(
     "data_parallel forgets keyword arguments that are no tensors",
     "test_functional_form",
     "numbers as keyword arguments",

@@ -11,14 +11,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, comm
 
-from mgpu_check.faults.breaking import replaced_method
-from mgpu_check.faults.registry import fault
+from mgpu_check.faults.breaking import data_parallel_fault, replaced_method, upper_bits
+from mgpu_check.faults.conditions import Count
 
 _MANY = 1 << 16
-
-
-def _fault(summary: str, check: str, condition: str = "") -> Callable[..., Any]:
-    return fault("data_parallel", summary, caught_by=(check,), condition=condition)
 
 
 def _copied(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
@@ -48,7 +44,7 @@ def _added(change: Callable[[list[list[torch.Tensor]]], list[list[torch.Tensor]]
 # Replicas
 
 
-@_fault(
+@data_parallel_fault(
     "elements beyond the first 64 Ki of a parameter are not copied to the last device",
     "test_replicas",
     "above 64 Ki elements, one device",
@@ -64,12 +60,12 @@ def long_parameters_not_copied() -> Iterator[None]:
     yield from _copied(cut)
 
 
-@_fault("flags of the last device are inverted", "test_replicas", "bool only, one device")
+@data_parallel_fault("flags of the last device are inverted", "test_replicas", "bool only, one device")
 def flags_inverted() -> Iterator[None]:
     yield from _copied(lambda held: ~held if held.dtype == torch.bool else held)
 
 
-@_fault("NaN lose their payload on the last device", "test_replicas", "NaN of float32 only, one device")
+@data_parallel_fault("NaN lose their payload on the last device", "test_replicas", "NaN of float32 only, one device")
 def payloads_of_replicas_lost() -> Iterator[None]:
     def quiet(held: torch.Tensor) -> torch.Tensor:
         if held.dtype != torch.float32:
@@ -79,12 +75,14 @@ def payloads_of_replicas_lost() -> Iterator[None]:
     yield from _copied(quiet)
 
 
-@_fault("parameters in float64 go through float32 on the last device", "test_replicas", "float64 only, one device")
+@data_parallel_fault(
+    "parameters in float64 go through float32 on the last device", "test_replicas", "float64 only, one device"
+)
 def float64_copied_as_float32() -> Iterator[None]:
     yield from _copied(lambda held: held.float().double() if held.dtype == torch.float64 else held)
 
 
-@_fault("a module with two names becomes two modules in each replica", "test_replicas", "shared modules")
+@data_parallel_fault("a module with two names becomes two modules in each replica", "test_replicas", "shared modules")
 def shared_modules_apart() -> Iterator[None]:
     def replicate(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         replicas = real(*args, **kwargs)
@@ -100,20 +98,12 @@ def shared_modules_apart() -> Iterator[None]:
 # Gradients
 
 
-@_fault("DataParallel adds gradients up in TF32", "test_models")
+@data_parallel_fault("DataParallel adds gradients up in TF32", "test_models")
 def gradients_added_in_tf32() -> Iterator[None]:
-    def narrow(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        def upper(value: torch.Tensor) -> torch.Tensor:
-            # Veltkamp's splitting: the upper 11 bits.
-            large = value * ((1 << 13) + 1)
-            return large - (large - value) if value.dtype == torch.float32 else value
-
-        return [[upper(value) for value in held] for held in inputs]
-
-    yield from _added(narrow)
+    yield from _added(lambda inputs: [[upper_bits(value) for value in held] for held in inputs])
 
 
-@_fault(
+@data_parallel_fault(
     "elements beyond the first 64 Ki of the last device's gradient are lost",
     "test_models",
     "above 64 Ki elements, one device",
@@ -129,7 +119,9 @@ def long_gradients_lost() -> Iterator[None]:
     yield from _added(cut)
 
 
-@_fault("a weight of four dimensions is added up without the second device", "test_models", "convolutions, one device")
+@data_parallel_fault(
+    "a weight of four dimensions is added up without the second device", "test_models", "convolutions, one device"
+)
 def convolutions_without_the_second_device() -> Iterator[None]:
     def without(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
         if len(inputs) > 1:
@@ -139,7 +131,7 @@ def convolutions_without_the_second_device() -> Iterator[None]:
     yield from _added(without)
 
 
-@_fault("parameters that need no gradient are given one", "test_frozen_parameters", "frozen parameters")
+@data_parallel_fault("parameters that need no gradient are given one", "test_frozen_parameters", "frozen parameters")
 def frozen_parameters_thawed() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         for parameter in self.module.parameters():
@@ -150,17 +142,17 @@ def frozen_parameters_thawed() -> Iterator[None]:
         yield
 
 
-@_fault("every second addition of gradients is lost", "test_several_calls", "one call in two")
+@data_parallel_fault("every second addition of gradients is lost", "test_several_calls", "one call in two")
 def every_second_gradient_lost() -> Iterator[None]:
-    calls = iter(range(1 << 30))
+    count = Count()
 
     def lose(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-        return [[value * 0 for value in held] for held in inputs] if next(calls) % 2 else inputs
+        return [[value * 0 for value in held] for held in inputs] if count.every(2) else inputs
 
     yield from _added(lose)
 
 
-@_fault(
+@data_parallel_fault(
     "the last device keeps the parameters of the first call",
     "test_several_calls",
     "from the second call on, one device",
@@ -183,7 +175,7 @@ def replica_kept() -> Iterator[None]:
 # Buffers and hooks
 
 
-@_fault("the module keeps the buffers of the last replica", "test_buffers", "training")
+@data_parallel_fault("the module keeps the buffers of the last replica", "test_buffers", "training")
 def buffers_of_the_last_device() -> Iterator[None]:
     def apply(real: Callable[..., Any], self: DataParallel[Any], replicas: Any, *more: Any) -> Any:
         outputs = real(self, replicas, *more)
@@ -196,12 +188,16 @@ def buffers_of_the_last_device() -> Iterator[None]:
         yield
 
 
-@_fault("whole numbers go through float64 on the last device", "test_buffers", "int64 above 2^53, one device")
+@data_parallel_fault(
+    "whole numbers go through float64 on the last device", "test_buffers", "int64 above 2^53, one device"
+)
 def counts_copied_as_float64() -> Iterator[None]:
     yield from _copied(lambda held: held.double().long() if held.dtype == torch.int64 else held)
 
 
-@_fault("floating-point buffers change in evaluation, too", "test_buffers", "evaluation, floating point only")
+@data_parallel_fault(
+    "floating-point buffers change in evaluation, too", "test_buffers", "evaluation, floating point only"
+)
 def buffers_change_in_evaluation() -> Iterator[None]:
     def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
         out = real(self, *args, **kwargs)
@@ -216,7 +212,7 @@ def buffers_change_in_evaluation() -> Iterator[None]:
         yield
 
 
-@_fault("hooks are called on the first replica only", "test_hooks", "devices other than the first")
+@data_parallel_fault("hooks are called on the first replica only", "test_hooks", "devices other than the first")
 def hooks_on_the_first_replica() -> Iterator[None]:
     def replicate(real: Callable[..., Any], *given: Any) -> Any:
         replicas = real(*given)
@@ -229,7 +225,7 @@ def hooks_on_the_first_replica() -> Iterator[None]:
         yield
 
 
-@_fault("a parameter's hook is given half of its gradient", "test_hooks", "hooks of parameters")
+@data_parallel_fault("a parameter's hook is given half of its gradient", "test_hooks", "hooks of parameters")
 def hook_of_half_a_gradient() -> Iterator[None]:
     def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
         return real(self, (lambda gradient: hook(gradient * 0.5)) if isinstance(self, nn.Parameter) else hook)

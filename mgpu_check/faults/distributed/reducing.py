@@ -12,15 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.faults.breaking import (
-    DDP,
-    communicated,
-    ddp_fault,
-    is_last,
-    replaced_method,
-    slices,
-    wrapped,
-)
+from mgpu_check.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices, upper_bits, wrapped
+from mgpu_check.faults.conditions import is_last
 from mgpu_check.torch_hooks.patches import replaced
 
 _MANY = 1 << 16
@@ -44,11 +37,7 @@ class _Calls:
 @ddp_fault("DDP reduces gradients in TF32, with 11 bits of significand", "test_models")
 def gradients_in_tf32() -> Iterator[None]:
     def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        if buffer.dtype != torch.float32:
-            return buffer
-        # Veltkamp's splitting: the upper 11 bits.
-        large = buffer * ((1 << 13) + 1)
-        return large - (large - buffer)
+        return upper_bits(buffer)
 
     with communicated(narrow):
         yield

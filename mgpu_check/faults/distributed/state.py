@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.faults.breaking import DDP, communicated, ddp_fault, is_last, replaced_method, slices
+from mgpu_check.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices
+from mgpu_check.faults.conditions import Count, is_last
 from mgpu_check.rank_side.rank import current_rank
 
 _MANY = 1 << 16
@@ -123,11 +124,11 @@ def counts_sent_as_float64() -> Iterator[None]:
     condition="bool only, one rank, one call in two",
 )
 def flags_not_sent() -> Iterator[None]:
-    calls = iter(range(1 << 30))
+    count = Count()
 
     def keep(model: DistributedDataParallel, send: Callable[[], None]) -> None:
         send()
-        if next(calls) % 2 and is_last():
+        if count.every(2) and is_last():
             for value in model.module.buffers():
                 if value.dtype == torch.bool:
                     value.logical_not_()
