@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from mgpu_check.checks.distributed_options import SMALL_BUCKET, judged
+from mgpu_check.checks.distributed_options import SMALL_BUCKET
 from mgpu_check.checks.distributed_replica import Replica
 from mgpu_check.checks.replicas import assert_replicas_agree
-from mgpu_check.checks.whole import Gradients, Rows, slack
+from mgpu_check.checks.whole import Gradients, Rows, judged, slack
 from mgpu_check.numerics.compare import difference
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.whole import WholeRun

@@ -6,8 +6,7 @@ waits for one that has found something.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.checks.distributed_replica import Place, Replica, train
-from mgpu_check.checks.whole import Findings, exact_arithmetic
+from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.whole import judged
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.whole import WholeRun
 
@@ -31,19 +31,6 @@ __all__ = [
 
 SMALL_BUCKET = 0.0001
 """MiB: a bucket for every 100 bytes, so for nearly every parameter."""
-
-
-@contextlib.contextmanager
-def judged() -> Iterator[Findings]:
-    """Compute exactly, collect findings, and raise the first at the end.
-
-    Raises:
-        GradientMismatch, ReplicaMismatch: there is one.
-    """
-    findings = Findings()
-    with exact_arithmetic():
-        yield findings
-    findings.close()
 
 
 def assert_models_train(rank: Rank, runs: Sequence[WholeRun]) -> None:

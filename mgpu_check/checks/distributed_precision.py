@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from mgpu_check.checks.distributed_options import judged
 from mgpu_check.checks.distributed_replica import Replica
-from mgpu_check.checks.whole import Gradients, total
+from mgpu_check.checks.whole import Gradients, judged, total
 from mgpu_check.numerics.compare import difference
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.whole import product

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.checks.whole import (
-    Findings,
     Forward,
     Gradients,
     OneDevice,

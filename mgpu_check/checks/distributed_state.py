@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.checks.bits import first_difference, same_bits
-from mgpu_check.checks.distributed_options import judged
 from mgpu_check.checks.distributed_replica import Replica, train
-from mgpu_check.checks.whole import Findings, assert_devices_are, state_of
+from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.whole import assert_devices_are, judged, state_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.everything import Everything
 from mgpu_check.recipes.training import split

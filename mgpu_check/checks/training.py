@@ -12,9 +12,10 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.checks.replicas import assert_replicas_agree
-from mgpu_check.errors import GradientMismatch, ReplicaMismatch
+from mgpu_check.errors import GradientMismatch
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.steps import Measurement, Step, full_precision, measure_step, measure_step_provisionally
 from mgpu_check.rank_side.rank import Rank
@@ -152,18 +153,14 @@ def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> Non
     """
     __tracebackhide__ = True
 
-    found: list[ReplicaMismatch] = []
+    findings = Findings()
 
     def compare(step: int, model: nn.Module) -> None:
-        try:
+        with findings.collected():
             assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {_steps(step)}")
-        except ReplicaMismatch as mismatch:
-            # The other ranks go on to the next step, which is a collective.
-            found.append(mismatch)
 
     _train(training, rank, False, False, None, after=compare)
-    if found:
-        raise found[0]
+    findings.close()
 
 
 def _train(

@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
-from mgpu_check.errors import CheckFailure, GradientMismatch
+from mgpu_check.errors import GradientMismatch
 from mgpu_check.recipes.whole import product, settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = [
-    "Findings",
     "Forward",
     "OneDevice",
     "Rows",
     "assert_devices_are",
     "assert_gradients_are",
     "exact_arithmetic",
+    "judged",
     "plainly",
     "slack",
     "state_of",
@@ -51,34 +52,17 @@ def exact_arithmetic() -> Iterator[None]:
         yield
 
 
-class Findings:
-    """What a rank finds wrong, kept until all ranks have left their last collective."""
+@contextlib.contextmanager
+def judged() -> Iterator[Findings]:
+    """Compute exactly, collect findings, and raise the first at the end.
 
-    def __init__(self) -> None:
-        self.found: list[CheckFailure] = []
-
-    @contextlib.contextmanager
-    def collected(self) -> Iterator[None]:
-        """Keep a finding that is raised within."""
-        try:
-            yield
-        except CheckFailure as failure:
-            self.found.append(failure)
-
-    def require(self, right: bool, message: str, *, ranks: Sequence[int] = ()) -> None:
-        """Keep a finding with this message, unless all is right."""
-        if not right:
-            self.found.append(GradientMismatch(message, ranks=ranks))
-
-    def close(self) -> None:
-        """Raise the first finding.
-
-        Raises:
-            GradientMismatch, ReplicaMismatch: there is one.
-        """
-        __tracebackhide__ = True
-        if self.found:
-            raise self.found[0]
+    Raises:
+        GradientMismatch, ReplicaMismatch: there is one.
+    """
+    findings = Findings()
+    with exact_arithmetic():
+        yield findings
+    findings.close()
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

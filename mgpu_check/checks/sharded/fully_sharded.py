@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mgpu_check.checks.exact_training import assert_same, one_device, sgd, weighted
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.checks.sharded.meshes import near_square
 from mgpu_check.errors import ShardError
@@ -93,7 +94,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
     shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-    seen: list[tuple[str, dict[str, torch.Tensor], str]] = []
+    findings = Findings()
     for freed in (True, False):
         model = sharded(training, rank, mesh, reshard_after_forward=freed)
         optimizer = sgd(training, model)
@@ -114,12 +115,11 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
                 wrong = wrong or _wrong_chunks(model, mesh, rank)
                 got |= whole(model, step) | {f"step {step}: outputs": copied(torch.cat(outputs))}
         what = f"fully_shard over {tuple(mesh.shape)}, resharding {'on' if freed else 'off'}, on {rank.device}"
-        seen.append((what, got, wrong))
-    # What is wrong is said in the end, when no other rank waits for this one any more.
-    for what, got, wrong in seen:
-        if wrong:
-            raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
-        assert_same(got, wanted, what, rank.index)
+        with findings.collected():
+            if wrong:
+                raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
+            assert_same(got, wanted, what, rank.index)
+    findings.close()
 
 
 def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, rank: Rank) -> str:
