@@ -9,10 +9,11 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from mgpu_check.checks.data_parallel_results import Devices, both_ways
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.whole import OneDevice, Rows, assert_gradients_are, exact_arithmetic, total
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.recipes.whole import CLASSES, product, settle
+from mgpu_check.recipes.training import weighted
+from mgpu_check.recipes.whole import CLASSES, settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = [
@@ -39,11 +40,6 @@ def _what(run: WholeRun, order: Devices, more: str = "") -> str:
 
 def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in model.named_parameters()}
-
-
-def _require(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], what: str) -> None:
-    __tracebackhide__ = True
-    assert_gradients_agree(got, expected, tolerance=dict.fromkeys(expected, 0.0), what=what)
 
 
 def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
@@ -90,13 +86,13 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
         expected = one.outputs(x)
         optimizer.zero_grad()
         outputs = parallel(x)
-        _require({"outputs": outputs}, {"outputs": expected}, f"{what}, step {number}")
-        product(outputs, targets.to(order[0])).backward()
+        assert_same({"outputs": outputs}, {"outputs": expected}, f"{what}, step {number}")
+        weighted(outputs, targets.to(order[0])).backward()
         parts = one.parts(_shards(batch, order))
         assert_gradients_are(model, parts, what=f"{what}, gradients of step {number}")
         optimizer.step()
         one.step(total(parts))
-        _require(_parameters(model), _parameters(one.held), f"{what}, parameters after step {number}")
+        assert_same(_parameters(model), _parameters(one.held), f"{what}, parameters after step {number}")
         settle(model, run.most)
         one.settle()
 
@@ -125,7 +121,7 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
                     expected = one.outputs(x)
                     with torch.no_grad():
                         outputs = parallel(x)
-                    _require({"outputs": outputs}, {"outputs": expected}, what)
+                    assert_same({"outputs": outputs}, {"outputs": expected}, what)
                     first = x.chunk(len(order))[0]
                     if not evaluated:
                         before = {
@@ -133,7 +129,7 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
                             "sums": before["sums"] + first[:, :CLASSES].sum(0),
                             "seen": ~before["seen"],
                         }
-                    _require(
+                    assert_same(
                         {name: value.detach() for name, value in model.named_buffers()}, before, f"{what}, buffers"
                     )
 
@@ -160,7 +156,7 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
                 for number in range(2):
                     what = _what(run, order, f", two calls before one backward pass, round {number + 1}")
                     model.zero_grad()
-                    losses = [product(parallel(x), targets.to(order[0])) for x, targets in (first, second)]
+                    losses = [weighted(parallel(x), targets.to(order[0])) for x, targets in (first, second)]
                     (losses[0] + losses[1]).backward()
                     parts = one.parts([*_shards(first, order), *_shards(second, order)])
                     assert_gradients_are(model, parts, what=what)
@@ -196,7 +192,7 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     name, parameter = next(model.named_parameters())
     parameter.register_hook(seen.append)
     x, targets = run.batches()[0]
-    product(parallel(x), targets.to(order[0])).backward()
+    weighted(parallel(x), targets.to(order[0])).backward()
     what = _what(run, order)
     used = list(order[: len(_shards((x, targets), order))])
     if sorted(map(str, replicas)) != sorted(map(str, used)):
@@ -212,4 +208,4 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     if len(seen) != 1:
         raise GradientMismatch(f"{what}: the hook of {name} was called {len(seen)} times, expected once")
     assert expected is not None
-    _require({name: seen[0]}, {name: expected}, f"{what}: what a hook was given")
+    assert_same({name: seen[0]}, {name: expected}, f"{what}: what a hook was given")

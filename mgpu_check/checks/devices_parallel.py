@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, assert_same, one_device, seen, sgd, weighted
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, one_device, seen, sgd
+from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
@@ -86,7 +86,7 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
     batches = [(x[: len(x) >> step], y[: len(y) >> step]) for step, (x, y) in enumerate(training.batches())]
     with full_precision():
         replicas = recipe.train(
-            forward, dict(start.named_parameters()), devices, batches, rate=training.rate, loss=weighted
+            forward, dict(start.named_parameters()), devices, batches, rate=training.rate, loss=recipe.weighted
         )
         held = [_with_gradients(replica) for replica in replicas]
     what = f"training loop on {len(devices)} devices"
@@ -95,7 +95,7 @@ def assert_training_loop_agrees(training: ExactTraining, devices: Sequence[torch
     optimizer = torch.optim.SGD(single.parameters(), lr=training.rate)
     for inputs, factors in batches:
         optimizer.zero_grad()
-        (weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
+        (recipe.weighted(single(inputs.double()), factors.double()) / len(inputs)).backward()
         optimizer.step()
     assert_same(held[0], _with_gradients(dict(single.named_parameters())), what)
 
@@ -132,7 +132,7 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
             parts = zip(recipe.split(inputs, len(devices)), recipe.split(factors, len(devices)), strict=True)
             for worker, device, (x, y) in zip(workers, devices, parts, strict=True):
                 worker.zero_grad()
-                weighted(worker(x.to(device)), y.to(device)).backward()
+                recipe.weighted(worker(x.to(device)), y.to(device)).backward()
             for name in names:
                 held = [worker.get_parameter(name) for worker in workers]
                 store.push(name, [_gradient(value) for value in held])
@@ -217,7 +217,7 @@ def _trained(
     for step, (inputs, factors) in enumerate(training.batches(), 1):
         optimizer.zero_grad()
         outputs = model(inputs.to(devices[0]))
-        weighted(outputs, factors.to(devices[-1])).backward()
+        recipe.weighted(outputs, factors.to(devices[-1])).backward()
         optimizer.step()
         got[f"step {step}: outputs"] = copied(outputs)
         got |= seen(model, step)
@@ -232,7 +232,7 @@ def _adam(
     homes = {name: value.device for name, value in model.named_parameters()}
     optimizer = torch.optim.Adam(model.parameters(), lr=ADAM_RATE)
     inputs, factors = training.batches()[0]
-    weighted(model(inputs.to(devices[0])), factors.to(devices[-1])).backward()
+    recipe.weighted(model(inputs.to(devices[0])), factors.to(devices[-1])).backward()
     for _ in range(2):
         optimizer.step()
     _assert_at_home(model, optimizer, homes, f"{what}, Adam")

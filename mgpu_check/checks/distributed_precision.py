@@ -12,7 +12,7 @@ from mgpu_check.checks.distributed_replica import Replica
 from mgpu_check.checks.whole import Gradients, judged, total
 from mgpu_check.numerics.compare import difference
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.recipes.whole import product
+from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = ["assert_autocast_trains", "assert_clipping_takes_the_whole_norm", "assert_scaler_skips_together"]
@@ -69,7 +69,7 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 spoilt = number % 2 == 0
                 replica.optimizer.zero_grad()
                 x, targets = replica.on_device(shards[rank.index])
-                loss = product(replica.parallel(x), targets) * rank.size
+                loss = weighted(replica.parallel(x), targets) * rank.size
                 if spoilt and rank.index == rank.size - 1:
                     loss = loss + next(replica.module.parameters()).sum() * math.inf
                 scaler.scale(loss).backward()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.checks.findings import Findings
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.checks.whole import (
     Forward,
@@ -26,8 +26,8 @@ from mgpu_check.checks.whole import (
     total,
 )
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.recipes.training import split
-from mgpu_check.recipes.whole import product, settle
+from mgpu_check.recipes.training import split, weighted
+from mgpu_check.recipes.whole import settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = ["Place", "Replica", "train"]
@@ -134,7 +134,7 @@ class Replica:
         """Go forward and backward over this rank's rows; return the outputs. The loss is scaled so that the mean is the sum."""
         x, targets = self.on_device(rows)
         outputs = self.forward(self.parallel, x)
-        (product(outputs, targets) * self.place.size).backward()
+        (weighted(outputs, targets) * self.place.size).backward()
         return outputs
 
     def step(self, *, by_hand: Callable[[list[Rows]], list[Gradients]] | None = None) -> None:
@@ -224,14 +224,7 @@ class Replica:
         Raises:
             GradientMismatch: they are not.
         """
-        assert_gradients_agree(
-            got,
-            expected,
-            tolerance=dict.fromkeys(expected, 0.0),
-            rank=self.place.rank.index,
-            constants={"ranks": self.place.size},
-            what=f"{self.what}, {which}",
-        )
+        assert_same(got, expected, f"{self.what}, {which}", self.place.rank.index, {"ranks": self.place.size})
 
 
 def train(run: WholeRun, place: Rank | Place, findings: Findings, **how: Any) -> Replica:

@@ -7,19 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.gradients import gradient_or_zeros
+from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["ADAM_RATE", "adam_tolerance", "assert_same", "one_device", "seen", "sgd", "weighted"]
+__all__ = ["ADAM_RATE", "adam_tolerance", "one_device", "seen", "sgd"]
 
 ADAM_RATE = 0.25
 """The learning rate of Adam, about as large as the parameters: what rounds is seen in proportion to both."""
-
-
-def weighted(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return the loss of exact training: the sum of the outputs, each times a number."""
-    return (outputs * factors).sum()
 
 
 def sgd(training: ExactTraining, model: nn.Module) -> torch.optim.SGD:
@@ -31,9 +27,7 @@ def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Copy gradients and parameters to the CPU, by names that tell the step, counted from 1."""
     found = {}
     for name, value in model.named_parameters():
-        found[f"step {step}: gradient of {name}"] = copied(
-            torch.zeros_like(value) if value.grad is None else value.grad
-        )
+        found[f"step {step}: gradient of {name}"] = copied(gradient_or_zeros(value))
         found[f"step {step}: {name}"] = copied(value)
     return found
 
@@ -58,18 +52,6 @@ def one_device(
         found[f"step {step}: outputs"] = copied(outputs)
         found |= seen(model, step)
     return found
-
-
-def assert_same(
-    got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], what: str, rank: int | None = None
-) -> None:
-    """Assert that results are those of exact training on one device.
-
-    Raises:
-        GradientMismatch: a result is missing, or has another value; the first of them, and the element that is worst.
-    """
-    __tracebackhide__ = True
-    assert_gradients_agree(got, expected, tolerance=dict.fromkeys(expected, 0.0), rank=rank, what=what)
 
 
 def adam_tolerance(values: Mapping[str, torch.Tensor], rate: float) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from mgpu_check.numerics.diagnosis import diagnose
 from mgpu_check.numerics.steps import Measurement
 from mgpu_check.torch_hooks.tensors import plain
 
-__all__ = ["assert_gradients_agree"]
+__all__ = ["assert_gradients_agree", "assert_same", "gradient_or_zeros"]
 
 _SHOWN = 4
 
@@ -104,6 +104,28 @@ def assert_gradients_agree(
     raise GradientMismatch(
         "\n".join([f"{where}{wrong} of {len(expected)} results differ from those of one device", *lines]), ranks=ranks
     )
+
+
+def assert_same(
+    got: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    what: str,
+    rank: int | None = None,
+    constants: Mapping[str, float] | None = None,
+) -> None:
+    """Assert that results of exact data are those of one device: every bit but the sign of a zero.
+
+    Raises:
+        GradientMismatch: a result is missing, or has another value; the first of them, and the element that is worst.
+    """
+    __tracebackhide__ = True
+    tolerance = dict.fromkeys(expected, 0.0)
+    assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank, constants=constants, what=what)
+
+
+def gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a parameter: zeros where it has none, because no sample has used it."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _describe(off: Difference) -> str:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from mgpu_check.checks.allreduce import assert_allreduce_matches
-from mgpu_check.checks.exact_training import assert_same, one_device, seen, sgd, weighted
+from mgpu_check.checks.exact_training import one_device, seen, sgd
 from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.gradients import assert_same
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes import allreduce, parameter_server, pipeline, tensor_parallel
@@ -91,7 +92,7 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
                 model.zero_grad()
                 x = recipe.split(inputs, rank.size)[rank.index].to(rank.device)
                 y = recipe.split(factors, rank.size)[rank.index].to(rank.device)
-                weighted(model(x), y).backward()
+                recipe.weighted(model(x), y).backward()
                 gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
                 parameter_server.push_and_pull(parameters, gradients, update, homes[: len(parameters)])
                 got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
@@ -127,7 +128,7 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
                 optimizer.zero_grad()
                 x = inputs.to(rank.device, copy=True).requires_grad_()
                 outputs = model(x)
-                weighted(outputs, factors.to(rank.device)).backward()
+                recipe.weighted(outputs, factors.to(rank.device)).backward()
                 optimizer.step()
                 assert x.grad is not None
                 got |= {f"step {step}: outputs": copied(outputs), f"step {step}: gradient of inputs": copied(x.grad)}
@@ -177,7 +178,7 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
                 rank.index,
                 rank.size,
                 recipe.split(inputs, micro_batches),
-                lambda out, number, targets=targets: weighted(out, targets[number]),  # type: ignore[misc]
+                lambda out, number, targets=targets: recipe.weighted(out, targets[number]),  # type: ignore[misc]
                 width=training.widths[rank.index],
                 device=rank.device,
             )

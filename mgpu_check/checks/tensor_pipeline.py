@@ -6,11 +6,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mgpu_check.checks.exact_training import assert_same, one_device, seen, sgd, weighted
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.exact_training import one_device, seen, sgd
+from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.ranks_parallel import stage_of
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied
 

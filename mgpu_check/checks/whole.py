@@ -15,7 +15,8 @@ from torch import nn
 from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.recipes.whole import product, settle
+from mgpu_check.recipes.training import weighted
+from mgpu_check.recipes.whole import settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = [
@@ -116,7 +117,7 @@ class OneDevice:
         for index, (x, targets) in enumerate(shards):
             forward = forwards if callable(forwards) else forwards[index]
             self.exact.zero_grad()
-            product(forward(self.exact, x.double()), targets.double()).backward()
+            weighted(forward(self.exact, x.double()), targets.double()).backward()
             found.append({name: value.grad for name, value in self.exact.named_parameters()})
             with torch.no_grad():
                 for name, value in self.exact.named_buffers():

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["BUILDERS", "CLASSES", "FEATURES", "draw", "product", "settle"]
+__all__ = ["BUILDERS", "CLASSES", "FEATURES", "draw", "settle"]
 
 FEATURES = 16
 CLASSES = 4
@@ -23,11 +23,6 @@ _SIDE = 4
 _WORDS = 12
 _WIDE = 4200
 """Hidden units of "wide": its first weight has 67,200 elements, more than 64 Ki."""
-
-
-def product(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss whose gradient by `outputs` is `targets`: both (batch, 4) -> ()."""
-    return (outputs * targets).sum()
 
 
 def draw(model: nn.Module, seed: int, most: int = 3) -> nn.Module:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mgpu_check.checks.devices_parallel import assert_replicas_are_apart
-from mgpu_check.checks.exact_training import assert_same, one_device, seen, sgd, weighted
+from mgpu_check.checks.exact_training import one_device, seen, sgd
+from mgpu_check.checks.gradients import assert_same
 from mgpu_check.errors import GradientMismatch, ReplicaMismatch
 from mgpu_check.recipes import training as recipe
 from mgpu_check.specs.exact_training import ExactTraining
@@ -24,7 +25,7 @@ def test_float32_gives_the_bits_of_float64(widths):
         for step, (inputs, factors) in enumerate(training.batches(), 1):
             optimizer.zero_grad()
             outputs = model(inputs)
-            weighted(outputs, factors).backward()
+            recipe.weighted(outputs, factors).backward()
             optimizer.step()
             got |= {f"step {step}: outputs": outputs.detach()} | seen(model, step)
         assert_same(got, one_device(training), "float32")

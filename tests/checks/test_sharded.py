@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from mgpu_check.checks.exact_training import assert_same, weighted
+from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.sharded.meshes import near_square
 from mgpu_check.checks.sharded.redistribution import part_of
 from mgpu_check.recipes import training as recipe
@@ -53,7 +53,7 @@ def test_training_for_mixed_precision_is_exact_in_low_precision(dtype):
                 found = []
                 for kind in (dtype, torch.float64):
                     model = training.model().to(dtype).to(kind)
-                    weighted(model(x.to(kind)), (y * 64).to(kind)).backward()
+                    recipe.weighted(model(x.to(kind)), (y * 64).to(kind)).backward()
                     found.append({name: value.grad for name, value in model.named_parameters()})
                 assert_same(*found, "own gradients")
                 total = {name: total.get(name, 0) + value for name, value in found[1].items()}

@@ -7,7 +7,8 @@ import torch
 
 from mgpu_check.checks.whole import OneDevice, assert_gradients_are, exact_arithmetic, slack, total
 from mgpu_check.errors import GradientMismatch
-from mgpu_check.recipes.whole import BUILDERS, CLASSES, FEATURES, product, settle
+from mgpu_check.recipes.training import weighted
+from mgpu_check.recipes.whole import BUILDERS, CLASSES, FEATURES, settle
 from mgpu_check.specs.whole import OPTIMIZERS, PLAIN, WholeRun
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def test_float32_computes_exactly(model: str) -> None:
         with exact_arithmetic():
             for x, targets in run.batches():
                 narrow.zero_grad()
-                product(narrow(x), targets).backward()
+                weighted(narrow(x), targets).backward()
                 shards = list(zip(x.tensor_split(5), targets.tensor_split(5), strict=True))
                 parts = one.parts(shards)
                 assert_gradients_are(narrow, parts, what=model)
@@ -44,7 +45,7 @@ def test_no_partial_sum_can_leave_the_whole_numbers_of_float32(model: str) -> No
             parameter.abs_()
     x, targets = (value.double().abs() for value in run.batches()[0])
     outputs = net(x)
-    product(outputs, targets).backward()
+    weighted(outputs, targets).backward()
     gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     assert max(float(gradient.abs().max()) for gradient in gradients) < 1 << 24
     assert float(outputs.detach().abs().max()) < 1 << 24
@@ -56,7 +57,7 @@ def test_small_runs_fit_half_precision() -> None:
         run = WholeRun("mlp", 1, small=True, seed=seed)
         net = run.build()
         x, targets = run.batches()[0]
-        product(net(x), targets).backward()
+        weighted(net(x), targets).backward()
         for parameter in net.parameters():
             assert parameter.grad is not None
             assert torch.equal(parameter.grad.bfloat16().float(), parameter.grad)
@@ -87,7 +88,7 @@ def test_findings_name_parameter_part_and_element() -> None:
     x, targets = run.batches()[0]
     shards = list(zip(x.chunk(4), targets.chunk(4), strict=True))
     parts = one.parts(shards)
-    product(net(x[:6]), targets[:6]).backward()
+    weighted(net(x[:6]), targets[:6]).backward()
     with pytest.raises(GradientMismatch) as caught:
         assert_gradients_are(net, parts, what="a step", rank=2)
     text = str(caught.value)

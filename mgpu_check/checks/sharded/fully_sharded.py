@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mgpu_check.checks.exact_training import assert_same, one_device, sgd, weighted
+from mgpu_check.checks.exact_training import one_device, sgd
 from mgpu_check.checks.findings import Findings
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.sharded.meshes import near_square
 from mgpu_check.errors import ShardError
 from mgpu_check.numerics.steps import full_precision
@@ -110,7 +110,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
                     assert isinstance(model, FSDPModule)
                     model.set_requires_gradient_sync(number == len(windows))
                     outputs.append(model(x[window]))
-                    weighted(outputs[-1], y[window]).backward()
+                    recipe.weighted(outputs[-1], y[window]).backward()
                 optimizer.step()
                 wrong = wrong or _wrong_chunks(model, mesh, rank)
                 got |= whole(model, step) | {f"step {step}: outputs": copied(torch.cat(outputs))}
@@ -171,7 +171,7 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
             y = y * 64 if rank.index == 0 else y
         with full_precision():
             outputs = model(x)
-            weighted(outputs, y).backward()
+            recipe.weighted(outputs, y).backward()
             optimizer.step()
             got = whole(model, 1)
         got["outputs"] = copied(outputs)
@@ -182,7 +182,7 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
             )
         single.double()
         made = single(inputs.double())
-        weighted(made, factors.double()).backward()
+        recipe.weighted(made, factors.double()).backward()
         expected = {"outputs": copied(recipe.split(made, rank.size)[rank.index])}
         for name, value in single.named_parameters():
             assert value.grad is not None
@@ -206,7 +206,7 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     (x, y) = next(_parts(training, rank))
     model = sharded(training, rank)
     with full_precision():
-        weighted(model(x), y).backward()
+        recipe.weighted(model(x), y).backward()
     raw = {name: _grad(value).to_local().clone() for name, value in model.named_parameters()}
     gradients = {name: exact[f"step 1: gradient of {name}"].double() for name in raw}
     every = torch.cat([value.flatten() for value in gradients.values()])

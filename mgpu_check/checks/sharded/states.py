@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mgpu_check.checks.bits import same_bits
-from mgpu_check.checks.exact_training import assert_same, one_device, sgd, weighted
+from mgpu_check.checks.exact_training import one_device, sgd
+from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.sharded.fully_sharded import sharded, whole
 from mgpu_check.checks.sharded.meshes import near_square
 from mgpu_check.checks.sharded.redistribution import part_of
@@ -47,7 +48,7 @@ def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: tor
     times = 1 if rank.size & (rank.size - 1) else rank.size
     optimizer.zero_grad()
     with full_precision():
-        (weighted(model(x), y) * times).backward()
+        (recipe.weighted(model(x), y) * times).backward()
     optimizer.step()
 
 

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, assert_same, one_device, seen, weighted
-from mgpu_check.checks.gradients import assert_gradients_agree
+from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, one_device, seen
+from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied
 
