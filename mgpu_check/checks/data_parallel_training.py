@@ -10,10 +10,22 @@ from torch.nn.parallel import DataParallel
 
 from mgpu_check.checks.data_parallel_results import Devices, both_ways
 from mgpu_check.checks.gradients import assert_same
-from mgpu_check.checks.whole import OneDevice, Rows, assert_gradients_are, exact_arithmetic, total
+from mgpu_check.checks.whole import (
+    OneDevice,
+    Rows,
+    as_it_is,
+    assert_gradients_are,
+    buffers_of,
+    counted,
+    exact_arithmetic,
+    freeze_first,
+    parameters_of,
+    put_buffers,
+    total,
+)
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.recipes.training import weighted
-from mgpu_check.recipes.whole import CLASSES, settle
+from mgpu_check.recipes.whole import settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = [
@@ -36,10 +48,6 @@ def _shards(batch: Rows, order: Devices) -> list[Rows]:
 
 def _what(run: WholeRun, order: Devices, more: str = "") -> str:
     return f"DataParallel of {run.model} on {', '.join(map(str, order))}{more}"
-
-
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in model.named_parameters()}
 
 
 def assert_models_train(devices: Devices, runs: Sequence[WholeRun]) -> None:
@@ -68,14 +76,9 @@ def assert_frozen_parameters_kept(devices: Devices, runs: Sequence[WholeRun]) ->
                 _train(run, order, frozen=True)
 
 
-def _freeze(model: nn.Module) -> None:
-    for parameter in next(model.children()).parameters():
-        parameter.requires_grad_(False)
-
-
 def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
     __tracebackhide__ = True
-    prepare = _freeze if frozen else lambda model: None
+    prepare = freeze_first if frozen else as_it_is
     one, model = OneDevice(run, order[0], prepare), run.build()
     prepare(model)
     parallel = _wrapped(model, order)
@@ -92,7 +95,7 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
         assert_gradients_are(model, parts, what=f"{what}, gradients of step {number}")
         optimizer.step()
         one.step(total(parts))
-        assert_same(_parameters(model), _parameters(one.held), f"{what}, parameters after step {number}")
+        assert_same(parameters_of(model), parameters_of(one.held), f"{what}, parameters after step {number}")
         settle(model, run.most)
         one.settle()
 
@@ -116,28 +119,16 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
                     evaluated = number % 2 == 0
                     parallel.train(not evaluated)
                     what = _what(run, order, f", batch {number}, {'evaluation' if evaluated else 'training'}")
-                    before = {name: value.detach().cpu().clone() for name, value in model.named_buffers()}
-                    _set(one.exact, before)
+                    before = {name: value.cpu().clone() for name, value in buffers_of(model).items()}
+                    put_buffers(one.exact, before)
                     expected = one.outputs(x)
                     with torch.no_grad():
                         outputs = parallel(x)
                     assert_same({"outputs": outputs}, {"outputs": expected}, what)
                     first = x.chunk(len(order))[0]
                     if not evaluated:
-                        before = {
-                            "rows": before["rows"] + (1 << 53) + len(first),
-                            "sums": before["sums"] + first[:, :CLASSES].sum(0),
-                            "seen": ~before["seen"],
-                        }
-                    assert_same(
-                        {name: value.detach() for name, value in model.named_buffers()}, before, f"{what}, buffers"
-                    )
-
-
-def _set(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in model.named_buffers():
-            value.copy_(values[name])
+                        before = counted(before, first)
+                    assert_same(buffers_of(model), before, f"{what}, buffers")
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:

@@ -7,16 +7,16 @@ waits for one that has found something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mgpu_check.checks.distributed_replica import Place, Replica, train
+from mgpu_check.checks.distributed_replica import Place, Replica, train, under_ddp
 from mgpu_check.checks.findings import Findings
-from mgpu_check.checks.whole import judged
+from mgpu_check.checks.whole import freeze_first, judged
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.whole import WholeRun
 
@@ -103,13 +103,8 @@ def assert_frozen_parameters_kept(rank: Rank, runs: Sequence[WholeRun]) -> None:
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
-            train(run, rank, findings, what="first layer frozen", prepare=_freeze)
+            train(run, rank, findings, what="first layer frozen", prepare=freeze_first)
             _ignoring(run, rank, findings)
-
-
-def _freeze(model: nn.Module) -> None:
-    for parameter in next(model.children()).parameters():
-        parameter.requires_grad_(False)
 
 
 def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
@@ -118,7 +113,7 @@ def _ignoring(run: WholeRun, rank: Rank, findings: Findings) -> None:
     name, parameter = list(own.named_parameters())[-1]
     before = parameter.detach().clone()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(own, [name])
-    parallel = DistributedDataParallel(own, device_ids=[rank.device] if rank.device.type == "cuda" else None)
+    parallel = under_ddp(own, rank.device)
     ones = torch.full((rank.index + 1, 16), 1.0, device=rank.device)
     parallel(ones).sum().backward()
     what = f"DDP of {run.model} on {rank.size} ranks, {name} ignored, rank {rank.index}"
@@ -143,7 +138,7 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[in
         for run in runs:
             for number, (members, group) in enumerate(zip(both, groups, strict=True)):
                 if rank.index in members:
-                    other: Any = WholeRun(run.model, run.batch, run.steps, run.optimizer, run.small, run.seed + number)
+                    other = replace(run, seed=run.seed + number)
                     place = Place(rank, members.index(rank.index), len(members), group)
                     train(other, place, findings, what=f"process_group of {members}")
     for members, group in zip(both, groups, strict=True):

@@ -19,8 +19,11 @@ from mgpu_check.checks.whole import (
     Forward,
     Gradients,
     OneDevice,
+    Prepare,
     Rows,
+    as_it_is,
     assert_gradients_are,
+    parameters_of,
     plainly,
     state_of,
     total,
@@ -30,17 +33,7 @@ from mgpu_check.recipes.training import split, weighted
 from mgpu_check.recipes.whole import settle
 from mgpu_check.specs.whole import WholeRun
 
-__all__ = ["Place", "Replica", "train"]
-
-Prepare = Callable[[nn.Module], object]
-
-
-def _as_it_is(model: nn.Module) -> None:
-    """Change nothing."""
-
-
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach() for name, value in model.named_parameters()}
+__all__ = ["Place", "Replica", "train", "under_ddp"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +51,14 @@ class Place:
         return cls(rank, rank.index, rank.size)
 
 
+def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
+    """Put `module`, which is on `device`, under DDP with these options."""
+    with warnings.catch_warnings():
+        # Newer versions of torch have another name for broadcast_buffers.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None, **options)
+
+
 class Replica:
     """A model under DDP on this rank, one device beside it, and the comparison of both. Methods that train are collectives.
 
@@ -71,7 +72,7 @@ class Replica:
         findings: Findings,
         *,
         what: str = "",
-        prepare: Prepare = _as_it_is,
+        prepare: Prepare = as_it_is,
         forwards: Sequence[Forward] | Forward = plainly,
         **options: Any,
     ) -> None:
@@ -100,16 +101,7 @@ class Replica:
 
     def wrap(self) -> None:
         """Put the module under DDP."""
-        device = self.place.rank.device
-        with warnings.catch_warnings():
-            # Newer versions of torch have another name for broadcast_buffers.
-            warnings.simplefilter("ignore", FutureWarning)
-            self.parallel = DistributedDataParallel(
-                self.module,
-                device_ids=[device] if device.type == "cuda" else None,
-                process_group=self.place.group,
-                **self.options,
-            )
+        self.parallel = under_ddp(self.module, self.place.rank.device, process_group=self.place.group, **self.options)
 
     @property
     def forward(self) -> Forward:
@@ -183,7 +175,7 @@ class Replica:
             # Each rank's optimizer has judged itself so far.
             with self.findings.collected():
                 where = f"{self.what}, parameters after step {self.number}"
-                assert_replicas_agree(_parameters(self.module), group=self.place.group, what=where)
+                assert_replicas_agree(parameters_of(self.module), group=self.place.group, what=where)
         self.settle()
 
     def put_exact(self, expected: Gradients, *, always: bool = False) -> None:
@@ -206,15 +198,15 @@ class Replica:
         """Compare parameters after a step."""
         with self.findings.collected():
             self.agree(
-                _parameters(self.module),
-                _parameters(self.one.held),
+                parameters_of(self.module),
+                parameters_of(self.one.held),
                 f"parameters after step {self.number}",
             )
 
     def judge_start(self) -> None:
         """Compare parameters and buffers with rank 0's, as they are when the model is wrapped."""
         # Without broadcast_buffers they are each rank's own, at the start, too.
-        which = state_of if self.options.get("broadcast_buffers", True) else _parameters
+        which = state_of if self.options.get("broadcast_buffers", True) else parameters_of
         with self.findings.collected():
             self.agree(which(self.module), which(self.one.held), "as it is wrapped")
 

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.checks.bits import first_difference, same_bits
-from mgpu_check.checks.distributed_replica import Replica, train
+from mgpu_check.checks.distributed_replica import Replica, train, under_ddp
 from mgpu_check.checks.findings import Findings
-from mgpu_check.checks.whole import assert_devices_are, judged, state_of
+from mgpu_check.checks.whole import assert_devices_are, buffers_of, counted, judged, put_buffers, state_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.everything import Everything
 from mgpu_check.recipes.training import split
@@ -42,7 +41,7 @@ def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
     with judged() as findings:
         for seed in seeds:
             model = Everything(seed + 31 * rank.index).to(rank.device)
-            DistributedDataParallel(model, device_ids=[rank.device] if rank.device.type == "cuda" else None)
+            under_ddp(model, rank.device)
             for name, expected in state_of(Everything(seed)).items():
                 got = state_of(model)[name]
                 if not same_bits(expected, got):
@@ -72,42 +71,26 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
 def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool) -> None:
     what = f"broadcast_buffers={together}"
     replica = Replica(run, rank, findings, what=what, broadcast_buffers=together)
-    own = {name: value.detach().clone().cpu() for name, value in replica.module.named_buffers()}
-    first = {name: value.clone() for name, value in own.items()}
+    own = {name: value.cpu().clone() for name, value in buffers_of(replica.module).items()}
+    first = own
     for number in range(run.steps):
         x = run.batches()[number][0]
         shards = split(x, rank.size)
         before = first if together else own
-        _set(replica.one.exact, before)
+        put_buffers(replica.one.exact, before)
         replica.step()
-        own, first = _counted(before, shards[rank.index]), _counted(first, shards[0])
-        held = {name: value.detach() for name, value in replica.module.named_buffers()}
+        own, first = counted(before, shards[rank.index]), counted(first, shards[0])
         with findings.collected():
-            replica.agree(held, own, f"buffers after step {number + 1}")
+            replica.agree(buffers_of(replica.module), own, f"buffers after step {number + 1}")
     if evaluated and run.batch:
         replica.parallel.eval()
         replica.one.exact.eval()
-        _set(replica.one.exact, first if together else own)
+        put_buffers(replica.one.exact, first if together else own)
         x = run.batches()[0][0]
         with torch.no_grad():
             got = replica.parallel(x.to(rank.device))
         with findings.collected():
             replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
-
-
-def _set(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in model.named_buffers():
-            value.copy_(values[name])
-
-
-def _counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the statistics of `recipes.whole.Counting` after rows of one more batch."""
-    return {
-        "rows": before["rows"] + (1 << 53) + len(x),
-        "sums": before["sums"] + x[:, :CLASSES].sum(0),
-        "seen": ~before["seen"],
-    }
 
 
 def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -182,9 +165,7 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
             y = torch.randint(-4, 5, (rows, CLASSES), generator=generator)
             torch.manual_seed(seed)
             model = _Spread().to(rank.device)
-            parallel = DistributedDataParallel(
-                model, device_ids=[rank.device] if rank.device.type == "cuda" else None, find_unused_parameters=True
-            )
+            parallel = under_ddp(model, rank.device, find_unused_parameters=True)
             with torch.no_grad():
                 for value in model.parameters():
                     value.copy_(value.mul(8).round())

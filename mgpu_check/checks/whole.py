@@ -16,20 +16,29 @@ from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.recipes.training import weighted
-from mgpu_check.recipes.whole import settle
+from mgpu_check.recipes.whole import CLASSES, settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = [
     "Forward",
+    "Gradients",
     "OneDevice",
+    "Prepare",
     "Rows",
+    "as_it_is",
     "assert_devices_are",
     "assert_gradients_are",
+    "buffers_of",
+    "counted",
     "exact_arithmetic",
+    "freeze_first",
     "judged",
+    "parameters_of",
     "plainly",
+    "put_buffers",
     "slack",
     "state_of",
+    "terms_of",
     "total",
 ]
 
@@ -37,6 +46,8 @@ Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Inputs and targets of some rows of a batch."""
 Gradients = dict[str, torch.Tensor | None]
+Prepare = Callable[[nn.Module], object]
+"""Freezes, marks or casts parts of a model."""
 
 
 def plainly(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -66,9 +77,45 @@ def judged() -> Iterator[Findings]:
     findings.close()
 
 
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters by name, detached, in the memory of the model."""
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return buffers by name, detached, in the memory of the model."""
+    return {name: value.detach() for name, value in model.named_buffers()}
+
+
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by name, detached, in the memory of the model."""
-    return {name: value.detach() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    return parameters_of(model) | buffers_of(model)
+
+
+def put_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Give each buffer of `model` the value of its name."""
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(values[name])
+
+
+def freeze_first(model: nn.Module) -> None:
+    """Let the parameters of the first layer need no gradient."""
+    for parameter in next(model.children()).parameters():
+        parameter.requires_grad_(False)
+
+
+def as_it_is(model: nn.Module) -> None:
+    """Prepare nothing."""
+
+
+def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the statistics of `recipes.whole.Counting` after rows of one more batch."""
+    return {
+        "rows": before["rows"] + (1 << 53) + len(x),
+        "sums": before["sums"] + x[:, :CLASSES].sum(0),
+        "seen": ~before["seen"],
+    }
 
 
 def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device, what: str) -> None:
@@ -87,9 +134,7 @@ def assert_devices_are(tensors: Mapping[str, torch.Tensor], device: torch.device
 class OneDevice:
     """A run on one device: exact gradients from the CPU, steps of the optimizer on `device`."""
 
-    def __init__(
-        self, run: WholeRun, device: torch.device, prepare: Callable[[nn.Module], object] = lambda model: None
-    ) -> None:
+    def __init__(self, run: WholeRun, device: torch.device, prepare: Prepare = as_it_is) -> None:
         """Build the model as it is at the start; `prepare` freezes, marks or casts parts of it."""
         self.run = run
         self.held = run.build()
@@ -103,26 +148,25 @@ class OneDevice:
 
     def outputs(self, x: torch.Tensor, forward: Forward = plainly) -> torch.Tensor:
         """Return the exact outputs, float64 on the CPU; buffers stay as they are."""
-        before = {name: value.clone() for name, value in self.exact.named_buffers()}
-        with torch.no_grad():
-            outputs = forward(self.exact, x.double())
-            for name, value in self.exact.named_buffers():
-                value.copy_(before[name])
-        return outputs
+        with self._buffers_kept(), torch.no_grad():
+            return forward(self.exact, x.double())
 
     def parts(self, shards: Sequence[Rows], forwards: Sequence[Forward] | Forward = plainly) -> list[Gradients]:
         """Return the exact gradients of each shard's summed loss; None for a parameter that it does not reach."""
         found: list[Gradients] = []
-        before = {name: value.clone() for name, value in self.exact.named_buffers()}
         for index, (x, targets) in enumerate(shards):
             forward = forwards if callable(forwards) else forwards[index]
             self.exact.zero_grad()
-            weighted(forward(self.exact, x.double()), targets.double()).backward()
+            with self._buffers_kept():
+                weighted(forward(self.exact, x.double()), targets.double()).backward()
             found.append({name: value.grad for name, value in self.exact.named_parameters()})
-            with torch.no_grad():
-                for name, value in self.exact.named_buffers():
-                    value.copy_(before[name])
         return found
+
+    @contextlib.contextmanager
+    def _buffers_kept(self) -> Iterator[None]:
+        before = {name: value.clone() for name, value in self.exact.named_buffers()}
+        yield
+        put_buffers(self.exact, before)
 
     def step(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
         """Take one step of the optimizer with these gradients."""
@@ -139,11 +183,15 @@ class OneDevice:
                 exact.copy_(held.cpu())
 
 
+def terms_of(parts: Sequence[Gradients], name: str) -> list[torch.Tensor]:
+    """Return the gradients of one parameter that shards have."""
+    return [value for part in parts if (value := part[name]) is not None]
+
+
 def total(parts: Sequence[Gradients]) -> Gradients:
     """Add up the gradients of shards; None where no shard has one."""
-    names = parts[0].keys()
-    there = {name: [part[name] for part in parts if part[name] is not None] for name in names}
-    return {name: torch.stack(values).sum(0) if values else None for name, values in there.items()}  # type: ignore[arg-type]
+    there = {name: terms_of(parts, name) for name in parts[0]}
+    return {name: torch.stack(values).sum(0) if values else None for name, values in there.items()}
 
 
 def slack(dtype: torch.dtype, size: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
