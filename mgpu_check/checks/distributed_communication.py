@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from mgpu_check.checks.distributed_options import SMALL_BUCKET
 from mgpu_check.checks.distributed_replica import Replica
+from mgpu_check.checks.gradients import gradient_or_zeros
 from mgpu_check.checks.replicas import assert_replicas_agree
-from mgpu_check.checks.whole import Gradients, Rows, judged, slack
-from mgpu_check.numerics.compare import difference
+from mgpu_check.checks.whole import Gradients, Rows, judged, slack, terms_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.whole import WholeRun
 
@@ -100,14 +101,13 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
 
 def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dtype) -> None:
     for name, parameter in replica.module.named_parameters():
-        terms = [term for part in parts if (term := part[name]) is not None]
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        off = difference(got, torch.stack(terms).sum(0), slack(dtype, replica.place.size, terms))
-        rank = replica.place.rank.index
-        where = f"{replica.what}, rank {rank}, gradient of {name}"
-        replica.findings.require(off is None, f"{where}: {off}", ranks=[rank])
+        terms = terms_of(parts, name)
+        tolerance = slack(dtype, replica.place.size, terms)
+        replica.judge_gradient(name, parameter, torch.stack(terms).sum(0), tolerance, "compressed")
+        got, rank = gradient_or_zeros(parameter), replica.place.rank.index
         kept = got.dtype == parameter.dtype and torch.equal(got.to(dtype).to(got.dtype), got)
-        replica.findings.require(kept, f"{where}: it holds values that {dtype} does not have", ranks=[rank])
+        message = f"{replica.what}, rank {rank}, gradient of {name}: it holds values that {dtype} does not have"
+        replica.findings.require(kept, message, ranks=[rank])
 
 
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -148,7 +148,7 @@ def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
             what = f"no_sync for the first of two micro-batches, gradient_as_bucket_view={view}"
             replica = Replica(run, rank, findings, what=what, gradient_as_bucket_view=view)
             for _ in range(run.steps):
-                replica.step(by_hand=lambda shards, replica=replica: _accumulate(replica, shards))  # type: ignore[misc]
+                replica.step(by_hand=functools.partial(_accumulate, replica))
 
 
 def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
@@ -160,10 +160,8 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
     for name, parameter in replica.module.named_parameters():
         exact = own[name]
         assert exact is not None
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        off = difference(got, exact * replica.place.size)
-        where = f"{replica.what}, step {replica.number}, within no_sync, rank {replica.place.rank.index}, gradient of {name}"
-        replica.findings.require(off is None, f"{where}: {off}", ranks=[replica.place.rank.index])
+        when = f"step {replica.number}, within no_sync"
+        replica.judge_gradient(name, parameter, exact * replica.place.size, 0.0, when)
     replica.backward((x[half:], targets[half:]))
     return replica.one.parts(shards)
 
@@ -199,16 +197,13 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 
 def _judge_joined(replica: Replica, parts: list[Gradients], divisor: int) -> None:
-    size, rank = replica.place.size, replica.place.rank.index
+    size = replica.place.size
     for name, parameter in replica.module.named_parameters():
-        terms = [term for part in parts if (term := part[name]) is not None]
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        terms = terms_of(parts, name)
         expected = torch.stack(terms).sum(0) * (size / divisor)
         # The divisor is no power of two as soon as some have joined.
         tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
-        off = difference(got, expected, tolerance)
-        where = f"{replica.what}, batch {replica.number}, rank {rank}, gradient of {name}"
-        replica.findings.require(off is None, f"{where}: {off}", ranks=[rank])
+        replica.judge_gradient(name, parameter, expected, tolerance, f"batch {replica.number}")
 
 
 def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -225,21 +220,24 @@ def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:
             calls = {"forward hook": 0, "full backward hook": 0, "forward hook of DDP": 0}
             parameter.register_hook(lambda gradient: gradient * 2)
             inner = list(replica.module.children())[-1]
-            inner.register_forward_hook(lambda *_, calls=calls: _count(calls, "forward hook"))
-            inner.register_full_backward_hook(lambda *_, calls=calls: _count(calls, "full backward hook"))
-            replica.parallel.register_forward_hook(lambda *_, calls=calls: _count(calls, "forward hook of DDP"))
+            inner.register_forward_hook(_counting(calls, "forward hook"))
+            inner.register_full_backward_hook(_counting(calls, "full backward hook"))
+            replica.parallel.register_forward_hook(_counting(calls, "forward hook of DDP"))
             for _ in range(run.steps):
-                replica.step(by_hand=lambda shards, replica=replica, name=name: _doubled(replica, shards, name))  # type: ignore[misc]
+                replica.step(by_hand=functools.partial(_doubled, replica, name))
             for hook, count in calls.items():
                 message = f"{replica.what}, rank {rank.index}: the {hook} was called {count} times in {run.steps} steps"
                 findings.require(count == run.steps, message, ranks=[rank.index])
 
 
-def _count(calls: dict[str, int], name: str) -> None:
-    calls[name] += 1
+def _counting(calls: dict[str, int], name: str) -> Callable[..., None]:
+    def count(*_: object) -> None:
+        calls[name] += 1
+
+    return count
 
 
-def _doubled(replica: Replica, shards: list[Rows], name: str) -> list[Gradients]:
+def _doubled(replica: Replica, name: str, shards: list[Rows]) -> list[Gradients]:
     replica.backward(shards[replica.place.index])
     parts = replica.one.parts(shards)
     for part in parts:

@@ -10,7 +10,6 @@ from torch import nn
 
 from mgpu_check.checks.distributed_replica import Replica
 from mgpu_check.checks.whole import Gradients, judged, total
-from mgpu_check.numerics.compare import difference
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.whole import WholeRun
@@ -132,11 +131,5 @@ def _judge_clipped(replica: Replica, parts: list[Gradients], kind: float, norm: 
     # torch divides by the norm and 1e-6 more, and never scales up.
     scale = min(1.0, 1.0 / (exact + 1e-6))
     for name, parameter in replica.module.named_parameters():
-        got = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        off = difference(
-            got,
-            whole[name] * scale,
-            ((bound / max(exact, 1.0)) + 8 * eps) * whole[name].abs() * scale + rounded * scale,
-        )
-        message = f"{replica.what}, rank {rank}: the clipped gradient of {name}: {off}"
-        replica.findings.require(off is None, message, ranks=[rank])
+        tolerance = ((bound / max(exact, 1.0)) + 8 * eps) * whole[name].abs() * scale + rounded * scale
+        replica.judge_gradient(name, parameter, whole[name] * scale, tolerance, "clipped")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mgpu_check.checks.findings import Findings
-from mgpu_check.checks.gradients import assert_same
+from mgpu_check.checks.gradients import assert_same, gradient_or_zeros
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.checks.whole import (
     Forward,
@@ -28,6 +28,7 @@ from mgpu_check.checks.whole import (
     state_of,
     total,
 )
+from mgpu_check.numerics.compare import difference
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.training import split, weighted
 from mgpu_check.recipes.whole import settle
@@ -159,6 +160,14 @@ class Replica:
             with self.findings.collected():
                 held = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
                 assert_replicas_agree(held, group=self.place.group, what=where)
+
+    def judge_gradient(
+        self, name: str, parameter: nn.Parameter, expected: torch.Tensor, tolerance: torch.Tensor | float, when: str
+    ) -> None:
+        """Compare one gradient, zeros where there is none, with what it must be `when` it is looked at."""
+        off = difference(gradient_or_zeros(parameter), expected, tolerance)
+        rank = self.place.rank.index
+        self.findings.require(off is None, f"{self.what}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank])
 
     def finish(self, parts: list[Gradients], *, from_exact: bool = False) -> None:
         """Take the optimizer's step, compare parameters, and make them whole numbers again.
