@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, one_device, seen, sgd
+from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, one_device, seen, sgd, update_of
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.errors import ReplicaMismatch
@@ -110,15 +110,7 @@ def assert_store_agrees(training: ExactTraining, devices: Sequence[torch.device]
     """
     __tracebackhide__ = True
     what = f"parameter server on {len(devices)} devices"
-    velocity: dict[int, torch.Tensor] = {}
-
-    def update(value: torch.Tensor, gradient: torch.Tensor) -> None:
-        # By identity, because the store keeps one tensor for each key.
-        moved = velocity.get(id(value))
-        velocity[id(value)] = gradient if moved is None else training.momentum * moved + gradient
-        value -= training.rate * velocity[id(value)]
-
-    store = parameter_server.KeyValueStore(devices, update)
+    store = parameter_server.KeyValueStore(devices, update_of(training))
     names = [name for name, _ in training.model().named_parameters()]
     start = training.model()
     for turn, (name, value) in enumerate(start.named_parameters()):

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from mgpu_check.checks.gradients import gradient_or_zeros
-from mgpu_check.recipes.training import weighted
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.parameter_server import Update
+from mgpu_check.recipes.training import split, weighted
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["ADAM_RATE", "adam_tolerance", "one_device", "seen", "sgd"]
+__all__ = ["ADAM_RATE", "adam_tolerance", "gathered", "one_device", "own_part", "seen", "sgd", "update_of"]
 
 ADAM_RATE = 0.25
 """The learning rate of Adam, about as large as the parameters: what rounds is seen in proportion to both."""
@@ -23,12 +25,43 @@ def sgd(training: ExactTraining, model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=training.rate, momentum=training.momentum)
 
 
+def own_part(batch: tuple[torch.Tensor, torch.Tensor], rank: Rank) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's samples of inputs and factors, on its device."""
+    inputs, factors = (split(part, rank.size)[rank.index].to(rank.device) for part in batch)
+    return inputs, factors
+
+
+def update_of(training: ExactTraining) -> Update:
+    """Return the step of `sgd`, written by hand, for a store of parameters, which keeps one tensor for each."""
+    velocity: dict[int, torch.Tensor] = {}
+
+    def update(value: torch.Tensor, gradient: torch.Tensor) -> None:
+        moved = velocity.get(value.data_ptr())
+        velocity[value.data_ptr()] = gradient if moved is None else training.momentum * moved + gradient
+        value -= training.rate * velocity[value.data_ptr()]
+
+    return update
+
+
 def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
     """Copy gradients and parameters to the CPU, by names that tell the step, counted from 1."""
     found = {}
     for name, value in model.named_parameters():
         found[f"step {step}: gradient of {name}"] = copied(gradient_or_zeros(value))
         found[f"step {step}: {name}"] = copied(value)
+    return found
+
+
+def gathered(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
+    """Put together gradients and parameters that are divided among ranks, by the names that `seen` gives. A collective."""
+    from torch.distributed.tensor import DTensor
+
+    found = {}
+    for name, value in model.named_parameters():
+        assert isinstance(value, DTensor), "a parameter that is divided is a DTensor"
+        assert isinstance(value.grad, DTensor), "the loss depends on each parameter"
+        found[f"step {step}: gradient of {name}"] = copied(value.grad.full_tensor())
+        found[f"step {step}: {name}"] = copied(value.full_tensor())
     return found
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from mgpu_check.checks.allreduce import assert_allreduce_matches
-from mgpu_check.checks.exact_training import one_device, seen, sgd
+from mgpu_check.checks.exact_training import one_device, own_part, seen, sgd, update_of
 from mgpu_check.checks.findings import Findings
-from mgpu_check.checks.gradients import assert_same
+from mgpu_check.checks.gradients import assert_same, gradient_or_zeros
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes import allreduce, parameter_server, pipeline, tensor_parallel
@@ -76,25 +77,19 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     expected = one_device(training)
-    for name, homes in (("one server", [0] * 99), ("a sharded server", [key % rank.size for key in range(99)])):
-        velocity: dict[int, torch.Tensor] = {}
-
-        def update(value: torch.Tensor, gradient: torch.Tensor, kept: dict[int, torch.Tensor] = velocity) -> None:
-            moved = kept.get(value.data_ptr())
-            kept[value.data_ptr()] = gradient if moved is None else training.momentum * moved + gradient
-            value -= training.rate * kept[value.data_ptr()]
-
+    for name, servers in (("one server", 1), ("a sharded server", rank.size)):
         model = training.model().to(rank.device)
         parameters = list(model.parameters())
+        homes = [key % servers for key in range(len(parameters))]
+        update = update_of(training)
         got: dict[str, torch.Tensor] = {}
         with full_precision():
             for step, (inputs, factors) in enumerate(training.batches(), 1):
                 model.zero_grad()
-                x = recipe.split(inputs, rank.size)[rank.index].to(rank.device)
-                y = recipe.split(factors, rank.size)[rank.index].to(rank.device)
+                x, y = own_part((inputs, factors), rank)
                 recipe.weighted(model(x), y).backward()
-                gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-                parameter_server.push_and_pull(parameters, gradients, update, homes[: len(parameters)])
+                gradients = [gradient_or_zeros(parameter) for parameter in parameters]
+                parameter_server.push_and_pull(parameters, gradients, update, homes)
                 got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
         assert_same(got, {key: expected[key] for key in got}, f"{name}, on {rank.device}", rank.index)
 
@@ -178,7 +173,7 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
                 rank.index,
                 rank.size,
                 recipe.split(inputs, micro_batches),
-                lambda out, number, targets=targets: recipe.weighted(out, targets[number]),  # type: ignore[misc]
+                functools.partial(_loss_of, targets),
                 width=training.widths[rank.index],
                 device=rank.device,
             )
@@ -187,6 +182,10 @@ def assert_pipeline_agrees(training: ExactTraining, micro_batches: int, rank: Ra
             if last:
                 got[f"step {step}: outputs"] = copied(torch.cat(outputs))
     assert_same(got, stage_of(one_device(training), rank.index, last), f"pipeline on {rank.device}", rank.index)
+
+
+def _loss_of(targets: Sequence[torch.Tensor], outputs: torch.Tensor, number: int) -> torch.Tensor:
+    return recipe.weighted(outputs, targets[number])
 
 
 def stage_of(expected: dict[str, torch.Tensor], stage: int, last: bool) -> dict[str, torch.Tensor]:

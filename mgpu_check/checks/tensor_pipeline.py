@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from mgpu_check.checks.exact_training import one_device, seen, sgd
+from mgpu_check.checks.exact_training import gathered, one_device, seen, sgd
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.ranks_parallel import stage_of
 from mgpu_check.numerics.steps import full_precision
@@ -29,7 +29,7 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
     """
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     __tracebackhide__ = True
@@ -53,11 +53,7 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
                 weighted(whole, factors.to(rank.device)).backward()
                 optimizer.step()
                 got[f"step {step}: outputs"] = copied(whole)
-                for name, value in model.named_parameters():
-                    assert isinstance(value, DTensor)
-                    assert isinstance(value.grad, DTensor)
-                    got[f"step {step}: gradient of {name}"] = copied(value.grad.full_tensor())
-                    got[f"step {step}: {name}"] = copied(value.full_tensor())
+                got |= gathered(model, step)
         how = "the batch divided" if divided else "the batch on all ranks"
         what = f"parallelize_module, {how}, on {rank.device}"
         assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from mgpu_check.checks.exact_training import one_device, sgd
+from mgpu_check.checks.exact_training import gathered, one_device, own_part, sgd
 from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.sharded.meshes import near_square
@@ -28,7 +28,6 @@ __all__ = [
     "assert_mixed_precision_agrees",
     "scale_of",
     "sharded",
-    "whole",
 ]
 
 
@@ -58,24 +57,6 @@ def scale_of(ranks: int) -> float:
     return 1.0 if ranks & (ranks - 1) else 1.0 / ranks
 
 
-def whole(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
-    """Gather gradients and parameters of all ranks, by the names that `exact_training.seen` gives. A collective."""
-    found = {}
-    for name, value in model.named_parameters():
-        assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
-        gradient = value.grad
-        assert isinstance(gradient, DTensor), "the loss depends on each parameter"
-        found[f"step {step}: gradient of {name}"] = copied(gradient.full_tensor())
-        found[f"step {step}: {name}"] = copied(value.full_tensor())
-    return found
-
-
-def _parts(training: ExactTraining, rank: Rank) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for inputs, factors in training.batches():
-        x, y = (recipe.split(value, rank.size)[rank.index] for value in (inputs, factors))
-        yield x.to(rank.device), y.to(rank.device)
-
-
 def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensions: int) -> None:
     """Assert that a model under `fully_shard` trains as one device does, over a mesh of one dimension, or two (HSDP). A
     collective.
@@ -101,7 +82,8 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
         got: dict[str, torch.Tensor] = {}
         wrong = _wrong_chunks(model, mesh, rank)
         with full_precision():
-            for step, (x, y) in enumerate(_parts(training, rank), 1):
+            for step, batch in enumerate(training.batches(), 1):
+                x, y = own_part(batch, rank)
                 optimizer.zero_grad()
                 outputs = []
                 # Ranks that have no samples left take part with none.
@@ -113,7 +95,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
                     recipe.weighted(outputs[-1], y[window]).backward()
                 optimizer.step()
                 wrong = wrong or _wrong_chunks(model, mesh, rank)
-                got |= whole(model, step) | {f"step {step}: outputs": copied(torch.cat(outputs))}
+                got |= gathered(model, step) | {f"step {step}: outputs": copied(torch.cat(outputs))}
         what = f"fully_shard over {tuple(mesh.shape)}, resharding {'on' if freed else 'off'}, on {rank.device}"
         with findings.collected():
             if wrong:
@@ -164,7 +146,7 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
         with torch.no_grad():
             for value in single.parameters():
                 value.copy_(value.to(low))
-        (x, y), (inputs, factors) = next(_parts(training, rank)), training.batches()[0]
+        (inputs, factors), (x, y) = training.batches()[0], own_part(training.batches()[0], rank)
         # The gradients of rank 0 are so much larger that only what reduces in float32 can add the others to them.
         if reduced == torch.float32:
             factors[: len(recipe.split(factors, rank.size)[0])] *= 64
@@ -173,7 +155,7 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
             outputs = model(x)
             recipe.weighted(outputs, y).backward()
             optimizer.step()
-            got = whole(model, 1)
+            got = gathered(model, 1)
         got["outputs"] = copied(outputs)
         dtypes = {value.dtype for value in got.values()}
         if dtypes != {torch.float32}:
@@ -203,7 +185,7 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     exact = one_device(training, scale=scale_of(rank.size))
-    (x, y) = next(_parts(training, rank))
+    x, y = own_part(training.batches()[0], rank)
     model = sharded(training, rank)
     with full_precision():
         recipe.weighted(model(x), y).backward()

@@ -90,8 +90,8 @@ def _compare(
             got |= {f"step {step}: outputs": y.detach(), f"step {step}: gradient of inputs": _of(x)}
             got[f"step {step}: gradient of weight"] = _of(layer.weight)
             got[f"step {step}: gradient of bias"] = _of(layer.bias)
-            got[f"step {step}: running mean"] = _buffer(layer, "running_mean").clone()
-            got[f"step {step}: running variance"] = _buffer(layer, "running_var").clone()
+            got[f"step {step}: running mean"] = layer.get_buffer("running_mean").clone()
+            got[f"step {step}: running variance"] = layer.get_buffer("running_var").clone()
         got["evaluation: outputs"] = layer.eval()(inputs["x1"][own].to(rank.device, dtype)).detach()
 
     def step_on_one_device(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +132,3 @@ def _compare(
 def _of(tensor: torch.Tensor) -> torch.Tensor:
     assert tensor.grad is not None, "the outputs depend on it"
     return tensor.grad
-
-
-def _buffer(layer: nn.SyncBatchNorm, name: str) -> torch.Tensor:
-    return layer.get_buffer(name)
