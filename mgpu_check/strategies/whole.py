@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mgpu_check.specs.whole import OPTIMIZERS, PLAIN, WholeRun
 from mgpu_check.strategies.worlds import all_devices, world_sizes
 
-__all__ = ["PLAIN", "WholeRun", "device_orders", "mostly_all", "whole_runs"]
+__all__ = ["PLAIN", "WholeRun", "mostly_all", "whole_runs"]
 
 
 @st.composite
@@ -50,11 +50,3 @@ def whole_runs(
 def mostly_all(least: int = 1) -> st.SearchStrategy[int]:
     """Draw world sizes, two of three times that of all devices: what is wrong with one of them is seen in few examples."""
     return st.one_of(all_devices(), all_devices(), world_sizes(least=least))
-
-
-@st.composite
-def device_orders(draw: st.DrawFn) -> tuple[int, ...]:
-    """Draw places of some or all devices of the run, each once, in any order; two of three times all of them."""
-    available = draw(all_devices())
-    order = draw(st.permutations(range(available)))
-    return tuple(order[: draw(st.one_of(st.just(available), st.just(available), st.integers(1, available)))])

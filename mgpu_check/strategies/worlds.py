@@ -137,15 +137,16 @@ def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[
 def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
     """Draw different devices of one host, by index, in any order: `least` of them to all (or `most`).
 
-    The first example has as many as there are, the last one first.
+    Two of three examples, and the first, have as many as there are; the first has the last one first.
     """
 
     def make() -> st.SearchStrategy[tuple[int, ...]]:
         there = _devices_in_one_process()
-        sizes = _up_to(least, most, there, "device_orders")
         largest = min(there, there if most is None else most)
+        # Once more, so that what is wrong with one device is seen in few examples.
+        sizes = st.just(largest) | _up_to(least, most, there, "device_orders")
         shuffled = st.permutations(range(there - 1, -1, -1))
-        return st.tuples(shuffled, sizes).map(lambda drawn: tuple(drawn[0][: largest + least - drawn[1]]))
+        return st.tuples(shuffled, sizes).map(lambda drawn: tuple(drawn[0][: drawn[1]]))
 
     return _when_drawn(make)
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mgpu_check.strategies.whole import PLAIN, WholeRun, device_orders, whole_runs
+from mgpu_check import strategies
+from mgpu_check.strategies.whole import PLAIN, WholeRun, whole_runs
 from mgpu_check.suite.budget import examples
 
 if TYPE_CHECKING:
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 Runs = tuple[WholeRun, ...]
 Gpus = tuple["torch.device", ...]
+ORDERS = strategies.device_orders()
 SEEDS = st.integers(0, 9999)
 ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), rows=ROWS, seed=SEEDS)
+@given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """Outputs of all forms (tuples, dicts, None, large ones) come back whole and in order, to any output device."""
     from mgpu_check.checks import data_parallel
@@ -33,7 +35,7 @@ def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> No
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Scalars come back as one for each replica, and their gradients go to the right one."""
     from mgpu_check.checks import data_parallel
@@ -42,7 +44,7 @@ def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), rows=ROWS, seed=SEEDS)
+@given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """dim=1 splits and joins columns."""
     from mgpu_check.checks import data_parallel
@@ -51,7 +53,7 @@ def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> 
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_arguments(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Each replica gets its part of nested and keyword tensors, on its device, and everything else as it is."""
     from mgpu_check.checks import data_parallel
@@ -60,7 +62,7 @@ def test_arguments(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """A batch with fewer rows than devices uses the first devices only."""
     from mgpu_check.checks import data_parallel
@@ -69,7 +71,7 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(20, quick=3)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_modes(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current device."""
     from mgpu_check.checks import data_parallel
@@ -78,7 +80,7 @@ def test_modes(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(10, quick=3)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas compute in the dtype of the caller's autocast: float16, and bfloat16."""
     from mgpu_check.checks import data_parallel
@@ -87,7 +89,7 @@ def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
     from mgpu_check.checks import data_parallel
@@ -96,7 +98,7 @@ def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(20, quick=4)
-@given(order=device_orders(), rows=ROWS, seed=SEEDS)
+@given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """`data_parallel` with each of its arguments: outputs and gradients are the module's."""
     from mgpu_check.checks import data_parallel
@@ -105,7 +107,7 @@ def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: in
 
 
 @examples(20, quick=3)
-@given(order=device_orders(), seed=SEEDS)
+@given(order=ORDERS, seed=SEEDS)
 def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas hold parameters and buffers of all dtypes, bit for bit, and share what the module shares."""
     from mgpu_check.checks import data_parallel_replicas
@@ -114,7 +116,7 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(20, quick=2)
-@given(order=device_orders(), runs=whole_runs(PLAIN))
+@given(order=ORDERS, runs=whole_runs(PLAIN))
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """MLPs, LeNet, a residual block, embeddings, attention and tied weights train as on one device."""
     from mgpu_check.checks import data_parallel_training
@@ -123,7 +125,7 @@ def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 
 
 @examples(20, quick=3)
-@given(order=device_orders(), runs=whole_runs(("mlp", "residual")))
+@given(order=ORDERS, runs=whole_runs(("mlp", "residual")))
 def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Parameters that need no gradient get none, and stay as they are."""
     from mgpu_check.checks import data_parallel_training
@@ -132,7 +134,7 @@ def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> No
 
 
 @examples(20, quick=3)
-@given(order=device_orders(), runs=whole_runs(("counting",), least=3))
+@given(order=ORDERS, runs=whole_runs(("counting",), least=3))
 def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Buffers change by the first device's shard, in training only; all replicas begin from them."""
     from mgpu_check.checks import data_parallel_training
@@ -141,7 +143,7 @@ def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 
 
 @examples(20, quick=3)
-@given(order=device_orders(), runs=whole_runs(("mlp",), least=2))
+@given(order=ORDERS, runs=whole_runs(("mlp",), least=2))
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Two forward passes before one backward pass add up; later passes see parameters that were changed in place."""
     from mgpu_check.checks import data_parallel_training
@@ -150,7 +152,7 @@ def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 
 
 @examples(20, quick=3)
-@given(order=device_orders(), runs=whole_runs(("mlp",)))
+@given(order=ORDERS, runs=whole_runs(("mlp",)))
 def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Forward hooks of layers are called on each replica, hooks of parameters with the whole gradient."""
     from mgpu_check.checks import data_parallel_training

@@ -5,6 +5,7 @@ Data are exact, so the bits of one device are expected, whatever the order of su
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -75,8 +76,6 @@ def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, 
 @given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
 def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """Parts of a model on two and three devices train as on one, and each parameter stays where it was put."""
-    from dataclasses import replace
-
     from mgpu_check.checks.devices_parallel import assert_model_parallel_agrees
 
     for count in range(2, len(order) + 1):
@@ -96,8 +95,6 @@ def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], traini
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device."""
-    from dataclasses import replace
-
     for size in sizes:
         ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
 
@@ -116,15 +113,11 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """The schedules GPipe and 1F1B of `torch.distributed.pipelining` train as one device does."""
-    from dataclasses import replace
-
     for size in sizes:
         ranks.run(_schedules, replace(_deep(training, size), batch=8), size=size)
 
 
 def _deep(training: ExactTraining, layers: int) -> ExactTraining:
-    from dataclasses import replace
-
     # Narrow, because every layer takes bits.
     return replace(training, widths=(4, *((3, 2, 3)[: layers - 1]), 2), batch=min(training.batch, 8))
 
