@@ -106,7 +106,7 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
     None where it does not, or is finite at no scale.
     """
     notes = Notes()
-    observe(rank, program, scenario, of_reference=False, around=lambda model: entered(notes))
+    observe(rank, program, scenario, of_reference=False, around=lambda model, batches: entered(notes))
     if torch.float16 not in notes.seen:
         return None
     for factor in _FACTORS:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -27,9 +27,11 @@ from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
 
-__all__ = ["Nudge", "observe", "plain_copy"]
+__all__ = ["Around", "Nudge", "observe", "plain_copy"]
 
 Nudge = Callable[[int, Result, torch.Tensor], None]
+Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
+"""Of the model, and of the batches as the steps get them."""
 
 
 def observe(
@@ -45,7 +47,7 @@ def observe(
     initial: bool = True,
     nudge: Nudge | None = None,
     alter: Callable[[Any], Any] | None = None,
-    around: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda model: contextlib.nullcontext(),
+    around: Around = lambda model, batches: contextlib.nullcontext(),
 ) -> Observation:
     """Build the model, make the batches, and run the step, or the reference, on each of them in turn.
 
@@ -86,7 +88,7 @@ def observe(
     call = None if traced else make()
     seed_everything(scenario.seed + 1)
     before = torch.get_rng_state()
-    with _default_dtype(double), _StepRecorder(modules, seen, deep, nudge) as recorder, around(model):
+    with _default_dtype(double), _StepRecorder(modules, seen, deep, nudge) as recorder, around(model, batches):
         call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
         for number, batch in enumerate(batches):
             if number:

@@ -60,7 +60,6 @@ class Rows:
     """The samples of the global batches, known again by their values wherever a model is given some of them."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
-        self._known: list[dict[str, tuple[int, int]]] = []
         of_leaves: dict[int, list[tuple[str, tuple[int, int]]]] = {}
         for step, batch in enumerate(batches):
             count = samples_in(batch)

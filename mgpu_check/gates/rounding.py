@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
-from mgpu_check.gates.observing import Nudge, observe
+from mgpu_check.gates.observing import Around, Nudge, observe
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation
@@ -123,15 +123,18 @@ class _Runs:
     def _run(
         self,
         *,
-        around: Callable[[Any], contextlib.AbstractContextManager[None]] = lambda model: contextlib.nullcontext(),
+        around: Around = lambda model, batches: contextlib.nullcontext(),
         digests: bool = False,
         initial: bool = False,
         **how: Any,
     ) -> Observation:
         @contextlib.contextmanager
-        def with_threads(model: Any) -> Iterator[None]:
+        def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
             elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
-            with some_threads(self._threads, 2 * elements >= _LARGE), around(model):  # there are gradients, too
+            with (
+                some_threads(self._threads, 2 * elements >= _LARGE),
+                around(model, batches),
+            ):  # there are gradients, too
                 yield
 
         return self._observe(around=with_threads, digests=digests, initial=initial, **how)
@@ -199,7 +202,7 @@ class _Runs:
 
     def _once(self, notes: Notes, digests: bool) -> Observation:
         own = Notes()
-        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model: entered(own))
+        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(own))
         self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
         notes.seen |= own.seen
         notes.drawn += own.drawn
@@ -210,7 +213,9 @@ class _Runs:
         single, notes = self._singles[0], Notes()
         self._exact = single
         try:
-            exact = self._run(double=True, deep=self._deep, around=lambda model: entered(DrawsOfFloat32(), notes))
+            exact = self._run(
+                double=True, deep=self._deep, around=lambda model, batches: entered(DrawsOfFloat32(), notes)
+            )
         except Exception:
             self._precise = False
         else:
@@ -374,7 +379,13 @@ def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
 
 @contextlib.contextmanager
 def _perturbed(
-    model: Any, spread: float, generator: torch.Generator, coherent: bool, copies: bool, fused: bool
+    model: Any,
+    batches: Sequence[Any],
+    spread: float,
+    generator: torch.Generator,
+    coherent: bool,
+    copies: bool,
+    fused: bool,
 ) -> Iterator[None]:
     apart = unfused() if fused else contextlib.nullcontext()
     perturbed = Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from mgpu_check.gates.batches import make_batches
 from mgpu_check.gates.events import traced
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import Rows
@@ -43,16 +42,6 @@ def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> Trace:
 
 def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool) -> tuple[Observation, Trace]:
     trace = Trace()
-    batches = make_batches(
-        program.batch,
-        scenario.batches,
-        scenario.samples,
-        scenario.steps,
-        scenario.change,
-        scenario.factor,
-        scenario.seed,
-    )
-    rows = Rows(batches)
     with full_precision():
         seen = observe(
             rank,
@@ -61,7 +50,7 @@ def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool
             of_reference=of_reference,
             deep=True,
             traced=True,
-            around=lambda model: traced(model, trace, rows),
+            around=lambda model, batches: traced(model, trace, Rows(batches)),
         )
     return seen, trace
 
