@@ -245,12 +245,10 @@ class Trials:
         case = self._key(replace(scenario, world_size=of_size))
         known = self._expected.get((case, deep))
         if known is None and provisional:
-            known = self._expected.get((case, "provisionally"))
-            if known is None:
-                known = self._kept((case, "provisionally"), scenario, measure_provisionally)
-            if known is None:  # it cannot be told
-                return self.expected(scenario, deep)
-        known = known or self._kept((case, deep), scenario, measure, deep)
+            key = case, "provisionally"
+            known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
+        if known is None:  # nor can it be told provisionally
+            known = self._kept((case, deep), scenario, measure, deep)
         assert known is not None
         if isinstance(known, RankFailure):
             raise known
