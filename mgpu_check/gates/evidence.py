@@ -96,7 +96,7 @@ def _loads(tensors: Tensors) -> ByRank:
     if not loads[rank]:
         return ByRank(counts)
     event = loads[rank][0]
-    return ByRank(counts, f"{event.name} ({event.site}) ran on rank {rank} and not on all")
+    return ByRank(counts, f"{event.where} ran on rank {rank} and not on all")
 
 
 def _steps(tensors: Tensors) -> ByRank:
@@ -110,7 +110,7 @@ def _rates(tensors: Tensors) -> ByRank:
     metrics = {rank: event.details["metric"] for rank, event in tensors.events("schedule") if "metric" in event.details}
     schedule, by = tensors.first("schedule"), ""
     if schedule is not None and len(set(metrics.values())) > 1:
-        by = f": {schedule.name} ({schedule.site}) is given each rank's own value"
+        by = f": {schedule.where} is given each rank's own value"
     return ByRank(rates, f"ranks have stepped with different learning rates{by}")
 
 
@@ -118,17 +118,13 @@ def _scales(tensors: Tensors) -> ByRank:
     scales = [[event.details["scale"] for event in trace.of("scale")] for trace in tensors.traces]
     event = tensors.first("scale")
     told = ", ".join(f"{one[0]:g} on rank {rank}" for rank, one in enumerate(scales) if one)
-    return ByRank(
-        scales, "" if event is None else f"{event.name} ({event.site}) has a scale of each rank's own: {told}"
-    )
+    return ByRank(scales, "" if event is None else f"{event.where} has a scale of each rank's own: {told}")
 
 
 def _metrics(tensors: Tensors) -> ByRank:
     metrics = [[event.details.get("metric") for event in trace.of("schedule")] for trace in tensors.traces]
     event = tensors.first("schedule")
-    return ByRank(
-        metrics, "" if event is None else f"{event.name} ({event.site}) is given a different value on each rank"
-    )
+    return ByRank(metrics, "" if event is None else f"{event.where} is given a different value on each rank")
 
 
 def _factor(tensors: Tensors) -> Factor | None:

@@ -145,8 +145,8 @@ class Event:
     """One call.
 
     Attributes:
-        kind: "collective", "group", "clip", "backward", "step", "seed", "sampler", "epoch", "iterate", "split", "loader",
-            "schedule", "wrap", "forward", "no_sync", "load".
+        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "sampler", "epoch", "iterate",
+            "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
         name: of the function or class.
         site: "train.py:40", where the code under test called it.
         details: what it was given, in plain values.
@@ -156,6 +156,11 @@ class Event:
     name: str
     site: str
     details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """What was called, and where: "all_reduce (train.py:40)"."""
+        return f"{self.name} ({self.site})"
 
     @property
     def tensors(self) -> list[dict[str, Any]]:

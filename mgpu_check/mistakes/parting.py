@@ -89,7 +89,7 @@ def _line(known: Sequence[Event]) -> str:
 def _called(event: Event | None) -> str:
     if event is None:
         return "nothing more"
-    return f"{event.name} ({event.site})" if event.site else event.name
+    return event.where if event.site else event.name
 
 
 def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:

@@ -41,19 +41,13 @@ _NEAR = 2e-3
 """Of a ratio: a hypothesis about it is computed in another order than the ratio."""
 
 
-def _where(event: Event) -> str:
-    return f"{event.name} ({event.site})"
-
-
 def not_waited(tensors: Tensors) -> Finding | None:
     """Name a collective with async_op=True that nothing waits for, or whose tensor is written to before the wait."""
     for _, event in tensors.events("collective"):
         if event.details.get("asynchronous") and not event.details.get("waited"):
-            return Finding(
-                "not-waited", f"{_where(event)} was called with async_op=True, and nothing has waited for it"
-            )
+            return Finding("not-waited", f"{event.where} was called with async_op=True, and nothing has waited for it")
         if event.details.get("touched"):
-            told = f"the tensor given to {_where(event)} with async_op=True was written to before wait()"
+            told = f"the tensor given to {event.where} with async_op=True was written to before wait()"
             return Finding("not-waited", told)
     return None
 
@@ -63,7 +57,7 @@ def aliased_list(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         if event.details.get("aliased"):
             count = len(event.details["list"])
-            told = f"the {count} tensors of the list given to {_where(event)} share memory"
+            told = f"the {count} tensors of the list given to {event.where} share memory"
             return Finding("aliased-gather-list", told)
     return None
 
@@ -74,7 +68,7 @@ def strided_view(tensors: Tensors) -> Finding | None:
         for tensor in event.tensors:
             if tensor["gaps"]:
                 of = tensor["result"] or f"{tensor['dtype']}{list(tensor['shape'])}"
-                return Finding("strided-view", f"{_where(event)} was given a view with gaps in memory, of {of}")
+                return Finding("strided-view", f"{event.where} was given a view with gaps in memory, of {of}")
     return None
 
 
@@ -89,7 +83,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
                 of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
                 return Finding(
                     "memory-formats-differ",
-                    f"{_where(same[0])} was given {of} with its dimensions in another order of memory on each rank: {told}",
+                    f"{same[0].where} was given {of} with its dimensions in another order of memory on each rank: {told}",
                 )
     for _, event in tensors.events("collective"):
         parts, own = event.details.get("list", []), event.details.get("tensors", [])
@@ -100,7 +94,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
             if odd is not None:
                 return Finding(
                     "memory-formats-differ",
-                    f"{_where(event)} was given {one['dtype']}{list(one['shape'])} with the dimensions {_order(one)} from the "
+                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions {_order(one)} from the "
                     f"outermost in memory to the innermost, and a list of tensors with {_order(odd)}",
                 )
     return None
@@ -138,7 +132,7 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
         known = COLLECTIVES.get(same[0].name)
         if any(shape != shapes[0] for shape in shapes) and known is not None and known.kind == "parts":
             told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
-            return Finding("uneven-gather", f"{_where(same[0])} was given tensors of shapes {told}, rank by rank")
+            return Finding("uneven-gather", f"{same[0].where} was given tensors of shapes {told}, rank by rank")
     return None
 
 
@@ -150,7 +144,7 @@ def overflows(tensors: Tensors) -> Finding | None:
         if narrow and event.details.get("op", "sum") == "sum":
             return Finding(
                 "low-precision-overflow",
-                f"{_where(event)} adds up {narrow[0]} tensors, and {broken[0]} is not finite on {tensors.size} ranks, where it "
+                f"{event.where} adds up {narrow[0]} tensors, and {broken[0]} is not finite on {tensors.size} ranks, where it "
                 "is on one device",
             )
     for name in tensors.wrong("returned"):
@@ -178,7 +172,7 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
     for _, event in tensors.events("collective"):
         narrow = [tensor["dtype"] for tensor in event.details.get("tensors", []) if tensor["dtype"] in _NARROW]
         if narrow:
-            return Finding("low-precision-arithmetic", f"{_where(event)} communicates {narrow[0]} tensors")
+            return Finding("low-precision-arithmetic", f"{event.where} communicates {narrow[0]} tensors")
     return None
 
 
@@ -190,7 +184,7 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
         right = event.details["dst"]
         for name in tensors.relations.split:
             if right not in tensors.relations.wrong.get(name, []):
-                told = f"{_where(event)} delivers to rank {right} only: {name} is right there, and not elsewhere"
+                told = f"{event.where} delivers to rank {right} only: {name} is right there, and not elsewhere"
                 return Finding("value-of-one-rank", told)
     return None
 
@@ -262,7 +256,7 @@ def result_discarded(tensors: Tensors) -> Finding | None:
             if tensor["shape"] in sizes or math.prod(tensor["shape"]) == total:
                 return Finding(
                     "result-discarded",
-                    f"{_where(event)} ran on {tensor['dtype']}{list(tensor['shape'])}, in other memory than {own[0]}, which is "
+                    f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, in other memory than {own[0]}, which is "
                     "still each rank's own",
                 )
     return None
@@ -276,11 +270,13 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
         if event.name == "sync_params_and_buffers":
             continue
         if any(tensor.get("differentiable") and not tensor["result"] for tensor in event.tensors):
-            told = f"{_where(event)} was given a tensor that requires gradients, and its result requires none"
+            told = f"{event.where} was given a tensor that requires gradients, and its result requires none"
             return Finding("gradient-cut-by-collective", told)
     for event in (event for trace in tensors.traces for event in _before_backward(trace)):
         if any(tensor.get("detached") for tensor in event.tensors):
-            told = f"{_where(event)} was given values that gradients flow to, detached or under no_grad: its result has none"
+            told = (
+                f"{event.where} was given values that gradients flow to, detached or under no_grad: its result has none"
+            )
             return Finding("gradient-cut-by-collective", told)
     return None
 
@@ -299,7 +295,7 @@ def read_too_early(tensors: Tensors) -> Finding | None:
     if not waited or not (broken or unsteady):
         return None
     seen = "not finite, as what is read before wait()" if broken else "different in a second run"
-    told = f"{_where(waited[0])} was called with async_op=True, and {(broken or unsteady)[0]} is {seen}"
+    told = f"{waited[0].where} was called with async_op=True, and {(broken or unsteady)[0]} is {seen}"
     return Finding("not-waited", told)
 
 
@@ -317,5 +313,5 @@ def reduces_by_other_operation(tensors: Tensors) -> Finding | None:
     """Name a collective that does not add."""
     for _, event in tensors.events("collective"):
         if event.details.get("op") in ("max", "min", "product"):
-            return Finding("wrong-reduction", f"{_where(event)} combines by {event.details['op']}")
+            return Finding("wrong-reduction", f"{event.where} combines by {event.details['op']}")
     return None

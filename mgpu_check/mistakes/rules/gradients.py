@@ -52,7 +52,7 @@ def clips_first(tensors: Tensors) -> Finding | None:
             large = any(len(tensor["shape"]) and "value" not in tensor for tensor in event.tensors)
             on_gradient = any(_is_gradient(tensor["result"]) for tensor in event.tensors)
             if event.name.startswith(("all_reduce", "reduce", "all_gather")) and (on_gradient or large):
-                told = f"{clip.name} ({clip.site}) runs before {event.name} of the gradients ({event.site})"
+                told = f"{clip.where} runs before {event.name} of the gradients ({event.site})"
                 return Finding("clipped-before-synchronization", told)
     return None
 

@@ -25,10 +25,6 @@ _MOST_SUMS = 16
 """Numbers of which quotients are looked at."""
 
 
-def _where(event: Event) -> str:
-    return f"{event.name} ({event.site})"
-
-
 def written_over(tensors: Tensors) -> Finding | None:
     """Name a collective that has given what one device has, where that is not there in the end, nor a multiple of it."""
     if not tensors.gradient_like or tensors.right_when_small or not tensors.traces:
@@ -47,7 +43,7 @@ def written_over(tensors: Tensors) -> Finding | None:
             continue
         for first, names in lost:
             if _has_given(same, [tensors.expected.exact[name] for name in names], tensors.size):
-                told = f"{_where(same[0])} has given what one device has for {few(names)}, and {first} is not that in the end"
+                told = f"{same[0].where} has given what one device has for {few(names)}, and {first} is not that in the end"
                 return Finding("result-discarded", f"{told}: it was not kept, or written over")
     return None
 

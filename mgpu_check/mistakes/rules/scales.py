@@ -170,7 +170,7 @@ def _counts(tensors: Tensors) -> Iterator[tuple[int, str]]:
         for contents in event.details.get("after", ()):
             for value in contents.get("values", ())[:_COUNTS]:
                 if math.isfinite(value) and value == int(value) and value > 1:
-                    yield int(value), f"what {event.name} ({event.site}) gives"
+                    yield int(value), f"what {event.where} gives"
 
 
 def _weighed(tensors: Tensors) -> Iterator[tuple[Division, list[list[float]]]]:

@@ -48,7 +48,7 @@ def counts_windows_unlike(tensors: Tensors) -> Finding | None:
         told = ", ".join(f"{weight:.3g}" for weight in weights)
         seen = f"in {tensors.names[0]} the micro-batches of each rank count {told} times"
         if min(weights) < _LEFT_OUT and (reduced := _reduced_between(tensors)) is not None:
-            again = f"{reduced.name} ({reduced.site}) has reduced it, and what came of that is written over"
+            again = f"{reduced.where} has reduced it, and what came of that is written over"
             return Finding("result-discarded", f"{seen}: one of them is left out, though {again}")
         if min(weights) < _LEFT_OUT:
             return Finding("samples-missed", f"{seen}: one of them is left out")
