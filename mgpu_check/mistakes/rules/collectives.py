@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.report import Finding
@@ -79,7 +79,7 @@ def other_layouts(tensors: Tensors) -> Finding | None:
         for given in zip(*(event.details.get("tensors", []) for event in same), strict=False):
             unlike = len({one["layout"] for one in given}) > 1 and len({one["shape"] for one in given}) == 1
             if unlike and len({event.name for event in same}) == 1:
-                told = ", ".join(_in_memory(one, rank) for rank, one in enumerate(given))
+                told = ", ".join(_in_memory(one["layout"], rank) for rank, one in enumerate(given))
                 of = given[0]["result"] or f"{given[0]['dtype']}{list(given[0]['shape'])}"
                 return Finding(
                     "memory-formats-differ",
@@ -94,18 +94,18 @@ def other_layouts(tensors: Tensors) -> Finding | None:
             if odd is not None:
                 return Finding(
                     "memory-formats-differ",
-                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions {_order(one)} from the "
-                    f"outermost in memory to the innermost, and a list of tensors with {_order(odd)}",
+                    f"{event.where} was given {one['dtype']}{list(one['shape'])} with the dimensions {_order(one['layout'])} from the "
+                    f"outermost in memory to the innermost, and a list of tensors with {_order(odd['layout'])}",
                 )
     return None
 
 
-def _in_memory(tensor: Mapping[str, Any], rank: int) -> str:
-    return f"{_order(tensor)} on rank {rank}"
+def _in_memory(layout: Sequence[int], rank: int) -> str:
+    return f"{_order(layout)} on rank {rank}"
 
 
-def _order(tensor: Mapping[str, Any]) -> str:
-    return ">".join(map(str, tensor["layout"])) or "any"
+def _order(layout: Sequence[int]) -> str:
+    return ">".join(map(str, layout)) or "any"
 
 
 def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
@@ -116,7 +116,7 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
         return None
     for name, order in held[0].items():
         if any(other.get(name) != order for other in held):
-            told = ", ".join(_in_memory({"layout": other.get(name, ())}, rank) for rank, other in enumerate(held))
+            told = ", ".join(_in_memory(other.get(name, ()), rank) for rank, other in enumerate(held))
             return Finding(
                 "memory-formats-differ", f"{name} has its dimensions in another order of memory on each rank: {told}"
             )
