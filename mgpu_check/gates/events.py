@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
-from mgpu_check.gates.operands import Rows, contents, facts, layout, site, sums_of
+from mgpu_check.gates.operands import Rows, contents, facts, few_values, layout, site, sums_of
 from mgpu_check.gates.program import modules_of
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
@@ -193,7 +193,7 @@ class _EventRecorder:
                     int(value) if name in ("src", "dst") or group is None else group.ranks[value]
                 )
             elif isinstance(value, torch.Tensor):
-                said = facts(value, self._result_in, frame) | {"before": contents(value)}
+                said = facts(value, self._result_in, frame) | {"before": few_values(value)}
                 details.setdefault("tensors", []).append(said)
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
                 details["list"] = [facts(one, self._result_in, frame) for one in value]

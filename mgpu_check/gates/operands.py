@@ -15,7 +15,7 @@ from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 
-__all__ = ["Rows", "contents", "facts", "layout", "site", "sums_of"]
+__all__ = ["Rows", "contents", "facts", "few_values", "layout", "site", "sums_of"]
 
 _KEPT = 64
 """Elements up to which the values themselves are kept."""
@@ -43,9 +43,18 @@ def facts(
 
 def contents(value: torch.Tensor) -> dict[str, Any]:
     """Return the sum and the norm of a tensor, in float64; and its values where they are few."""
-    flat = as_real(value.detach()).cpu().double().flatten()
-    said: dict[str, Any] = {"sum": float(flat.sum()), "norm": float(flat.norm())}
-    return said | {"values": flat.tolist()} if flat.numel() <= _KEPT else said
+    flat = _flat(value)
+    return {"sum": float(flat.sum()), "norm": float(flat.norm())} | few_values(value)
+
+
+def few_values(value: torch.Tensor) -> dict[str, list[float]]:
+    """Return the values of a tensor, in float64, where they are few."""
+    numbers = as_real(value)
+    return {"values": _flat(value).tolist()} if numbers.numel() <= _KEPT else {}
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    return as_real(value.detach()).cpu().double().flatten()
 
 
 def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
