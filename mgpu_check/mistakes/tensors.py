@@ -19,13 +19,11 @@ from mgpu_check.mistakes.observed import (
     Trace,
 )
 from mgpu_check.mistakes.results import Kind, Result
-from mgpu_check.mistakes.weights import fitted
+from mgpu_check.mistakes.weights import LOOSE, fitted
 from mgpu_check.numerics.factors import common_factor, evenly
 
 __all__ = ["Tensors"]
 
-_LOOSE = 1e-4
-"""Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
 _CLOSE = 1e-5
 """Of the magnitude of a tensor: what is computed in the order of what it explains."""
 _NEAR = 2e-3
@@ -172,7 +170,7 @@ class Tensors:
 
     def _near(self, name: Result, one: torch.Tensor, other: torch.Tensor) -> bool:
         tolerance = self.expected.tolerance.get(name)
-        slack = _LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
+        slack = LOOSE * float(other[other.isfinite()].abs().max()) if bool(other.isfinite().any()) else 0.0
         if tolerance is not None and tolerance.shape == one.shape:
             allowed = 4 * tolerance + min(slack, 1e-2)
         else:

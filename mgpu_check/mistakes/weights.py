@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["fitted"]
+__all__ = ["LOOSE", "fitted"]
 
-_LOOSE = 1e-4
+LOOSE = 1e-4
 """Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
 _INDEPENDENT = 1e-4
 """Of the largest singular value: columns of parts are as good as dependent below."""
@@ -27,6 +27,6 @@ def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Ten
     if int(torch.linalg.matrix_rank(matrix, rtol=_INDEPENDENT)) < len(columns):
         return None
     found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
-    if bool(((matrix @ found - right).abs() > _LOOSE * right.abs().max()).any()):
+    if bool(((matrix @ found - right).abs() > LOOSE * right.abs().max()).any()):
         return None
     return [float(weight) for weight in found]
