@@ -21,8 +21,6 @@ _SHOWN = 8
 """Ranks, or groups of them, whose values are told."""
 _VALUES = 4
 """Elements that are told of a tensor of few."""
-_CLOSE = 1e-5
-"""Relative: the norm of a tensor that nothing has changed since."""
 _GIVES_ALL = ("all_reduce", "broadcast", "all_gather_into_tensor")
 """Collectives after which all ranks of the group hold the same in the tensor that they were given first."""
 
@@ -214,17 +212,10 @@ def _of_last_backward(tensors: Tensors, same: Sequence[Event]) -> Found | None:
     """Look at the gradients that the last backward pass has left, of those that nothing has changed since."""
     left = [event.details.get("left", {}) for event in same]
     for name in tensors.relations.split:
-        known = [one[name.of] for one in left if name.kind == "grads" and name.of in one]
-        ends = [one.values[name].double() for one in tensors.seen if name in one.values]
-        if len(known) < tensors.size or len(ends) < tensors.size or all(_alike(one, known[0]) for one in known):
-            continue
-        if all(_is_near(one, float(end.norm())) for one, end in zip(known, ends, strict=True)):
-            return f"the norm of {name}, which nothing changes after it", [_shown(one["norm"]) for one in known]
+        if name.kind == "grads" and tensors.stays_as_left(name, left):
+            norms = [_shown(one[name.of]["norm"]) for one in left]
+            return f"the norm of {name}, which nothing changes after it", norms
     return None
-
-
-def _is_near(left: dict[str, Any], norm: float) -> bool:
-    return bool(abs(left["norm"] - norm) <= _CLOSE * norm)
 
 
 def _in_the_end(tensors: Tensors) -> Parting | None:

@@ -316,6 +316,22 @@ class Tensors:
                 column.append(part.flatten())
         return columns
 
+    def stays_as_left(self, name: Result, left: Sequence[Mapping[str, Mapping[str, float]]]) -> bool:
+        """Return whether each rank ends with the gradient that its backward pass has left, by sum and norm, and it is not the
+        same on all.
+
+        Args:
+            left: of each rank, by the name of the parameter.
+        """
+        sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
+        values = [one.values[name].double() for one in self.seen if name in one.values]
+        if len(sums) < self.size or len(values) < self.size or len(set(sums)) == 1:
+            return False
+        return all(
+            abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
+            for value, (total, norm) in zip(values, sums, strict=True)
+        )
+
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
     ) -> list[dict[Result, torch.Tensor]]:

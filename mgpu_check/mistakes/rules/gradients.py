@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
@@ -32,8 +31,6 @@ __all__ = [
     "wrong_where_uneven",
 ]
 
-_CLOSE = 1e-5
-"""Relative: the sum and the norm of a tensor that nothing has changed since."""
 _SHOWN = 4
 """Ranks whose values are told."""
 
@@ -174,24 +171,12 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     left = [event.details.get("left", {}) for event in lasts if event is not None]
     if len(left) < max(2, len(lasts)):
         return None
-    own = [name for name in local if _is_as_left(tensors, name, left)]
+    own = [name for name in local if tensors.stays_as_left(name, left)]
     if not own:
         return None
     site = next(event.site for event in lasts if event is not None)
     told = ", ".join(f"{one[own[0].of]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
     return _local(tensors, own, f"{few(own)} is what each rank's own backward ({site}) has left, of norm {told}")
-
-
-def _is_as_left(tensors: Tensors, name: Result, left: Sequence[Mapping[str, Mapping[str, float]]]) -> bool:
-    """Return whether ranks end with what backward has left, which is not the same on all of them."""
-    sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
-    values = [one.values[name].double() for one in tensors.seen if name in one.values]
-    if len(sums) < tensors.size or len(values) < tensors.size or len(set(sums)) == 1:
-        return False
-    return all(
-        abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
-        for value, (total, norm) in zip(values, sums, strict=True)
-    )
 
 
 def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
