@@ -203,9 +203,10 @@ class _StepRecorder:
         self._stack.close()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._seen.nonlinear |= type(optimizer) is not torch.optim.SGD
+        nonlinear = type(optimizer) is not torch.optim.SGD
+        self._seen.nonlinear |= nonlinear
         self._gradients = {}
-        if self._deep and (self._deep != "nonlinear" or type(optimizer) is not torch.optim.SGD):
+        if self._deep and (nonlinear or self._deep != "nonlinear"):
             self._gradients = {
                 Result("grads", name): plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
                 for name, value in self._parameters()
