@@ -111,9 +111,8 @@ class Perturbed(TorchDispatchMode):
             # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
             tensor = getattr(value, "_local_tensor", value)
             if isinstance(tensor, torch.Tensor):
-                self._perturb(
-                    self._raw(tensor), spared
-                )  # what is computed here is no operator of the simulated device's
+                # What is computed here is no operator of the simulated device's.
+                self._perturb(self._raw(tensor), spared)
         return result
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
