@@ -31,9 +31,6 @@ class Parcel:
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
         return copy.deepcopy(self._content, memo)
 
-    def __copy__(self) -> dict[Any, Any]:
-        return dict(self._content)
-
 
 class _Bytes:
     """One tensor, packed."""
