@@ -108,7 +108,7 @@ class Trials:
         return self._outcomes[key]
 
     def _run(self, scenario: Scenario) -> Trial | None:
-        seen: Sequence[Observation] = ()
+        runs: list[Sequence[Observation]] = []
         for provisional in (True, False):
             try:
                 expected = self._suitable(scenario, provisional)
@@ -119,7 +119,7 @@ class Trials:
             if expected is None:
                 return None
             try:
-                relations, seen = self._compared(scenario, expected, seen or self.on_ranks(scenario))
+                relations = self._compared(scenario, expected, runs)
             except RankFailure as error:
                 return Trial(scenario, expected, None, error=error)
             self._told += expected.provisional * (1 if relations.holds else -1)
@@ -127,7 +127,7 @@ class Trials:
                 break  # otherwise it is measured in full how far a right step may be off
         assert expected is not None
         self.completed[scenario.world_size] += 1
-        return None if relations.holds else Trial(scenario, expected, relations, seen)
+        return None if relations.holds else Trial(scenario, expected, relations, runs[0])
 
     def _suitable(self, scenario: Scenario, provisional: bool) -> Expected | None:
         """Return what one device gives; None where the batch is not one that the step is meant for."""
@@ -144,30 +144,36 @@ class Trials:
         self.trains |= "params" in (expected.own or expected.single).touched
         return expected
 
-    def _compared(
-        self, scenario: Scenario, expected: Expected, seen: Sequence[Observation]
-    ) -> tuple[Relations, Sequence[Observation]]:
-        self._check(expected, seen)
-        relations = relations_of(expected, seen, self.kinds, self.tolerance)
-        if not relations.holds and not all(one.values for one in seen):
+    def _compared(self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]]) -> Relations:
+        """Compare what the ranks leave with what one device gives, and with what they leave again.
+
+        Args:
+            runs: what ranks have left in runs of the scenario; what is missing is run, and added. A second run is kept as the first is:
+                what comes out otherwise now and then may not do so again.
+        """
+        if not runs:
+            runs.append(self.on_ranks(scenario))
+        self._check(expected, runs[0])
+        relations = relations_of(expected, runs[0], self.kinds, self.tolerance)
+        if not relations.holds and not _have_values(runs):
             # Checksums tell that ranks differ, values by how much.
-            seen = self.on_ranks(scenario, whole=True)
-            relations = relations_of(expected, seen, self.kinds, self.tolerance)
-        if relations.holds and scenario.world_size not in self._repeated:
-            repeated = self._repeat(scenario, expected, seen, relations)
+            runs[:] = [self.on_ranks(scenario, whole=True)]
+            relations = relations_of(expected, runs[0], self.kinds, self.tolerance)
+        if relations.holds and (len(runs) > 1 or scenario.world_size not in self._repeated):
+            repeated = self._repeat(scenario, expected, runs, relations)
             if repeated or not expected.provisional:
                 self._repeated.add(scenario.world_size)
-        return relations, seen
+        return relations
 
     def _repeat(
-        self, scenario: Scenario, expected: Expected, seen: Sequence[Observation], relations: Relations
+        self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]], relations: Relations
     ) -> bool:
-        again = self.on_ranks(scenario)
-        alike = all(
-            one.digests == other.digests and one.rng == other.rng for one, other in zip(seen, again, strict=True)
-        )
-        if not alike and not all(one.values for one in (*seen, *again)):
-            seen, again = self.on_ranks(scenario, whole=True), self.on_ranks(scenario, whole=True)
+        if len(runs) == 1:
+            runs.append(self.on_ranks(scenario))
+            alike = all(one.digests == other.digests and one.rng == other.rng for one, other in zip(*runs, strict=True))
+            if not alike and not _have_values(runs):
+                runs[:] = [self.on_ranks(scenario, whole=True) for _ in range(2)]
+        seen, again = runs
         repeats(relations, expected, seen, again, self.tolerance)
         return relations.holds
 
@@ -325,6 +331,10 @@ def _elements_of(known: Expected | RankFailure) -> int:
     if isinstance(known, RankFailure):
         return 0
     return 3 * sum(value.numel() for value in known.single.values.values())
+
+
+def _have_values(runs: Sequence[Sequence[Observation]]) -> bool:
+    return all(one.values for run in runs for one in run)
 
 
 def _returned(seen: Observation) -> set[str]:

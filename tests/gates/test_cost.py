@@ -51,6 +51,26 @@ def test_right_steps_are_told_without_float64(ranks):
         assert not counted.ran["measure"]
 
 
+class Racing(Counted):
+    """Ranks that take a wrong step the second time that they are given a right one, and never again."""
+
+    def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
+        if fn.__name__ == "run_step" and self.ran["run_step"] == 1:
+            program, *others = args
+            args = (dataclasses.replace(program, step=tutorial), *others)
+        return super().run(fn, *args, **how)
+
+
+def test_what_a_second_run_leaves_is_judged_by_what_is_measured_in_full(ranks):
+    racing = Racing(ranks)
+    trials = Trials(racing, Program(right, build, batch), frozenset(KINDS), None, "step")
+    failed = trials.run(Scenario(2, 5))
+    assert failed is not None
+    assert failed.relations is not None
+    assert not failed.expected.provisional
+    assert "a second run gives other values, rank" in failed.relations.details[Result("grads", "0.bias")]
+
+
 def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
     trials, counted = _trials(ranks, tutorial)
     failed = trials.run(Scenario(2, 5))
