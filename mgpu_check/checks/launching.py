@@ -21,14 +21,24 @@ from mgpu_check.errors import GradientMismatch, RankDied, ReplicaMismatch
 from mgpu_check.processes.launched import simulating, without_launcher
 from mgpu_check.rank_side.rank import Rank
 
-__all__ = ["SCRIPT", "Launched", "arguments_for", "assert_rank_is_told", "assert_trained", "launched", "speed_of"]
+__all__ = [
+    "SCRIPT",
+    "Launched",
+    "arguments_for",
+    "arguments_for_speed",
+    "assert_rank_is_told",
+    "assert_trained",
+    "launched",
+    "seeing",
+    "speed_of",
+]
 
 SCRIPT = str(Path(__file__).absolute().parents[1] / "recipes" / "distributed_script.py")
 
 _TOLERANCE = 1e-9
 """Of the losses, in float64: some 10^5 operations round by 2^-53 of their operands each; a sample too many changes 10^-3."""
-_OF_A_RANK, _STEPS = 16, 8
-"""Samples in a batch of a rank, and batches of an epoch."""
+_OF_A_RANK, _OF_A_RANK_FOR_SPEED, _STEPS = 16, 256, 8
+"""Samples in a batch of a rank, to learn and to be timed, and batches of an epoch."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +54,31 @@ class Launched:
         return float(epochs[len(epochs) // 2])
 
 
-def arguments_for(count: int, *, dtype: str = "float64", width: int = 16, of_a_rank: int = _OF_A_RANK) -> list[str]:
+def arguments_for(count: int) -> list[str]:
     """Return arguments of the script with which `count` ranks, and one alone, have batches of the same samples."""
+    return [*_batches(count, _OF_A_RANK), "--dtype=float64"]
+
+
+def arguments_for_speed(count: int) -> list[str]:
+    """Return arguments that give a GPU more to compute, some 10^11 operations for a batch, than it takes to collate the batch.
+
+    The samples of an epoch take 16 MiB for each rank, in each of them.
+    """
+    return [*_batches(count, _OF_A_RANK_FOR_SPEED), "--width=2048", "--layers=16"]
+
+
+def _batches(count: int, of_a_rank: int) -> list[str]:
     batch = of_a_rank * count
-    return [f"--batch-size={batch}", f"--samples={_STEPS * batch}", f"--dtype={dtype}", f"--width={width}"]
+    return [f"--batch-size={batch}", f"--samples={_STEPS * batch}"]
 
 
-def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], simulate: int | None) -> list[Launched]:
-    """Run the script in worlds of so many ranks, one after the other.
+def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simulated: bool) -> list[Launched]:
+    """Run the script in worlds of so many ranks, one after the other, each on the first of the visible devices.
 
     Args:
         way: "torchrun", or "spawn", where the script takes as many ranks as it sees GPUs: as many as a world has.
         arguments: of the script.
-        simulate: number of simulated devices, or None on real ones.
+        simulated: whether devices are.
 
     Raises:
         RankDied: a run failed, or a rank told nothing; with its output.
@@ -66,22 +88,13 @@ def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], simulate
         reports = [Path(directory) / str(world) for world in worlds]
         for report in reports:
             report.mkdir()
-        environment = simulating(without_launcher(os.environ), simulate)
-        environment.setdefault("OMP_NUM_THREADS", "1")
-        # The agent asks how many GPUs there are: of NVML, since who has asked the driver cannot fork ranks.
-        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         if way == "torchrun":
             tasks = [[world, [*arguments, f"--report={report}"]] for world, report in zip(worlds, reports, strict=True)]
-            _run([sys.executable, "-m", __name__, json.dumps(tasks)], environment)
+            _run([sys.executable, "-m", __name__, json.dumps(tasks)], seeing(max(worlds), simulated))
         else:
-            listed = os.environ.get("CUDA_VISIBLE_DEVICES")
             for world, report in zip(worlds, reports, strict=True):
-                if simulate is None:
-                    entries = [str(index) for index in range(world)] if listed is None else listed.split(",")
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(entries[:world])
-                else:
-                    environment = simulating(environment, world)
-                _run([sys.executable, SCRIPT, *arguments, "--spawn", f"--report={report}"], environment)
+                command = [sys.executable, SCRIPT, *arguments, "--spawn", f"--report={report}"]
+                _run(command, seeing(world, simulated))
         for world, report in zip(worlds, reports, strict=True):
             files = [report / f"rank{rank}.json" for rank in range(world)]
             silent = [rank for rank, file in enumerate(files) if not file.exists()]
@@ -90,6 +103,19 @@ def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], simulate
                 raise RankDied(f"{way}: of {world} ranks these have trained to the end: {found}", ranks=silent)
             runs.append(Launched(tuple(json.loads(file.read_text()) for file in files)))
     return runs
+
+
+def seeing(count: int, simulated: bool) -> dict[str, str]:
+    """Return the environment of a program that sees the first `count` devices of this one, and was launched by nobody."""
+    environment = simulating(without_launcher(os.environ), count if simulated else None)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    # The agent asks how many GPUs there are: of NVML, since who has asked the driver cannot fork ranks.
+    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if not simulated:
+        listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+        entries = [str(index) for index in range(count)] if listed is None else listed.split(",")[:count]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(entries)
+    return environment
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:

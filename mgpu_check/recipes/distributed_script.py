@@ -77,7 +77,8 @@ def train(rank: int, local_rank: int, world_size: int, args: argparse.Namespace)
     setup(rank, local_rank, world_size)
     torch.set_default_dtype(getattr(torch, args.dtype))
     torch.manual_seed(rank)  # DistributedDataParallel gives all ranks the parameters of rank 0
-    model = nn.Sequential(nn.Linear(args.width, args.width), nn.ReLU(), nn.Linear(args.width, 1))
+    hidden = [layer for _ in range(args.layers) for layer in (nn.Linear(args.width, args.width), nn.ReLU())]
+    model = nn.Sequential(*hidden, nn.Linear(args.width, 1))
     trainer = Trainer(model, make_dataset(args.samples, args.width), local_rank, args.batch_size // world_size)
     losses, seconds = [], []
     for epoch in range(args.epochs):
@@ -96,7 +97,7 @@ def train(rank: int, local_rank: int, world_size: int, args: argparse.Namespace)
 def _report(directory: str, rank: int, trainer: Trainer, losses: list[float], seconds: list[float]) -> None:
     digest = hashlib.sha256()
     for value in trainer.model.module.state_dict().values():
-        digest.update(bytes(value.cpu().contiguous().view(-1).view(torch.uint8).tolist()))
+        digest.update(value.cpu().numpy().tobytes())
     told = {
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
@@ -122,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--width", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=1, help="hidden ones")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--report", default="", help="a directory for what each rank has to tell")
     parser.add_argument("--spawn", action="store_true")

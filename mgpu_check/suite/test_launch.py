@@ -28,7 +28,7 @@ def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
 def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
     """A script in the style of tutorials, launched by torchrun's agent, learns on all devices what it learns on one."""
     timeout = active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size
-    (measured,) = ranks.run(_under_torchrun, size=1, timeout=timeout)
+    (measured,) = ranks.run(_under_torchrun, ranks.size, size=1, timeout=timeout)
     record_property("mgpu_check.measured", measured)
 
 
@@ -36,7 +36,9 @@ def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
     """A script that spawns a rank for each GPU that it sees learns on all of them."""
     if active().gpu_level == "quick":
         pytest.skip("each rank imports torch: at --gpu-level=standard")
-    ranks.run(_spawned, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size)
+    # Two show what more would: each has to import torch.
+    count = min(2, ranks.size)
+    ranks.run(_spawned, count, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * count)
 
 
 def _told(rank: Rank) -> None:
@@ -45,28 +47,22 @@ def _told(rank: Rank) -> None:
     assert_rank_is_told(rank)
 
 
-def _under_torchrun(rank: Rank) -> str:
-    import torch
-
-    from mgpu_check.checks.launching import arguments_for, assert_trained, launched, speed_of
+def _under_torchrun(rank: Rank, count: int) -> str:
+    from mgpu_check.checks.launching import arguments_for, arguments_for_speed, assert_trained, launched, speed_of
     from mgpu_check.simulated import simulated_device_count
 
-    count, simulated = torch.cuda.device_count(), simulated_device_count()
-    worlds = sorted({1, count})
-    runs = launched("torchrun", worlds, arguments_for(count), simulated)
+    simulated, worlds = simulated_device_count() is not None, sorted({1, count})
+    runs = launched("torchrun", worlds, arguments_for(count), simulated=simulated)
     assert_trained("torchrun", runs)
-    if simulated is None:
+    if not simulated:
         # What the tutorials' model computes is too little to tell the speed of real devices.
-        runs = launched("torchrun", worlds, arguments_for(count, dtype="float32", width=4096, of_a_rank=2048), None)
-    return speed_of(runs, simulated is not None)
+        runs = launched("torchrun", worlds, arguments_for_speed(count), simulated=False)
+    return speed_of(runs, simulated)
 
 
-def _spawned(rank: Rank) -> None:
-    import torch
-
+def _spawned(rank: Rank, count: int) -> None:
     from mgpu_check.checks.launching import arguments_for, assert_trained, launched
     from mgpu_check.simulated import simulated_device_count
 
-    # Two show what more would: each has to import torch.
-    count = min(2, torch.cuda.device_count())
-    assert_trained("spawn", launched("spawn", [count], arguments_for(count), simulated_device_count()))
+    runs = launched("spawn", [count], arguments_for(count), simulated=simulated_device_count() is not None)
+    assert_trained("spawn", runs)
