@@ -76,7 +76,7 @@ def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, 
         checksums: of each rank, by what was called; what `assert_collectives_match` returns.
 
     Raises:
-        CollectiveMismatch: `.ranks` are those that differ from the most.
+        CollectiveMismatch: `.ranks` are those that differ from the most; all, where as many hold others.
     """
     __tracebackhide__ = True
     by_rank = dict(checksums) if isinstance(checksums, Mapping) else dict(enumerate(checksums))
@@ -87,8 +87,9 @@ def assert_shared(checksums: Sequence[Sequence[tuple[str, str]]] | Mapping[int, 
     for what, ranks in held.items():
         if len(ranks) > 1:
             most = max(ranks.values(), key=len)
+            tied = sum(len(same) == len(most) for same in ranks.values()) > 1
             others = sorted(rank for same in ranks.values() if same is not most for rank in same)
             raise CollectiveMismatch(
                 f"{what}: ranks hold results of different bits: {named(others)} another one than {named(most)}",
-                ranks=others,
+                ranks=sorted([*most, *others]) if tied else others,
             )

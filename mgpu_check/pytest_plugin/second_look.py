@@ -50,7 +50,7 @@ def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: 
     """
     if any(map(draws_on, failed.kwargs.values())) or isinstance(error, (RankHang, StartupFailure)):
         return Seen()
-    return _Second(body, failed, needs, session).look()
+    return _Second(body, failed, needs, session, error).look()
 
 
 class _OutOfTime(Exception):
@@ -75,10 +75,13 @@ class _OnDevices(Ranks):
 
 
 class _Second:
-    def __init__(self, body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession) -> None:
+    def __init__(
+        self, body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession, error: object
+    ) -> None:
         self._body = body
         self._failed = failed
         self._session = session
+        self._kind = _kind_of(error)
         self._count = next((name for name in _COUNTS if isinstance(failed.kwargs.get(name), int)), None)
         self._least = max(1, needs.least)
         self._all = tuple(range(needs.count or session.pool.devices))
@@ -92,24 +95,31 @@ class _Second:
         size = self._failed.kwargs[self._count] if self._count else self._takes_part()
         usual = self._all[:size] if self._count else self._all
         try:
-            seen.repeats.append(self._try(usual))
+            seen.repeats.append(self._as_it_was(usual))
             if self._movable():
                 for devices in self._elsewhere(size, usual):
-                    seen.elsewhere.append(self._try_until_it_fails(devices, 1 if seen.repeats[0].failed else 5))
+                    trial = self._try_until_it_fails(devices, 1 if seen.repeats[0].failed else 5)
+                    if not trial.refused:
+                        seen.elsewhere.append(trial)
             middle = time.monotonic() + (self._until - time.monotonic()) / 2
             while len(seen.repeats) < _REPEATS and (len(seen.repeats) < 3 or time.monotonic() < middle):
-                seen.repeats.append(self._try(usual))
+                seen.repeats.append(self._as_it_was(usual))
         except _OutOfTime:
             seen.notes.append("the time for a second look was over: --gpu-level=long has more")
         finally:
             self._session.looked += time.monotonic() - self._began
         return seen
 
+    def _as_it_was(self, usual: tuple[int, ...]) -> Trial:
+        """Run the example on the devices that it had: there it can run, so that any error is a failure."""
+        trial = self._try(usual)
+        return dataclasses.replace(trial, failed=trial.failed or trial.refused, refused=False)
+
     def _try_until_it_fails(self, devices: tuple[int, ...], most: int) -> Trial:
         """Run the example on these devices; again where it passes, as that says little of one that passes at times."""
         trial = self._try(devices)
         for _ in range(most - 1):
-            if trial.failed:
+            if trial.failed or trial.refused:
                 break
             trial = self._try(devices)
         return trial
@@ -160,19 +170,27 @@ class _Second:
         except RankHang:
             self._until = 0.0  # each more would take as long
             return Trial(took, True)
-        except StartupFailure:
-            return Trial(took, False)  # ranks do not come up there, which says nothing of the check
-        except AssertionError as error:
+        except Exception as error:
+            if not self._is_finding(error):
+                return Trial(took, False, refused=True)
             ranks = tuple(rank for rank in getattr(error, "ranks", ()) if isinstance(rank, int))
             cause = getattr(error.__cause__, "ranks", ()) if isinstance(error, RankFailure) else ()
             return Trial(took, True, ranks if "ranks" in kwargs else tuple(cause))
-        except Exception:
-            return Trial(took, False)  # no finding of this check: it cannot run there
         return Trial(took, False)
+
+    def _is_finding(self, error: Exception) -> bool:
+        """Return whether an error is a finding, or what was raised at first: others say that the check cannot run there."""
+        kind = _kind_of(error)
+        return not isinstance(error, StartupFailure) and (issubclass(kind, AssertionError) or kind is self._kind)
 
     def _named(self, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         named = {name: value for name, value in kwargs.items() if name != "gpus"}
         return tuple(dict.fromkeys(int(index) for index in _PLACE.findall(repr(named))))
+
+
+def _kind_of(error: object) -> type:
+    """Return the class of what was raised, on a rank if it was there."""
+    return type((isinstance(error, RankFailure) and error.__cause__) or error)
 
 
 def _moved(value: Any, devices: Sequence[int]) -> Any:

@@ -22,7 +22,12 @@ def seen(*elsewhere: Trial, repeats=ALWAYS) -> Seen:
         (seen(*(Trial(one, one == (2,)) for one in ALONE)), "looks like cuda:2: fails where it takes part"),
         (seen(*(Trial(one, True) for one in ALONE)), "fails on each device alone: looks like the code"),
         (
-            seen(*(Trial(one, False) for one in ALONE), Trial((0, 1), False), Trial((0, 1, 2), True)),
+            seen(
+                *(Trial(one, False) for one in ALONE),
+                Trial((0, 1), False),
+                Trial((0, 1, 2), True),
+                Trial((1, 2, 3), True),
+            ),
             "fails from 3 devices on",
         ),
         (
@@ -37,6 +42,10 @@ def seen(*elsewhere: Trial, repeats=ALWAYS) -> Seen:
             seen(Trial((1, 2, 3, 0), True, (3,)), repeats=[Trial((0, 1, 2, 3), True, (3,))]),
             "what is wrong stays with rank 3, whatever device it has",
         ),
+        (seen(Trial((0,), True)), ""),
+        (seen(Trial((0,), True), Trial((1,), False), Trial((2,), False)), ""),
+        (seen(Trial((0, 3), True), Trial((1,), False)), ""),
+        (seen(*(Trial(one, False) for one in ALONE), Trial((0, 3), True)), ""),
         (seen(), ""),
         (Seen(), ""),
     ],
@@ -49,12 +58,12 @@ def test_the_headline_names_the_part(found, headline):
 def test_what_fails_now_and_then_is_told_with_its_rate():
     """A device that is right once may be at fault all the same."""
     repeats = [Trial((0, 1, 2, 3), number % 4 == 0) for number in range(20)]
-    found = seen(Trial((1,), True), Trial((0,), False), repeats=repeats)
+    found = seen(*(Trial(one, one == (1,)) for one in ALONE), repeats=repeats)
     assert found.headline == (
         "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes part, and "
         "nowhere else"
     )
-    assert "on one device alone: fails on cuda:1; is right on cuda:0" in found.lines()
+    assert "on one device alone: fails on cuda:1; is right on cuda:0, cuda:2, cuda:3" in found.lines()
 
 
 def test_planted_hardware_is_named(run, pytester):

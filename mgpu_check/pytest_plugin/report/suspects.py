@@ -16,11 +16,13 @@ class Trial:
         devices: indices of those that took part, in the order of ranks.
         failed: whether it has failed again.
         ranks: those that the failure names.
+        refused: it could not run on these devices, which says nothing of them.
     """
 
     devices: tuple[int, ...]
     failed: bool
     ranks: tuple[int, ...] = ()
+    refused: bool = False
 
     @property
     def blamed(self) -> frozenset[int]:
@@ -83,16 +85,19 @@ class Seen:
         if not failing:
             return ""
         passing = [set(trial.devices) for trial in self.elsewhere if not trial.failed]
+        right: set[int] = set().union(*passing)
         common = set.intersection(*(set(trial.devices) for trial in failing))
         everything = set().union(*(trial.devices for trial in (*self.repeats, *self.elsewhere)))
-        suspects = common if self.unreliable else common - set().union(*passing)
+        suspects = common if self.unreliable else common - right
         alone = {trial.devices[0] for trial in failing if len(trial.devices) == 1}
-        if len(suspects) == 1 and len(everything) > 1:
+        if len(suspects) == 1 and len(everything) > 1 and everything - suspects <= right:
             (one,) = suspects
             return f"looks like cuda:{one}: fails where it takes part, and nowhere else"
         if alone == everything and len(alone) > 1:
             return "fails on each device alone: looks like the code, or torch, and not like one device"
-        if len(common) == 2 and len(everything) > 2 and not any(common <= devices for devices in passing):
+        several: set[int] = set().union(*(devices for devices in passing if len(devices) > 1))
+        apart = everything - common <= several and not any(common <= devices for devices in passing)
+        if len(common) == 2 and len(everything) > 2 and apart:
             first, second = sorted(common)
             return f"fails where cuda:{first} and cuda:{second} are together: looks like what is between them"
         orders = {trial.devices for trial in failing if trial.ranks}
@@ -107,7 +112,8 @@ class Seen:
                     f"what is wrong stays with rank {min(ranks)}, whatever device it has: looks like the code, or torch"
                 )
         least = min(len(trial.devices) for trial in failing)
-        if least > 1 and any(len(devices) < least for devices in passing):
+        fewer: set[int] = set().union(*(devices for devices in passing if len(devices) < least))
+        if len(common) < least and everything <= fewer:
             return f"fails from {least} devices on, whichever they are: looks like the code, or torch, and not like one device"
         return ""
 
