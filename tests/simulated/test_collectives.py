@@ -195,6 +195,7 @@ def test_what_gloo_does_not_have(on_ranks):
 
 
 def refusals(rank, size):
+    gathered = None if rank else list(torch.ones(size, 1, device="cuda", dtype=torch.complex64))
     return {
         "host": refusal(lambda: dist.all_reduce(torch.ones(1))),
         "gaps": refusal(lambda: dist.all_reduce(torch.ones(4, 4, device="cuda")[:, :2])),
@@ -203,6 +204,7 @@ def refusals(rank, size):
             lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int32), op=dist.ReduceOp.BAND)
         ),
         "short": refusal(lambda: dist.all_reduce(torch.ones(1, device="cuda", dtype=torch.int16))),
+        "complex": refusal(lambda: dist.gather(torch.ones(1, device="cuda", dtype=torch.complex64), gathered, dst=0)),
     }
 
 
@@ -214,6 +216,7 @@ def test_what_nccl_refuses(on_ranks):
             "transposed": ("ValueError", "Tensors must be contiguous"),
             "band": ("ValueError", "Cannot use ReduceOp.BAND with NCCL"),
             "short": ("RuntimeError", "Input tensor data type is not supported for NCCL process group: Short"),
+            "complex": ("RuntimeError", "Input tensor data type is not supported for NCCL process group: ComplexFloat"),
         }
 
 
