@@ -22,7 +22,7 @@ from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "terms_of"]
+__all__ = ["LIMIT", "assert_rounding_is_unbiased", "elements_for", "mean_error", "most_ranks", "terms_of"]
 
 LIMIT = 0.25
 """Of the mean error, in units in the last place."""
@@ -34,6 +34,11 @@ def elements_for(count: int) -> int:
     return math.ceil(math.log(2 / _PROBABILITY) * max(1, count - 1) ** 2 / (2 * LIMIT**2))
 
 
+def most_ranks(dtype: torch.dtype) -> int:
+    """Return the number of ranks up to which a dtype has a bit for fractions left."""
+    return int(2 ** (significand_bits(dtype) - 2) - 1)
+
+
 def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """Return the terms of each of `count` ranks.
 
@@ -42,7 +47,7 @@ def terms_of(count: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
     """
     bits = significand_bits(dtype)
     parts = min(8, bits - 1 - count.bit_length())
-    if parts < 1:
+    if count > most_ranks(dtype):
         raise ValueError(f"terms_of: count={count} fractions do not add up exactly in {dtype}; use fewer ranks")
     elements = elements_for(count)
     generator = torch.Generator().manual_seed(seed)

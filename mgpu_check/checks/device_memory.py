@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +42,7 @@ def _recovers(device: torch.device) -> None:
     free, total = torch.cuda.mem_get_info(device)
     said = torch.cuda.get_device_properties(device).total_memory
     require(0 <= free <= total and total <= said, f"{free} bytes are free of {total}, and its properties say {said}")
+    gc.collect()  # what tests before have left in cycles would be freed in between
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)

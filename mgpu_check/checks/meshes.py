@@ -48,9 +48,10 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
         if dist.get_process_group_ranks(group) != members:
             continue  # a collective of others might never end
         compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
-        total = torch.full((5,), 2**rank.index, device=rank.device)
-        dist.all_reduce(total, group=group)
-        compare(f"an all_reduce in {name}", total.tolist(), [sum(2**member for member in members)] * 5)
+        present = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
+        present[rank.index] = 1
+        dist.all_reduce(present, group=group)
+        compare(f"an all_reduce in {name}", present.tolist(), [int(one in members) for one in range(rank.size)])
         gathered = torch.empty(len(members), dtype=torch.int64, device=rank.device)
         dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=group)
         compare(f"an all_gather in {name}", gathered.tolist(), members)

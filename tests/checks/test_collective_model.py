@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from mgpu_check.checks.biased_rounding import LIMIT, elements_for, mean_error, terms_of
+from mgpu_check.checks.biased_rounding import LIMIT, elements_for, mean_error, most_ranks, terms_of
 from mgpu_check.checks.collective_buffers import Memory, shaped
 from mgpu_check.checks.collective_findings import assert_shared
 from mgpu_check.checks.collective_values import given_blocks, right_block, stretched
@@ -131,6 +131,8 @@ def test_rounding_to_nearest_leans_to_no_side_and_truncation_does(count, dtype):
 def test_too_many_ranks_for_a_dtype_are_refused():
     with pytest.raises(ValueError, match="use fewer ranks"):
         terms_of(64, torch.bfloat16, 0)
+    assert most_ranks(torch.bfloat16) == 63
+    assert len(terms_of(63, torch.bfloat16, 0)) == 63
 
 
 def test_ranks_that_differ_are_named():
