@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -14,6 +14,7 @@ from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
 
+BarrierKind = Literal["of devices", "of the CPU", "monitored"]
 _KINDS = 6
 """Of objects: so many with numbers in a row have one of each."""
 _HELD = 0.06
@@ -34,8 +35,11 @@ def object_of(seed: int, rank: int, number: int = 0) -> object:
     return (rank, number, pool[(seed + rank + number) % len(pool)])
 
 
-def assert_objects_travel(rank: Rank, seed: int) -> None:
+def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None = None) -> None:
     """Assert that each collective of objects brings equal objects of every rank to where they belong.
+
+    Args:
+        group: of all ranks; None for the default one. Objects travel over the CPU where a group has a backend for it.
 
     Raises:
         CollectiveMismatch: with all that went wrong on this rank.
@@ -50,18 +54,17 @@ def assert_objects_travel(rank: Rank, seed: int) -> None:
             findings.append(WrongResult(what, f"got {_short(got)}, expected {_short(right)}"))
 
     gathered: list[object] = [None] * size
-    dist.all_gather_object(gathered, all_of[me])
+    dist.all_gather_object(gathered, all_of[me], group=group)
     compare("all_gather_object", gathered, all_of)
     collected: list[object] | None = [None] * size if me == root else None
-    dist.gather_object(all_of[me], collected, dst=root)
+    dist.gather_object(all_of[me], collected, dst=root, group=group)
     compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
     spread: list[object] = [f"nothing for rank {me}"]
-    dist.scatter_object_list(
-        spread, [object_of(seed, root, to) for to in range(size)] if me == root else None, src=root
-    )
+    parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
+    dist.scatter_object_list(spread, parts, src=root, group=group)
     compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
     told = [object_of(seed, me, number) for number in range(_KINDS)]
-    dist.broadcast_object_list(told, src=root)
+    dist.broadcast_object_list(told, src=root, group=group)
     compare(
         f"broadcast_object_list from rank {root}", told, [object_of(seed, root, number) for number in range(_KINDS)]
     )
@@ -69,9 +72,9 @@ def assert_objects_travel(rank: Rank, seed: int) -> None:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
         if me == root:
-            dist.send_object_list(carried, target)
+            dist.send_object_list(carried, target, group=group)
         elif me == target:
-            dist.recv_object_list(carried, root)
+            dist.recv_object_list(carried, root, group=group)
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             compare(f"send_object_list of rank {root} to rank {target}", carried, right)
     raise_findings(findings, 5, rank)
@@ -82,22 +85,26 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
 
 
-def assert_barrier_holds(rank: Rank, late: int, *, monitored: bool = False) -> None:
+def assert_barrier_holds(rank: Rank, late: int, kind: BarrierKind = "of devices") -> None:
     """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
 
     Rank `late` waits until all others stand before the barrier, watches for a while whether one of them comes out, and only then
     enters it. A right barrier never fails this; a wrong one passes only where no other rank is scheduled meanwhile.
 
     Args:
-        monitored: `monitored_barrier`, in a group of gloo, which has it.
+        kind: by which `barrier` is called; "monitored": `monitored_barrier`, in a group of gloo, which has it.
 
     Raises:
         CollectiveMismatch: on rank `late`.
     """
     __tracebackhide__ = True
-    group = dist.new_group(backend="gloo") if monitored else None
-    name = "monitored_barrier" if monitored else "barrier"
-    wait: Callable[[], Any] = (lambda: dist.monitored_barrier(group)) if monitored else dist.barrier
+    group = dist.new_group(backend="gloo") if kind == "monitored" else None
+    waits: dict[BarrierKind, Callable[[], Any]] = {
+        "of devices": lambda: dist.barrier(device_ids=[rank.device.index]),
+        "of the CPU": dist.barrier,
+        "monitored": lambda: dist.monitored_barrier(group),
+    }
+    wait = waits[kind]
     store = _fresh_store()
     left = 0
     if rank.index != late:
@@ -114,7 +121,9 @@ def assert_barrier_holds(rank: Rank, late: int, *, monitored: bool = False) -> N
         wait()
     if group is not None:
         dist.destroy_process_group(group)
-    findings = [WrongResult(name, f"{left} ranks left it before rank {late} had entered it")] if left else []
+    findings = (
+        [WrongResult(f"barrier {kind}", f"{left} ranks left it before rank {late} had entered it")] if left else []
+    )
     raise_findings(findings, 1, rank)
 
 

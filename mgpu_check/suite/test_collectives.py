@@ -195,10 +195,15 @@ def _any_source(rank: Rank, seed: int) -> None:
 
 
 def _objects(rank: Rank, seed: int) -> None:
+    import torch.distributed as dist
+
     from mgpu_check.checks.object_collectives import assert_objects_travel
 
     for turn in range(3):
         assert_objects_travel(rank, seed + turn)
+    over_devices = dist.new_group(backend="nccl")
+    assert_objects_travel(rank, seed, over_devices)
+    dist.destroy_process_group(over_devices)
 
 
 def _barriers(rank: Rank, seed: int) -> None:
@@ -207,7 +212,8 @@ def _barriers(rank: Rank, seed: int) -> None:
     late = {0, rank.size - 1, seed % rank.size}
     for last in sorted(late):
         assert_barrier_holds(rank, last)
-    assert_barrier_holds(rank, seed % rank.size, monitored=True)
+    assert_barrier_holds(rank, seed % rank.size, "of the CPU")
+    assert_barrier_holds(rank, seed % rank.size, "monitored")
 
 
 def _functional(rank: Rank, seed: int) -> None:
@@ -249,9 +255,10 @@ def _program(rank: Rank, program: list[CollectiveStep], dtype: str, place: str) 
 def _unbiased(rank: Rank, seed: int) -> None:
     import torch
 
-    from mgpu_check.checks.biased_rounding import assert_rounding_is_unbiased
+    from mgpu_check.checks.biased_rounding import assert_rounding_is_unbiased, most_ranks
 
-    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    for dtype in (one for one in dtypes if rank.size <= most_ranks(one)):
         for function in ("all_reduce", "reduce", "reduce_scatter_tensor"):
             for place in ("device", "cpu") if function == "all_reduce" else ("device",):
                 assert_rounding_is_unbiased(rank, function, dtype, place, seed)

@@ -200,6 +200,35 @@ def objects_in_reverse() -> Iterator[None]:
         yield
 
 
+@fault(
+    "collectives",
+    "objects lose their end in a broadcast over devices",
+    caught_by=(_OBJECTS,),
+    condition="groups with no backend for the CPU",
+)
+def objects_cut_on_devices() -> Iterator[None]:
+    real = dist.broadcast_object_list
+
+    def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        real(object_list, *args, **kwargs)
+        if dist.get_backend(kwargs.get("group")) == "nccl":
+            object_list[-1] = None
+
+    with replaced(dist, "broadcast_object_list", broadcast):
+        yield
+
+
+@fault("collectives", "a barrier of devices holds nobody up", caught_by=(_BARRIERS,), condition="device_ids is given")
+def open_barrier_of_devices() -> Iterator[None]:
+    real = dist.barrier
+
+    def barrier(*args: Any, device_ids: list[int] | None = None, **kwargs: Any) -> Any:
+        return None if device_ids else real(*args, **kwargs)
+
+    with replaced(dist, "barrier", barrier):
+        yield
+
+
 @fault("collectives", "a barrier holds nobody up", caught_by=(_BARRIERS,))
 def open_barrier() -> Iterator[None]:
     with replaced(dist, "barrier", lambda *args, **kwargs: None):
