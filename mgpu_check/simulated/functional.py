@@ -51,6 +51,11 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
     return t if t.is_contiguous() else t.contiguous()
 
 
+def _real(t: torch.Tensor) -> torch.Tensor:
+    """View complex numbers as real ones, as the operators do that take one tensor, but for all_to_all_single."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
 def _all_reduce_(input: torch.Tensor, reduce_op: str, group_name: Any) -> torch.Tensor:
     _pending(_group(group_name).allreduce([input], _reduction(_c10d.AllreduceOptions, reduce_op)), input)
     return input
@@ -79,7 +84,7 @@ def _gathered(input: torch.Tensor, size: int) -> torch.Tensor:
 def _all_gather_into_tensor_out(
     input: torch.Tensor, group_size: int, group_name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
-    _pending(_group(group_name)._allgather_base(out, _dense(input), _c10d.AllgatherOptions()), out)
+    _pending(_group(group_name)._allgather_base(_real(out), _real(_dense(input)), _c10d.AllgatherOptions()), out)
     return out
 
 
@@ -105,7 +110,7 @@ def _reduce_scatter_tensor_out(
     input: torch.Tensor, reduce_op: str, group_size: int, group_name: Any, *, out: torch.Tensor
 ) -> torch.Tensor:
     opts = _reduction(_c10d.ReduceScatterOptions, reduce_op)
-    _pending(_group(group_name)._reduce_scatter_base(out, _dense(input), opts), out)
+    _pending(_group(group_name)._reduce_scatter_base(_real(out), _real(_dense(input)), opts), out)
     return out
 
 

@@ -74,7 +74,7 @@ static void nap(void) {
 /* --- arithmetic --- */
 
 static const size_t sizes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
-enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT16 };
+enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, HALF, FLOAT, DOUBLE, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 };
 enum { SUM, PRODUCT, MAXIMUM, MINIMUM, AVERAGE };
 
 static bool is_integer(int type) { return type <= UINT64; }
@@ -328,7 +328,9 @@ static ncclResult_t enqueue(struct operation op, cudaStream_t on) {
     struct ncclComm *comm = op.comm;
     cudaError_t sticky = sticky_error(false);
     if (sticky) return 1; /* ncclUnhandledCudaError */
-    if (op.type < 0 || op.type > BFLOAT16 || op.reduction > AVERAGE) return ncclInvalidArgument;
+    bool reduces = op.kind == ALL_REDUCE || op.kind == REDUCE || op.kind == REDUCE_SCATTER;
+    if (op.type < 0 || op.type > (reduces ? BFLOAT16 : FLOAT8_E5M2) || op.reduction > AVERAGE)
+        return ncclInvalidArgument; /* float8 is copied, and not reduced */
     op.number = op.kind == SEND      ? ++comm->sends[op.peer]
                 : op.kind == RECEIVE ? ++comm->receives[op.peer]
                                      : ++comm->collectives;
