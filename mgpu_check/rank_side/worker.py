@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import RankEnd
+from mgpu_check.processes.heap import keep_freed_memory
 from mgpu_check.processes.leftovers import MARK
 from mgpu_check.processes.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
@@ -61,6 +62,7 @@ def main(connection_fd: int, stacks_fd: int, record_fd: int, directory: str) -> 
     recorder.attach(record_fd)
     uncaught.listen()
     give_by_value()
+    keep_freed_memory()
     # It goes with the run: a rank that is killed removes no temporary files of its own.
     multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
     note_names(directory)
