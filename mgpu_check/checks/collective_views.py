@@ -107,13 +107,14 @@ def _suspects(
     if len(members) < 3:
         return set()
     sources, receivers = {source for source, _ in ways}, set(bad)
+    all_agree = len(sources) == 1 and {receiver for _, receiver in ways} == receivers
     if case.operation in _DIRECT:
         if len(sources) == 1 and len(receivers) == 1:
             return sources | receivers
         if len(receivers) == 1:
             return receivers
         return sources if len(sources) == 1 else set()
-    if len(sources) == 1 and len(receivers) == len(members) and case.operation in _REDUCED_ON_ALL:
+    if all_agree and len(receivers) == len(members) and case.operation in _REDUCED_ON_ALL:
         return sources
     return receivers if len(receivers) == 1 and case.operation in _ON_ALL else set()
 

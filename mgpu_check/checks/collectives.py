@@ -292,7 +292,8 @@ class _Examination:
             return "it holds zeros", ()
         if (who := self.terms.who(index, got)) is not None:
             source = self.members[who[1]]
-            return f"it {who[0]} rank {source} gives", (source,)
+            # One element may look so by chance: terms of ranks differ in few bits.
+            return f"it {who[0]} rank {source} gives", (source,) if len(index) > 1 else ()
         shift = (iteration * 13 % _WINDOW) - ((iteration - 1) * 13 % _WINDOW)
         if iteration and torch.equal(as_bits(self.terms.result((index - shift).clamp_min(0))), as_bits(got)):
             return "it holds the result of the iteration before", ()
