@@ -17,6 +17,7 @@ from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
 from mgpu_check.pytest_plugin.report.replay import CommandLine
 from mgpu_check.pytest_plugin.session import FirstFailure
+from mgpu_check.settings import active
 
 __all__ = ["Selftest", "main"]
 
@@ -89,6 +90,7 @@ class Selftest:
         self.all_pairs = all_pairs
         self.seeds = seeds
         self.matrices = of_properties(PROPERTIES, faults, self.chosen)
+        self.out_of_reach: list[Fault] = []
         self._settings: dict[Any, Any] = {}
 
     def pytest_configure(self, config: pytest.Config) -> None:
@@ -97,6 +99,12 @@ class Selftest:
                 f"mgpu-check selftest: it plants faults in one process, and cannot share its tests with others: leave out "
                 f"-n {config.getoption('numprocesses', None) or ''}".rstrip()
             )
+
+    def pytest_collection(self) -> None:
+        for matrix in self.matrices.values():
+            reached = [fault for fault in matrix.faults if fault.least_gpus <= (active().gpus or 0)]
+            self.out_of_reach += [fault for fault in matrix.faults if fault not in reached]
+            matrix.faults = reached
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         name = metafunc.module.__name__.rpartition(".test_")[2]
@@ -197,7 +205,14 @@ class Selftest:
             wrong.append("no check was run")
         for line in wrong:
             print(f"NOT PROVEN: {line}")
-        some = f"{len(self.chosen)} of {len(self.faults)} faults" if self.quick else f"{len(self.faults)} faults"
+        if self.out_of_reach:
+            most = max(fault.least_gpus for fault in self.out_of_reach)
+            names = ", ".join(fault.name for fault in self.out_of_reach)
+            print(
+                f"left out, because they strike in larger worlds only: {names}; plant them with --gpus={most} --simulate"
+            )
+        planted, every = sum(len(matrix.faults) for matrix in self.matrices.values()), len(self.faults)
+        some = f"{every} faults" if planted == every else f"{planted} of {every} faults"
         counts = f"{some}, {sum(len(matrix.checks) for matrix in tried)} checks"
         each = "every fault is caught" + ("" if self.quick else ", every check catches one")
         print(f"selftest: {counts}: " + (each if not wrong else "FAILED"))

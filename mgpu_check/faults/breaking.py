@@ -30,9 +30,9 @@ Plant = Callable[[], Iterator[None]]
 Change = Callable[[torch.Tensor, Any, DistributedDataParallel], torch.Tensor]
 
 
-def ddp_fault(summary: str, *checks: str, condition: str = "") -> Callable[[Plant], Plant]:
+def ddp_fault(summary: str, *checks: str, condition: str = "", least_gpus: int = 1) -> Callable[[Plant], Plant]:
     """Register a fault that these checks of `suite/test_distributed.py` must catch."""
-    return fault("distributed", summary, caught_by=checks, condition=condition)
+    return fault("distributed", summary, caught_by=checks, condition=condition, least_gpus=least_gpus)
 
 
 def data_parallel_fault(summary: str, check: str, condition: str = "") -> Callable[[Plant], Plant]:

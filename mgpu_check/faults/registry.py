@@ -42,17 +42,20 @@ class Fault:
     """The checks of the suite that must catch it; others may."""
     condition: str = ""
     """When it strikes, such as "float16 only" or "above 64 Ki elements"; empty where it always does."""
+    least_gpus: int = 1
+    """GPUs that a run needs for it to strike at all."""
 
 
 _faults: dict[str, Fault] = {}
 
 
 def fault(
-    property: str, summary: str, *, caught_by: tuple[str, ...], condition: str = ""
+    property: str, summary: str, *, caught_by: tuple[str, ...], condition: str = "", least_gpus: int = 1
 ) -> Callable[[Callable[[], Iterator[None]]], Callable[[], Iterator[None]]]:
     """Register the decorated generator function as a fault that the checks `caught_by` of `property` must catch.
 
-    A fault that strikes only some calls says which in `condition`: a size, a dtype, a device, a rank, one call in so many.
+    A fault that strikes only some calls says which in `condition`: a size, a dtype, a device, a rank, one call in so many. One that strikes only
+    in worlds that a run need not have says how many GPUs in `least_gpus`.
 
     Raises:
         ValueError: `property` is none of `PROPERTIES`, or a fault of that name exists.
@@ -64,7 +67,7 @@ def fault(
         name = plant.__name__.replace("_", "-")
         if name in _faults and _faults[name].plant.__module__ != plant.__module__:
             raise ValueError(f"fault: {name!r} is registered already, by {_faults[name].plant.__module__}")
-        _faults[name] = Fault(name, property, summary, plant, caught_by, condition)
+        _faults[name] = Fault(name, property, summary, plant, caught_by, condition, least_gpus)
         return plant
 
     return register

@@ -119,6 +119,15 @@ def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
     assert "1 of 1 pairs are caught by 19 of 20 of the seeds 0 to 2" in text
 
 
+def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_gpus(command):
+    few = command("selftest", "-k", "shards_cover_the_batch")
+    assert "left out, because they strike in larger worlds only: last-shards-swapped" in few
+    assert "last-shards-swapped  " not in few
+    enough = command("selftest", "--gpus=5", "--simulate", "-k", "shards_cover_the_batch")
+    assert re.search(r"^  last-shards-swapped +x ", enough, re.MULTILINE), enough
+    assert "left out" not in enough
+
+
 @pytest.mark.parametrize("seeds", ["--seeds=0", "--seeds=few", "--seeds"])
 def test_selftest_refuses_a_number_of_seeds_that_is_none(command, seeds):
     assert "write how many seeds, such as --seeds=20" in command("selftest", seeds, code=4)

@@ -204,6 +204,24 @@ def parts_in_the_wrong_order() -> Iterator[None]:
 
 @fault(
     "collectives",
+    "reduce_scatter_tensor swaps the parts of the last two of five and more ranks",
+    caught_by=("test_reductions_of_every_dtype",),
+    condition="groups of 5 and more",
+    least_gpus=5,
+)
+def parts_of_the_last_swapped() -> Iterator[None]:
+    def reduce(seen: Seen) -> Any:
+        if seen.size < 5:
+            return seen.call()
+        *others, last_but_one, last = seen.args[1].chunk(seen.size)
+        return seen.call(seen.args[0], torch.cat([*others, last, last_but_one]))
+
+    with around(reduce, "reduce_scatter_tensor"):
+        yield
+
+
+@fault(
+    "collectives",
     "the sum of four or more ranks leaves out the fourth",
     caught_by=("test_asynchronous_collectives", "test_programs_of_collectives"),
     condition="groups of 4 and more",

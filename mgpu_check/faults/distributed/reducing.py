@@ -120,6 +120,15 @@ def embedding_left_local() -> Iterator[None]:
 # Buckets
 
 
+@ddp_fault("DDP leaves out the fifth rank", "test_buckets", condition="worlds of 5 and more", least_gpus=5)
+def fifth_rank_left_out() -> Iterator[None]:
+    def leave_out(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        return buffer.zero_() if dist.get_rank(model.process_group) == 4 else buffer
+
+    with communicated(leave_out):
+        yield
+
+
 @ddp_fault("the last element of a bucket is not reduced", "test_buckets", condition="buckets beyond the first")
 def later_buckets_cut() -> Iterator[None]:
     def cut(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:

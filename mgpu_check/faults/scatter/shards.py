@@ -85,6 +85,26 @@ def shards_swapped() -> Iterator[None]:
         yield
 
 
+@fault(
+    "scatter",
+    "the last two of five and more shards are swapped",
+    caught_by=("test_shards_cover_the_batch",),
+    condition="5 devices and more",
+    least_gpus=5,
+)
+def last_shards_swapped() -> Iterator[None]:
+    """They have one size each, where the batch divides by the number of devices."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        parts = list(x.chunk(len(devices), dim))
+        if len(parts) > 4 and parts[-1].shape == parts[-2].shape:
+            parts[-2:] = parts[-1], parts[-2]
+        return scatter(torch.cat(parts, dim), devices)
+
+    with scatter_changed(change):
+        yield
+
+
 @fault("scatter", "the last shard stays on the first device", caught_by=("test_shards_cover_the_batch",))
 def shard_on_the_wrong_device() -> Iterator[None]:
     """All shards are right, one of them in the wrong place."""
