@@ -23,35 +23,35 @@ Runs = tuple[WholeRun, ...]
 SEEDS = st.integers(0, 9999)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(size=mostly_all(), runs=whole_runs(PLAIN))
 def test_models(ranks: Ranks, size: int, runs: Runs) -> None:
     """MLPs, LeNet, a residual block, embeddings, attention and tied weights train as on one device."""
     ranks.run(_options, "assert_models_train", runs, size=size)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(size=mostly_all(), runs=whole_runs(("deep", "wide"), least=3))
 def test_buckets(ranks: Ranks, size: int, runs: Runs) -> None:
     """Many small buckets, and parameters above 64 Ki elements, copied or as views: gradients are those of one device."""
     ranks.run(_options, "assert_buckets_reduced", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("heads",), least=3, most=4))
 def test_unused_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
     """find_unused_parameters: what some ranks have used is averaged over all, what none has used keeps no gradient."""
     ranks.run(_options, "assert_unused_parameters_reduced", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("reused",), least=2))
 def test_static_graph(ranks: Ranks, size: int, runs: Runs) -> None:
     """static_graph: a layer used twice and recomputed, and one that is never used."""
     ranks.run(_options, "assert_static_graph_trains", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_frozen_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
     """Frozen parameters are rank 0's, and stay; parameters that DDP is to ignore are each rank's own."""
@@ -59,126 +59,126 @@ def test_frozen_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @pytest.mark.gpus(least=2)
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(2), runs=whole_runs(("mlp",)), first=st.sets(st.integers(0, 7), min_size=1))
 def test_process_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) -> None:
     """Two groups of ranks train two models apart."""
     ranks.run(_options, "assert_groups_apart", runs, sorted(first), size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("deep",), least=2))
 def test_averaging_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
     """allreduce_hook, and a user's hook that sums and divides, are given every gradient once, and change nothing."""
     ranks.run(_communication, "assert_averaging_hook_exact", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
     """fp16_compress_hook and bf16_compress_hook: gradients rounded as these dtypes say, and not more."""
     ranks.run(_communication, "assert_compressed_gradients_rounded", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=3))
 def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs) -> None:
     """PowerSGD: exact until it begins to compress, and equal on all ranks then."""
     ranks.run(_communication, "assert_low_rank_hook_exact", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "lenet")))
 def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
     """no_sync: each rank's own gradients within, those of all micro-batches of all ranks after it."""
     ranks.run(_communication, "assert_accumulation_exact", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_uneven_inputs(ranks: Ranks, size: int, runs: Runs) -> None:
     """join: ranks that have run out of batches leave the mean to the others, and end with their parameters."""
     ranks.run(_communication, "assert_uneven_inputs_joined", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=2))
 def test_gradient_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
     """Hooks of parameters and modules are called once a step, before the mean."""
     ranks.run(_communication, "assert_gradient_hooks_apply", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=2))
 def test_delayed_parameters(ranks: Ranks, size: int, runs: Runs) -> None:
     """delay_all_reduce_named_params: their gradients are those of one device, too."""
     ranks.run(_communication, "assert_delayed_parameters_reduced", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), seed=SEEDS)
 def test_state_of_the_start(ranks: Ranks, size: int, seed: int) -> None:
     """A model that is wrapped holds rank 0's parameters and buffers, bit for bit, of all dtypes and sizes."""
     ranks.run(_state, "assert_starts_from_the_first_rank", [seed], size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("counting", "counting"), least=2))
 def test_buffers(ranks: Ranks, size: int, runs: Runs) -> None:
     """Each step begins from rank 0's buffers, of int64, float32 and bool; without broadcast_buffers from the rank's own."""
     ranks.run(_state, "assert_buffers_follow_the_first_rank", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("float64 inside", "float16 inside", "bfloat16 inside"), small=True))
 def test_mixed_dtypes(ranks: Ranks, size: int, runs: Runs) -> None:
     """Parameters of two dtypes: gradients have their dtypes and values."""
     ranks.run(_state, "assert_mixed_dtypes_train", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("residual",)))
 def test_channels_last(ranks: Ranks, size: int, runs: Runs) -> None:
     """Convolutions in channels_last: right gradients, in that layout."""
     ranks.run(_state, "assert_channels_last_trains", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), seed=SEEDS)
 def test_arguments(ranks: Ranks, size: int, seed: int) -> None:
     """Nested arguments by position and keyword arrive on the device; outputs keep their form."""
     ranks.run(_state, "assert_arguments_arrive", [seed], size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "tied")))
 def test_evaluation(ranks: Ranks, size: int, runs: Runs) -> None:
     """Evaluation between steps, of all ranks or of rank 0 alone, is one device's, and leaves no trace."""
     ranks.run(_state, "assert_evaluation_leaves_no_trace", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "mlp"), least=2))
 def test_checkpoint(ranks: Ranks, size: int, runs: Runs) -> None:
     """What rank 0 saves and all load, each to its device, goes on as if it had not been interrupted."""
     ranks.run(_state, "assert_checkpoint_goes_on", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "mlp"), rows=(4, 3, 2, 1), small=True))
 def test_autocast(ranks: Ranks, size: int, runs: Runs) -> None:
     """Steps under autocast to bfloat16 and float16: exact on small numbers."""
     ranks.run(_precision, "assert_autocast_trains", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=3))
 def test_scaler(ranks: Ranks, size: int, runs: Runs) -> None:
     """GradScaler: scales change no gradient; an infinity on one rank makes all skip that step."""
     ranks.run(_precision, "assert_scaler_skips_together", runs, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "mlp", "lenet")))
 def test_clipping(ranks: Ranks, size: int, runs: Runs) -> None:
     """clip_grad_norm_ takes the norm of the whole batch's gradient."""

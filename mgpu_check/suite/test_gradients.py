@@ -27,7 +27,7 @@ PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
 
 
-@examples(60, quick=4)
+@examples(40, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(PLAIN))
 def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """`nn.DataParallel` and one device agree in gradients and parameters, for even and uneven batches."""
@@ -36,7 +36,7 @@ def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: T
     assert_data_parallel_agrees(training, gpus[:devices])
 
 
-@examples(30, quick=4)
+@examples(24, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(("mlp", "lenet")))
 def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """Bare parameters, the loss summed per shard, gradients added up by hand, SGD by hand: as on one device."""
@@ -45,7 +45,7 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
     assert_step_by_hand_agrees(training, gpus[:devices])
 
 
-@examples(60, quick=4)
+@examples(40, quick=4)
 @given(size=strategies.world_sizes(), training=trainings(PLAIN), view=st.booleans(), small=st.booleans())
 def test_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec, view: bool, small: bool) -> None:
     """`DistributedDataParallel` and one device agree, for even and uneven batches and empty shards."""
@@ -70,7 +70,7 @@ def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) ->
     ranks.run(_replicas, training, size=size)
 
 
-@examples(30, quick=4)
+@examples(24, quick=4)
 @given(
     devices=strategies.device_counts(), training=trainings(("convnet",), batch=st.integers(2, 16), steps=NORMED_STEPS)
 )
@@ -81,7 +81,7 @@ def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int
     assert_data_parallel_agrees(training, gpus[:devices])
 
 
-@examples(30, quick=4)
+@examples(24, quick=4)
 @given(
     size=strategies.world_sizes(),
     training=trainings(("convnet",), batch=st.integers(4, 16), steps=st.integers(1, 3)),

@@ -32,7 +32,7 @@ def test_device_meshes(ranks: Ranks, sizes: tuple[int, ...]) -> None:
         ranks.run(_meshes, size=size)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """DTensors go from each placement to each other one, evenly or not, and every rank holds its part, to the bit."""
@@ -40,7 +40,7 @@ def test_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
         ranks.run(_redistribution, seed, 1, size=size)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """DTensors on a mesh of two dimensions go between placements that cross, and every rank holds its part."""
@@ -48,7 +48,7 @@ def test_redistribution_in_two_dimensions(ranks: Ranks, sizes: tuple[int, ...], 
         ranks.run(_redistribution, seed, 2, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Gradients go back through redistribution: gathers are reduced and scattered, cuts are gathered."""
@@ -56,7 +56,7 @@ def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed:
         ranks.run(_gradients, seed, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(sizes=SIZES, seed=SEEDS)
 def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """SyncBatchNorm of ranks with different numbers of samples is BatchNorm of all samples on one device."""
@@ -64,21 +64,21 @@ def test_sync_batchnorm(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None
         ranks.run(_sync_batchnorm, seed, size=size)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_optimizer(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """ZeroRedundancyOptimizer leaves the parameters of one device on all ranks, after each step."""
     ranks.run(_zero, training, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_zero_redundancy_state(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """The state of ZeroRedundancyOptimizer is divided among ranks, can be put together, and goes on when it is loaded."""
     ranks.run(_zero_state, training, size=size)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A model under `fully_shard` trains as one device, its parameters divided evenly or not, with gradients accumulated."""
@@ -86,7 +86,7 @@ def test_fully_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraini
         ranks.run(_fully_sharded, training, 1, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A model under `fully_shard` over a mesh of two dimensions, divided in one and repeated in the other, trains as one
@@ -96,7 +96,7 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
         ranks.run(_fully_sharded, training, 2, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=WORLDS, seed=SEEDS)
 def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
     """Mixed precision of `fully_shard` computes and reduces as its policy says, and keeps parameters in float32."""
@@ -105,7 +105,7 @@ def test_mixed_precision(ranks: Ranks, size: int, seed: int) -> None:
     ranks.run(_mixed, training, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Clipping under `fully_shard`, by norm and by value, is that of one device."""
@@ -113,14 +113,14 @@ def test_clipping(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining)
         ranks.run(_clipping, training, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=WORLDS, training=TRAININGS)
 def test_state_dict(ranks: Ranks, size: int, training: ExactTraining) -> None:
     """Full state dicts of a sharded model and its optimizer are those of one device, and can be given out again."""
     ranks.run(_state_dict, training, size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(sizes=SIZES, training=TRAININGS)
 def test_distributed_checkpoint(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """A checkpoint that is saved at one world size is loaded at another, and training goes on as on one device."""
