@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 PLACES = st.sampled_from(("device", "cpu"))
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_all_reduce_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
     """`all_reduce` by every operation of every dtype is right, at the borders of the dtype too."""
     assert_shared(ranks.run(_matching, calls.all_reduces(seed), size=size))
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_reductions_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
     """`reduce` and `reduce_scatter` by every operation of every dtype are right, at the borders of the dtype too."""
     ranks.run(_matching, calls.other_reductions(seed), size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
     """NaN, infinities, zeros of both signs and subnormals are reduced as IEEE 754 says."""
@@ -44,42 +44,42 @@ def test_reductions_as_ieee_says(ranks: Ranks, size: int, seed: int) -> None:
 
 
 @pytest.mark.gpus(least=3)
-@examples(12, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(least=3), seed=calls.seeds)
 def test_rounding_of_reductions(ranks: Ranks, size: int, seed: int) -> None:
     """Sums, means and products are within the derived bound, and of the same bits on all ranks."""
     assert_shared(ranks.run(_matching, calls.rounding(seed), size=size))
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_copies_of_every_dtype(ranks: Ranks, size: int, seed: int) -> None:
     """Every collective that copies brings every bit of every dtype to where it belongs."""
     ranks.run(_matching, calls.copies(seed), size=size)
 
 
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_sizes(ranks: Ranks, size: int, seed: int) -> None:
     """Every collective is right without elements, with few, and around 4,096, 64 Ki and 1 Mi of them."""
     ranks.run(_matching, calls.sizes(seed), size=size)
 
 
-@examples(12, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_layouts(ranks: Ranks, size: int, seed: int) -> None:
     """Collectives on views, in place and with uneven parts are right or refused, and change nothing beside them."""
     ranks.run(_matching, calls.layouts(seed), size=size)
 
 
-@examples(12, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Several collectives in flight are right when they have been waited for, in whatever order."""
     ranks.run(_matching, calls.asynchronous(seed), size=size)
 
 
-@examples(20, quick=2)
+@examples(12, quick=2)
 @given(data=st.data(), size=calls.worlds(), seed=calls.seeds)
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
     """In a group every collective is one of its members; all other ranks keep what they have."""
@@ -94,7 +94,7 @@ def _matching(rank: Rank, wanted: list[CollectiveCall]) -> list[tuple[str, str]]
 
 
 @pytest.mark.gpus(least=2)
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_messages(ranks: Ranks, size: int, seed: int) -> None:
     """Messages arrive whole, once, in order and under their tag: sent and received in turn, in flight, and in batches."""
@@ -102,14 +102,14 @@ def test_messages(ranks: Ranks, size: int, seed: int) -> None:
 
 
 @pytest.mark.gpus(least=2)
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_messages_from_any_source(ranks: Ranks, size: int, seed: int) -> None:
     """`recv` without a source takes each message once, and tells whose it is."""
     ranks.run(_any_source, seed, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_object_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Collectives of Python objects bring equal objects to where they belong, whatever their size and kind."""
@@ -124,35 +124,35 @@ def test_barriers(ranks: Ranks, size: int, seed: int) -> None:
     ranks.run(_barriers, seed, size=size)
 
 
-@examples(12, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_functional_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Functional collectives return what their models do, along each dimension, and leave their input alone."""
     ranks.run(_functional, seed, size=size)
 
 
-@examples(12, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_differentiable_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Differentiable collectives give results and gradients of one process that does it all."""
     ranks.run(_differentiable, seed, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=calls.worlds(), seed=calls.seeds)
 def test_coalesced_collectives(ranks: Ranks, size: int, seed: int) -> None:
     """Coalesced collectives treat each tensor as one by one they would."""
     ranks.run(_coalesced, seed, size=size)
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(size=calls.worlds())
 def test_device_meshes(ranks: Ranks, size: int) -> None:
     """In a device mesh each rank is at its place, and collectives along a dimension are those of its line."""
     ranks.run(_meshes, steps.mesh_shapes(size), size=size)
 
 
-@examples(60, quick=4)
+@examples(40, quick=4)
 @given(size=calls.worlds(), program=steps.programs(), dtype=st.sampled_from(("int64", "int32", "uint8")), place=PLACES)
 def test_programs_of_collectives(
     ranks: Ranks, size: int, program: list[CollectiveStep], dtype: str, place: str
@@ -170,7 +170,7 @@ def test_world_of_one(ranks: Ranks, seed: int) -> None:
 
 
 @pytest.mark.gpus(least=2)
-@examples(8, quick=1)
+@examples(6, quick=1)
 @given(size=calls.worlds(least=2), seed=calls.seeds)
 def test_bias_of_rounding(ranks: Ranks, size: int, seed: int) -> None:
     """Sums round to nearest: their errors lean neither towards zero nor away from it (wrongly red below 1 in 10^9)."""

@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 9999)
 ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """Outputs of all forms (tuples, dicts, None, large ones) come back whole and in order, to any output device."""
@@ -34,7 +34,7 @@ def test_outputs(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> No
     data_parallel.assert_outputs_ordered([gpus[index] for index in order], rows, seed)
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Scalars come back as one for each replica, and their gradients go to the right one."""
@@ -43,7 +43,7 @@ def test_scalars(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     data_parallel.assert_scalars_gathered([gpus[index] for index in order], seed)
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """dim=1 splits and joins columns."""
@@ -52,7 +52,7 @@ def test_dimension(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> 
     data_parallel.assert_dimension_split([gpus[index] for index in order], rows, seed)
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_arguments(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Each replica gets its part of nested and keyword tensors, on its device, and everything else as it is."""
@@ -61,7 +61,7 @@ def test_arguments(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     data_parallel.assert_arguments_arrive([gpus[index] for index in order], seed)
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """A batch with fewer rows than devices uses the first devices only."""
@@ -70,7 +70,7 @@ def test_few_rows(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     data_parallel.assert_few_rows_use_few_devices([gpus[index] for index in order], seed)
 
 
-@examples(20, quick=3)
+@examples(14, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_modes(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas have the caller's training flag, gradient mode and autocast in their threads, and their own current device."""
@@ -88,7 +88,7 @@ def test_autocast_dtype(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     data_parallel.assert_autocast_dtype_kept([gpus[index] for index in order], seed)
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, seed=SEEDS)
 def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """An exception keeps its type and text, and names replica and device; the next call works."""
@@ -97,7 +97,7 @@ def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     data_parallel.assert_exceptions_named([gpus[index] for index in order], seed)
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
     """`data_parallel` with each of its arguments: outputs and gradients are the module's."""
@@ -106,7 +106,7 @@ def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: in
     data_parallel.assert_functional_form_agrees([gpus[index] for index in order], rows, seed)
 
 
-@examples(20, quick=3)
+@examples(14, quick=3)
 @given(order=ORDERS, seed=SEEDS)
 def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     """Replicas hold parameters and buffers of all dtypes, bit for bit, and share what the module shares."""
@@ -115,7 +115,7 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
     data_parallel_replicas.assert_replicas_hold([gpus[index] for index in order], seed)
 
 
-@examples(20, quick=2)
+@examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(PLAIN))
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """MLPs, LeNet, a residual block, embeddings, attention and tied weights train as on one device."""
@@ -124,7 +124,7 @@ def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     data_parallel_training.assert_models_train([gpus[index] for index in order], runs)
 
 
-@examples(20, quick=3)
+@examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp", "residual")))
 def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Parameters that need no gradient get none, and stay as they are."""
@@ -133,7 +133,7 @@ def test_frozen_parameters(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> No
     data_parallel_training.assert_frozen_parameters_kept([gpus[index] for index in order], runs)
 
 
-@examples(20, quick=3)
+@examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("counting",), least=3))
 def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Buffers change by the first device's shard, in training only; all replicas begin from them."""
@@ -142,7 +142,7 @@ def test_buffers(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     data_parallel_training.assert_statistics_of_the_first_device([gpus[index] for index in order], runs)
 
 
-@examples(20, quick=3)
+@examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",), least=2))
 def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Two forward passes before one backward pass add up; later passes see parameters that were changed in place."""
@@ -151,7 +151,7 @@ def test_several_calls(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     data_parallel_training.assert_backward_of_several_calls([gpus[index] for index in order], runs)
 
 
-@examples(20, quick=3)
+@examples(14, quick=3)
 @given(order=ORDERS, runs=whole_runs(("mlp",)))
 def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     """Forward hooks of layers are called on each replica, hooks of parameters with the whole gradient."""

@@ -27,7 +27,7 @@ PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
 
 
-@examples(40, quick=4)
+@examples(30, quick=4)
 @given(devices=strategies.device_counts(), training=trainings(PLAIN))
 def test_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """`nn.DataParallel` and one device agree in gradients and parameters, for even and uneven batches."""
@@ -45,14 +45,14 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
     assert_step_by_hand_agrees(training, gpus[:devices])
 
 
-@examples(40, quick=4)
+@examples(30, quick=4)
 @given(size=strategies.world_sizes(), training=trainings(PLAIN), view=st.booleans(), small=st.booleans())
 def test_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec, view: bool, small: bool) -> None:
     """`DistributedDataParallel` and one device agree, for even and uneven batches and empty shards."""
     ranks.run(_distributed, training, view, small, size=size)
 
 
-@examples(40, quick=4)
+@examples(30, quick=4)
 @given(
     size=strategies.world_sizes(),
     training=trainings(("mlp",), batch=st.integers(2, 24), windows=st.integers(2, 4)),
@@ -63,7 +63,7 @@ def test_gradient_accumulation(ranks: Ranks, size: int, training: TrainingSpec) 
 
 
 @pytest.mark.gpus(least=2)
-@examples(40, quick=4)
+@examples(30, quick=4)
 @given(size=strategies.world_sizes(least=2), training=trainings(("mlp",), steps=st.integers(1, 5)))
 def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) -> None:
     """DDP gives all ranks rank 0's parameters, and keeps them equal, to the bit, through every step."""

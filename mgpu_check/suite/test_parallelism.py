@@ -26,7 +26,7 @@ TRAININGS = exact_trainings()
 ORDERS = strategies.device_orders()
 
 
-@examples(12, quick=2)
+@examples(8, quick=2)
 @given(sizes=strategies.world_pairs(), seed=st.integers(0, 999))
 def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> None:
     """Ring, tree, halving and doubling, and reduce with broadcast leave the exact sum on every rank, at all sizes."""
@@ -34,7 +34,7 @@ def test_allreduce_by_hand(ranks: Ranks, sizes: tuple[int, ...], seed: int) -> N
         ranks.run(_allreduce, seed, size=size)
 
 
-@examples(20, quick=2)
+@examples(14, quick=2)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Ranks that push gradients to one server, or to one that is sharded, and pull parameters train as one device."""
@@ -42,7 +42,7 @@ def test_parameter_server(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
         ranks.run(_parameter_server, training, size=size)
 
 
-@examples(20, quick=5)
+@examples(14, quick=5)
 @given(training=TRAININGS, order=ORDERS)
 def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """A store of parameters on the devices of one process adds up gradients, steps, and gives all the same."""
@@ -51,7 +51,7 @@ def test_key_value_store(gpus: tuple[torch.device, ...], training: ExactTraining
     assert_store_agrees(training, [gpus[index] for index in order])
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(training=TRAININGS, order=ORDERS)
 def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """Copies of parameters for each device share no memory, on the device that they come from either."""
@@ -61,7 +61,7 @@ def test_replicas_are_apart(gpus: tuple[torch.device, ...], training: ExactTrain
     assert_replicas_are_apart(training, [gpus[index] for index in order])
 
 
-@examples(20, quick=4)
+@examples(14, quick=4)
 @given(training=exact_trainings(batch=(8, 16, 4), momentum=(0.0,)), order=ORDERS)
 def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """The loop of tutorials over batches, the last one smaller, leaves the parameters of one device on all."""
@@ -72,7 +72,7 @@ def test_training_loop(gpus: tuple[torch.device, ...], training: ExactTraining, 
 
 
 @pytest.mark.gpus(least=2)
-@examples(16, quick=3)
+@examples(12, quick=3)
 @given(training=TRAININGS, order=strategies.device_orders(least=2, most=3))
 def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraining, order: tuple[int, ...]) -> None:
     """Parts of a model on two and three devices train as on one, and each parameter stays where it was put."""
@@ -83,7 +83,7 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
         assert_model_parallel_agrees(deep, [gpus[index] for index in order[:count]])
 
 
-@examples(16, quick=2)
+@examples(12, quick=2)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """Linear layers divided by columns and rows, evenly or not, train as on one device."""
@@ -91,7 +91,7 @@ def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], traini
         ranks.run(_tensor_parallel, training, size=size)
 
 
-@examples(12, quick=1)
+@examples(8, quick=1)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
     """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device."""
@@ -100,7 +100,7 @@ def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: Ex
 
 
 @pytest.mark.gpus(least=2)
-@examples(16, quick=2)
+@examples(12, quick=2)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS, micro_batches=st.sampled_from((3, 4, 1)))
 def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining, micro_batches: int) -> None:
     """Stages on two, three and four ranks, through which micro-batches of different sizes pass, train as one device."""
