@@ -166,6 +166,7 @@ class Started(Laid):
         if self.dtype is torch.bool and (not found or self._added_as_bytes()):
             call = self.call
             facts = {
+                "function": call.function,
                 "dtype": call.dtype,
                 "op": call.op if self.reduces else "",
                 "place": call.place,

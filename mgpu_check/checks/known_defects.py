@@ -79,7 +79,9 @@ _TABLE = (
             "test_collectives.py::test_all_reduce_of_every_dtype",
             "test_collectives.py::test_reductions_of_every_dtype",
         ),
-        strikes=lambda dtype, op, place, size: dtype == "bool" and op == "SUM" and place == "cpu" and size > 1,
+        strikes=lambda function, dtype, op, place, size: (
+            (dtype, op, place) == ("bool", "SUM", "cpu") and size > 1 and function != "reduce_scatter_tensor"
+        ),
     ),
 )
 
