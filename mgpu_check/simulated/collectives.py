@@ -30,7 +30,7 @@ __all__ = ["install_collectives", "record"]
 
 # What NCCL has no type for, by the names that it prints.
 _NO_NCCL_TYPE = {torch.int16: "Short", torch.uint16: "UInt16", torch.uint32: "UInt32", torch.uint64: "UInt64"}
-_COMPLEX = {torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble"}
+_NOR_COMPLEX = _NO_NCCL_TYPE | {torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble"}
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
 """What ProcessGroupNCCL does on complex tensors by views of real ones; for others `torch.distributed` makes them, or nobody."""
 _NO_NCCL_OP = ("BAND", "BOR", "BXOR")
@@ -52,12 +52,12 @@ def _leaves(value: object) -> Iterator[torch.Tensor]:
 
 def _refuse(call: Call, group: NcclGroup) -> None:
     """Refuse what ProcessGroupNCCL refuses (check_gpu_single_tensor and its kin), in its words."""
+    unknown = _NO_NCCL_TYPE if call.title in _VIEWS_COMPLEX else _NOR_COMPLEX
     for tensor in call.tensors():
         if not isinstance(tensor, SimulatedTensor):
             raise RuntimeError(NO_CPU if "cpu" not in group.backends else "Tensors must be CUDA and dense")
         if tensor.is_sparse:
             raise ValueError("Tensors must be CUDA and dense")
-        unknown = _NO_NCCL_TYPE if call.title in _VIEWS_COMPLEX else _NO_NCCL_TYPE | _COMPLEX
         if tensor.dtype in unknown:
             raise RuntimeError(
                 f"Input tensor data type is not supported for NCCL process group: {unknown[tensor.dtype]}"
