@@ -131,10 +131,8 @@ class _Runs:
         @contextlib.contextmanager
         def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
             elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
-            with (
-                some_threads(self._threads, 2 * elements >= _LARGE),
-                around(model, batches),
-            ):  # there are gradients, too
+            large = 2 * elements >= _LARGE  # there are gradients, too
+            with some_threads(self._threads, large), around(model, batches):
                 yield
 
         return self._observe(around=with_threads, digests=digests, initial=initial, **how)
