@@ -70,18 +70,21 @@ def shards_overlap() -> Iterator[None]:
         yield
 
 
+def _reordered(order: Callable[[list[torch.Tensor]], list[torch.Tensor]]) -> Any:
+    """Have shards go to devices in another order, each of the size that it has."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        parts = order(list(x.chunk(len(devices), dim)))
+        sizes = [part.shape[dim] for part in parts] + [0] * (len(devices) - len(parts))
+        return scatter(torch.cat(parts, dim), devices, sizes)[: len(parts)]
+
+    return scatter_changed(change)
+
+
 @fault("scatter", "two shards are swapped", caught_by=("test_shards_cover_the_batch",))
 def shards_swapped() -> Iterator[None]:
     """The first shard goes to the last device that gets one, and the other way round."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        parts = list(x.chunk(len(devices), dim))
-        parts[0], parts[-1] = parts[-1], parts[0]
-        return scatter(
-            torch.cat(parts, dim), devices, [part.shape[dim] for part in parts] + [0] * (len(devices) - len(parts))
-        )[: len(parts)]
-
-    with scatter_changed(change):
+    with _reordered(lambda parts: [parts[-1], *parts[1:-1], parts[0]] if len(parts) > 1 else parts):
         yield
 
 
@@ -93,15 +96,8 @@ def shards_swapped() -> Iterator[None]:
     least_gpus=5,
 )
 def last_shards_swapped() -> Iterator[None]:
-    """They have one size each, where the batch divides by the number of devices."""
-
-    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
-        parts = list(x.chunk(len(devices), dim))
-        if len(parts) > 4 and parts[-1].shape == parts[-2].shape:
-            parts[-2:] = parts[-1], parts[-2]
-        return scatter(torch.cat(parts, dim), devices)
-
-    with scatter_changed(change):
+    """The others are right."""
+    with _reordered(lambda parts: [*parts[:-2], parts[-1], parts[-2]] if len(parts) > 4 else parts):
         yield
 
 
