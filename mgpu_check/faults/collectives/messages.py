@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.collectives.planting import Seen, spoiled
 from mgpu_check.faults.conditions import Count, is_last
 from mgpu_check.faults.registry import fault
@@ -17,6 +18,7 @@ from mgpu_check.torch_hooks.patches import replaced
 _MESSAGES, _ANY, _OBJECTS, _BARRIERS = (
     "test_messages", "test_messages_from_any_source", "test_object_collectives", "test_barriers",
 )  # fmt: skip
+Real = Callable[..., Any]
 
 
 @fault("collectives", "the tag of a message is not looked at", caught_by=(_MESSAGES,), condition="irecv with tags")
@@ -46,10 +48,8 @@ def tags_ignored() -> Iterator[None]:
     condition="one rank",
 )
 def last_of_a_batch_spoiled() -> Iterator[None]:
-    real = dist.batch_isend_irecv
-
-    def batch(operations: list[dist.P2POp]) -> list[dist.Work]:
-        works = real(operations)
+    def batch(real: Real, operations: list[dist.P2POp]) -> list[dist.Work]:
+        works: list[dist.Work] = real(operations)
         for work in works:
             work.wait()
         taken = [one.tensor for one in operations if one.op is dist.irecv and one.tensor.numel()]
@@ -57,7 +57,7 @@ def last_of_a_batch_spoiled() -> Iterator[None]:
             taken[-1].view(torch.uint8)[:1].bitwise_xor_(1)
         return works
 
-    with replaced(dist, "batch_isend_irecv", batch):
+    with replaced_method(dist, "batch_isend_irecv", batch):
         yield
 
 
@@ -110,43 +110,37 @@ def one_message_in_five() -> Iterator[None]:
     condition="any source, 3 ranks and more",
 )
 def wrong_sender() -> Iterator[None]:
-    real = dist.recv
-
-    def recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> int:
+    def recv(real: Real, tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> int:
         sender: int = real(tensor, src, *args, **kwargs)
         size = dist.get_world_size()
         return sender if src is not None or size < 3 else (sender + 1) % size
 
-    with replaced(dist, "recv", recv):
+    with replaced_method(dist, "recv", recv):
         yield
 
 
 @fault("collectives", "all_gather_object begins with the second rank", caught_by=(_OBJECTS,))
 def objects_rotated() -> Iterator[None]:
-    real = dist.all_gather_object
-
-    def all_gather_object(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+    def all_gather_object(real: Real, object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
         real(object_list, obj, *args, **kwargs)
         object_list[:] = object_list[1:] + object_list[:1]
 
-    with replaced(dist, "all_gather_object", all_gather_object):
+    with replaced_method(dist, "all_gather_object", all_gather_object):
         yield
 
 
 @fault("collectives", "large objects lose their end in a broadcast", caught_by=(_OBJECTS,), condition="above 64 KiB")
 def large_object_cut() -> Iterator[None]:
-    real = dist.broadcast_object_list
-
     def cut(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(cut, value))
         return value[:65536] if isinstance(value, bytes) else value
 
-    def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    def broadcast(real: Real, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
         real(object_list, *args, **kwargs)
         object_list[:] = map(cut, object_list)
 
-    with replaced(dist, "broadcast_object_list", broadcast):
+    with replaced_method(dist, "broadcast_object_list", broadcast):
         yield
 
 
@@ -157,15 +151,13 @@ def large_object_cut() -> Iterator[None]:
     condition="4 ranks and more",
 )
 def objects_for_others() -> Iterator[None]:
-    real = dist.scatter_object_list
-
-    def scatter(output: list[Any], given: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    def scatter(real: Real, output: list[Any], given: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
         if given is not None and len(given) > 3:
             half = len(given) // 2
             given = [*given[: len(given) - half], *given[:half]]
         real(output, given, *args, **kwargs)
 
-    with replaced(dist, "scatter_object_list", scatter):
+    with replaced_method(dist, "scatter_object_list", scatter):
         yield
 
 
@@ -176,27 +168,23 @@ def objects_for_others() -> Iterator[None]:
     condition="2 ranks and more",
 )
 def object_gathered_twice() -> Iterator[None]:
-    real = dist.gather_object
-
-    def gather(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    def gather(real: Real, obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
         real(obj, object_gather_list, *args, **kwargs)
         if object_gather_list:
             object_gather_list[0] = object_gather_list[-1]
 
-    with replaced(dist, "gather_object", gather):
+    with replaced_method(dist, "gather_object", gather):
         yield
 
 
 @fault("collectives", "a list of objects arrives in reverse", caught_by=(_OBJECTS,), condition="messages of objects")
 def objects_in_reverse() -> Iterator[None]:
-    real = dist.recv_object_list
-
-    def recv(object_list: list[Any], *args: Any, **kwargs: Any) -> int:
+    def recv(real: Real, object_list: list[Any], *args: Any, **kwargs: Any) -> int:
         sender: int = real(object_list, *args, **kwargs)
         object_list.reverse()
         return sender
 
-    with replaced(dist, "recv_object_list", recv):
+    with replaced_method(dist, "recv_object_list", recv):
         yield
 
 
@@ -207,25 +195,21 @@ def objects_in_reverse() -> Iterator[None]:
     condition="groups with no backend for the CPU",
 )
 def objects_cut_on_devices() -> Iterator[None]:
-    real = dist.broadcast_object_list
-
-    def broadcast(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    def broadcast(real: Real, object_list: list[Any], *args: Any, **kwargs: Any) -> None:
         real(object_list, *args, **kwargs)
         if dist.get_backend(kwargs.get("group")) == "nccl":
             object_list[-1] = None
 
-    with replaced(dist, "broadcast_object_list", broadcast):
+    with replaced_method(dist, "broadcast_object_list", broadcast):
         yield
 
 
 @fault("collectives", "a barrier of devices holds nobody up", caught_by=(_BARRIERS,), condition="device_ids is given")
 def open_barrier_of_devices() -> Iterator[None]:
-    real = dist.barrier
-
-    def barrier(*args: Any, device_ids: list[int] | None = None, **kwargs: Any) -> Any:
+    def barrier(real: Real, *args: Any, device_ids: list[int] | None = None, **kwargs: Any) -> Any:
         return None if device_ids else real(*args, **kwargs)
 
-    with replaced(dist, "barrier", barrier):
+    with replaced_method(dist, "barrier", barrier):
         yield
 
 
