@@ -42,7 +42,7 @@ def time_collectives(rank: Rank, cases: Sequence[Collective], repeats: int) -> l
                 continue
             dtype: torch.dtype = getattr(torch, case.dtype)
             count = len(members)
-            given = torch.ones(case.bytes // dtype.itemsize // count * count, dtype=dtype, device=rank.device)
+            given = torch.ones(case.elements(count), dtype=dtype, device=rank.device)
             made = runner(
                 case.operation, case.reduction, given, groups[case.members], count, members.index(rank.index),
                 members[case.root % count],

@@ -30,6 +30,8 @@ __all__ = [
 
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 COPYING = ("broadcast", "all_gather", "all_to_all", "gather", "scatter", "send_recv")
+_DIVIDING = ("reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+"""The larger tensor has a part for each rank, or from each."""
 
 _WINDOW = 64
 """Elements by which the data of iterations are shifted: none finds those of the one before."""
@@ -46,7 +48,8 @@ class Collective:
         operation: of `REDUCING` or `COPYING`; "send_recv": each rank sends to one rank and receives from another, further off
             in each iteration.
         dtype: by name.
-        bytes: of the tensors of one rank: the larger of what it gives and what it gets.
+        bytes: of the tensors of one rank: the larger of what it gives and what it gets; a little less where no equal parts of it
+            make up as much.
         members: ranks of the group, ascending; none for all.
         reduction: "sum", "avg", "product", "min" or "max", where it reduces.
         root: place in the group.
@@ -69,6 +72,12 @@ class Collective:
         return (
             f"{self.operation}{how}, {self.dtype}, {self.bytes} bytes{root}, {self.iterations} times, seed {self.seed}"
         )
+
+    def elements(self, count: int) -> int:
+        """Return how many elements the larger tensor has in a group of `count` ranks: at least one for each."""
+        whole = self.bytes // getattr(torch, self.dtype).itemsize
+        # To the byte where nothing is divided: libraries go wrong at one exact size.
+        return max(count, whole // count * count if self.operation in _DIVIDING else whole)
 
 
 @dataclass(frozen=True)
@@ -176,8 +185,7 @@ class _Examination:
         self.rank, self.device = rank, rank.device
         self.count, self.place = len(members), members.index(rank.index)
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        # As many as all members have a part of; at least one for each.
-        self.elements = max(self.count, case.bytes // self.dtype.itemsize // self.count * self.count)
+        self.elements = case.elements(self.count)
         self.length = self.elements + _WINDOW
         self.terms = Terms(case.reduction, self.dtype, self.count, case.seed)
         self.reduces = case.operation in REDUCING

@@ -99,6 +99,13 @@ def test_all_operations_are_right_on_right_hardware(ranks):
     assert [entry.subject for entry in fewer[0]] == [Subject("group", (0, 1))]
 
 
+def test_a_fault_at_one_exact_size_is_seen_whatever_the_number_of_gpus(ranks):
+    cases = Cases(tuple(Collective("all_reduce", "float32", 1 << 20, seed=seed) for seed in range(2)))
+    found, *_ = ranks.run(spoiled, "all-reduce-rare:every=2", cases, size=3)
+    assert [entry.outcome for entry in found] == ["passed", "failed"]
+    assert {entry.work.bytes for entry in found} == {1 << 20}
+
+
 SPOILED = [
     ("collective-wrong", (), "result is wrong|are wrong"),
     ("all-reduce-dtype:dtype=float16", ("all_reduce",), "wrong on rank 2"),
