@@ -196,7 +196,7 @@ class RankPool:
             function = self.function(fn)
             arguments = pickling.dumps(((), {}))
             (result,) = world.run(function, arguments, self._call_context(None), 300.0)
-            return pickling.loads(result)
+            return pickling.loads_apart(result)
         finally:
             world.discard()
 

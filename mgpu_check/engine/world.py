@@ -94,7 +94,7 @@ class World(WorldProcesses):
         arguments: bytes,
         call_context: protocol.CallContext,
         timeout: float,
-    ) -> list[bytes]:
+    ) -> list[pickling.Pickled]:
         """Call a function on every process; the pickled results, in rank order.
 
         Args:
@@ -214,14 +214,14 @@ class World(WorldProcesses):
         unsent = self._send(lambda _: protocol.Settle())
         return self._collect(Clock.until(deadline), protocol.Outcome, _went_well, dead=unsent)
 
-    def loaded(self, index: int, result: bytes) -> object:
+    def loaded(self, index: int, result: pickling.Pickled) -> object:
         """Load the result of a process.
 
         Raises:
             RankFailure: it cannot be made again in this process.
         """
         try:
-            value: object = pickling.loads(result)
+            value: object = pickling.loads_apart(result)
         except BaseException as error:  # code of the result's own class runs here
             who = self.who.full([index if self.who.size else NODE])
             text = f"{type(error).__name__}: {error}"

@@ -6,7 +6,8 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -14,11 +15,13 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from mgpu_check.processes.named import by_name
 
-__all__ = ["ORIGINAL", "dumps", "loads"]
+__all__ = ["ORIGINAL", "Pickled", "dumps", "dumps_apart", "loads", "loads_apart"]
 
 ORIGINAL = "_mgpu_check_original"
 """Attribute by which a function that stands in for a test's body, in the pytest process, names that body."""
 
+_LARGE = 1 << 18
+"""Bytes from which on it is worth while to send a buffer apart from what it belongs to."""
 
 _FIND = "_find_imported_submodules"
 _SLOW = getattr(_cloudpickle, _FIND, None)
@@ -69,13 +72,43 @@ def _to_cpu(tensor: Any) -> Any:
     return tensor.detach().cpu()
 
 
+@dataclass(frozen=True)
+class Pickled:
+    """A pickled value, and its large buffers, which are not copied.
+
+    Attributes:
+        buffers: where it was pickled, the memory of the value itself; where it arrives, memory that the value will have.
+    """
+
+    data: bytes
+    buffers: tuple[Any, ...]
+
+
 def dumps(value: object) -> bytes:
     """Pickle `value`; functions and classes that cannot be imported elsewhere go by value."""
+    return _dumped(value, None)
+
+
+def dumps_apart(value: object) -> Pickled:
+    """Pickle `value` as `dumps` does, but for its large buffers."""
+    large: list[pickle.PickleBuffer] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        with buffer.raw() as content:
+            if content.readonly or content.nbytes < _LARGE:
+                return True
+        large.append(buffer)
+        return False
+
+    return Pickled(_dumped(value, stays), tuple(large))
+
+
+def _dumped(value: object, stays: Callable[[pickle.PickleBuffer], bool] | None) -> bytes:
     buffer = io.BytesIO()
     if _SLOW is not None:
         setattr(_cloudpickle, _FIND, _find_imported_submodules)
     try:
-        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=stays).dump(value)
     finally:
         if _SLOW is not None:
             setattr(_cloudpickle, _FIND, _SLOW)
@@ -85,3 +118,8 @@ def dumps(value: object) -> bytes:
 def loads(data: bytes) -> Any:
     """Undo `dumps`."""
     return pickle.loads(data)
+
+
+def loads_apart(pickled: Pickled) -> Any:
+    """Undo `dumps_apart`."""
+    return pickle.loads(pickled.data, buffers=pickled.buffers)

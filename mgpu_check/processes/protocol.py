@@ -11,6 +11,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from mgpu_check.processes.pickling import Pickled
+
 __all__ = [
     "ANY",
     "COLLECTIVE",
@@ -229,7 +231,7 @@ class Outcome:
     """
 
     number: int
-    value: bytes | None
+    value: Pickled | None
     failure: Failure | None
     lockstep: tuple[int, ...]
     agreement: tuple[tuple[Group, int, int], ...]

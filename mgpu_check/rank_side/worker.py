@@ -179,7 +179,7 @@ class Worker:
 
     def call(self, call: protocol.Call) -> protocol.Outcome:
         self.error = None
-        value: bytes | None = None
+        value: pickling.Pickled | None = None
         failure: protocol.Failure | None = None
         steps = Steps()
         settled = reusable = True
@@ -199,7 +199,7 @@ class Worker:
                 *(self.resolve(arg) for arg in args), **{name: self.resolve(arg) for name, arg in kwargs.items()}
             )
             try:
-                value = pickling.dumps(result)
+                value = pickling.dumps_apart(result)
             except Exception as error:
                 raise TypeError(
                     f"the result, of type {type(result).__name__}, cannot be sent to the pytest process: {error}"

@@ -41,7 +41,7 @@ class _Bytes:
     def __reduce__(self) -> tuple[Any, ...]:
         from mgpu_check.torch_hooks.tensors import memory_of
 
-        here = self._tensor  # alive as long as its memory is read
+        here = self._tensor
         return _tensor, (pickle.PickleBuffer(memory_of(here)), here.dtype, tuple(here.shape))
 
 

@@ -87,6 +87,8 @@ def all_finite(tensor: torch.Tensor) -> bool:
 
 
 def memory_of(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
-    """Return the memory of a contiguous tensor on the CPU, which must outlive it."""
+    """Return the memory of a contiguous tensor on the CPU, which it keeps alive."""
     size = here.numel() * here.element_size()
-    return (ctypes.c_char * size).from_address(here.data_ptr() or ctypes.addressof(_NOTHING))
+    memory = (ctypes.c_char * size).from_address(here.data_ptr() or ctypes.addressof(_NOTHING))
+    memory.of = here  # type: ignore[attr-defined]
+    return memory

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from mgpu_check.errors import RankDied, RankHang
 from mgpu_check.processes.channel import Channel, Garbled, RankEnd, frame
@@ -32,6 +35,89 @@ def test_a_message_in_pieces(ends):
     assert channel.receive() == ["x", 1]
     assert channel.receive() == "next"
     assert channel.receive() is None
+
+
+@pytest.mark.parametrize("at_once", [1, 100_000])
+def test_large_buffers_go_apart(ends, at_once):
+    channel, theirs = ends
+    source, other = socket.socketpair()
+    content = [bytearray(os.urandom(300_000)), bytearray(os.urandom(1))]
+    rank = RankEnd(source.detach())
+    sender = threading.Thread(
+        target=lambda: [
+            rank.send((pickle.PickleBuffer(content[0]), 7, pickle.PickleBuffer(content[1]))),
+            rank.send("next"),
+        ]
+    )
+    sender.start()
+    raw = bytearray()
+    other.settimeout(60)
+    while not raw.endswith(frame("next")):
+        raw += other.recv(1 << 20)
+    sender.join()
+    rank.close()
+    other.close()
+    assert content[0] in raw and raw.count(content[0]) == 1
+    got = []
+    while raw:
+        theirs.sendall(raw[:at_once])
+        del raw[:at_once]
+        while (message := channel.receive()) is not None:
+            got.append(message)
+    (first, seven, last), following = got
+    assert (bytes(first), seven, bytes(last), following) == (content[0], 7, content[1], "next")
+    first[0] = 1  # it is writable, as what was sent
+
+
+@pytest.mark.parametrize(
+    "lengths", [[0], [1 << 60], [(1 << 62) // 1000, (1 << 62) // 1000]], ids=["empty", "one", "together"]
+)
+def test_buffers_beyond_all_memory_are_no_message(ends, lengths):
+    channel, theirs = ends
+    for length in lengths:
+        theirs.sendall(b"MGPB" + length.to_bytes(8, "big"))
+    with pytest.raises(Garbled):
+        channel.receive()
+
+
+def test_a_message_without_the_buffer_that_it_wants_is_no_message(ends):
+    channel, theirs = ends
+    body = pickle.dumps(pickle.PickleBuffer(b"x"), protocol=5, buffer_callback=lambda buffer: None)
+    theirs.sendall(b"MGPU" + len(body).to_bytes(8, "big") + body)
+    with pytest.raises(Garbled, match="it cannot be unpickled"):
+        channel.receive()
+
+
+def test_a_message_with_a_buffer_too_many_is_no_message(ends):
+    channel, theirs = ends
+    theirs.sendall(b"MGPB" + (4).to_bytes(8, "big") + b"abcd" + frame("message"))
+    with pytest.raises(Garbled, match="no use for"):
+        channel.receive()
+
+
+def test_arrays_and_gates_tensors_arrive_as_they_were(pool):
+    def body(rank):
+        import numpy
+
+        from mgpu_check.torch_hooks.parcels import Parcel
+
+        large = torch.arange(1_000_000, dtype=torch.float32).reshape(1000, 1000) + rank.index
+        array = numpy.arange(500_000).reshape(2, -1)
+        return (
+            Parcel({"large": large.t(), "small": torch.ones(3), "again": large}),
+            array,
+            array.T,
+            array[:, ::2],
+            b"x" * 300_000,
+        )
+
+    for index, (tensors, array, turned, gaps, data) in enumerate(pool.run(body)):
+        large = torch.arange(1_000_000, dtype=torch.float32).reshape(1000, 1000) + index
+        assert torch.equal(tensors["large"], large.t()) and torch.equal(tensors["again"], large)
+        assert torch.equal(tensors["small"], torch.ones(3)) and data == b"x" * 300_000
+        assert array.flat[-1] == 499_999 and (turned == array.T).all() and (gaps == array[:, ::2]).all()
+        tensors["large"].add_(1)
+        array += 1  # what arrives can be written to
 
 
 def test_a_length_beyond_all_memory_is_no_message(ends):

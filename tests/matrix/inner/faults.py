@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mgpu_check.processes.channel import _HEADER, _MAGIC, frame
+from mgpu_check.processes.channel import _BUFFER, _HEADER, _MAGIC, frame
 from mgpu_check.processes.leftovers import MARK
+from mgpu_check.processes.pickling import Pickled
 from mgpu_check.processes.protocol import Outcome
 
 SIZE, CULPRIT = 3, 1
@@ -373,13 +374,23 @@ def message_of_another_kind() -> None:
 
 @_add("wire")
 def answer_to_another_call() -> None:
-    _say(frame(Outcome(10**6, b"", None, (0, 0), ())))
+    _say(frame(Outcome(10**6, Pickled(b"", ()), None, (0, 0), ())))
 
 
 @_add("wire")
 def message_that_cannot_be_loaded() -> None:
     data = b"cno_such_module\nno_such_name\n."
     _say(_HEADER.pack(_MAGIC, len(data)) + data)
+
+
+@_add("wire")
+def buffer_of_no_message() -> None:
+    _say(_HEADER.pack(_BUFFER, 20) + bytes(20))
+
+
+@_add("wire")
+def buffer_beyond_all_memory() -> None:
+    _say(_HEADER.pack(_BUFFER, 1 << 62))
 
 
 @_add("death")
