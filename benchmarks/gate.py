@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -223,10 +224,13 @@ def _names_of(rank, program):
 
 
 def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
-    """Seconds for each part of a case on 4 ranks, and of the step alone on one device; medians, and the last as a ratio.
+    """Seconds for each part of a case on 4 ranks, and of the step alone on one device: medians, ratios last.
+
+    The parts are of a case that the first pair of perturbations tells. Whole cases are as a gate tries them, with whatever the
+    first pair does not tell: their mean is what many cost.
 
     Args:
-        in_full: measure in full, too, which is done only where what is measured provisionally does not tell.
+        in_full: measure in full, too, as every case was before it was done provisionally.
     """
     import cost_of
 
@@ -241,6 +245,7 @@ def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
             parts.setdefault(part, []).append(time.perf_counter() - start)
             return result
 
+        trials = Trials(ranks, right, frozenset(KINDS), None, name)
         for number in range(examples + 1):
             of_case = right, Scenario(4, cost_of.SAMPLES, seed=number)
             alone = ranks.run(cost_of.timed, *of_case, size=1)[0]
@@ -248,20 +253,24 @@ def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
             seen = timed("on ranks", lambda of=of_case: ranks.run(run_step, *of, size=4))
             holds = timed("comparing", lambda one=expected, all_=seen: relations_of(one, all_, KINDS, None).holds)
             full = None
-            if in_full or not holds:
+            if in_full:
                 full = timed("measuring in full", lambda of=of_case: ranks.run(measure, *of, size=1, timeout=600)[0])
                 assert relations_of(full, seen, KINDS, None).holds, name
-            parts.setdefault("told provisionally", []).append(float(holds))
             parts.setdefault("step on 4 ranks", []).append(max(ranks.run(cost_of.timed, *of_case, size=4)))
             parts.setdefault("step alone", []).append(alone)
             case = sum(parts[part][-1] for part in ("measuring", "on ranks", "comparing"))
             parts.setdefault("case", []).append(case)
             parts.setdefault("case ÷ step alone", []).append(case / alone)
+            parts.setdefault("told by the first pair", []).append(float(holds))
+            assert timed("whole case", lambda of=of_case, trials=trials: trials.run(of[1])) is None, name
+            parts.setdefault("whole case ÷ step alone", []).append(parts["whole case"][-1] / alone)
             if full is not None:
                 before = case - parts["measuring"][-1] + parts["measuring in full"][-1]
                 parts.setdefault("case in full ÷ step alone", []).append(before / alone)
         # The first warms the ranks up.
-        found[name] = {part: sorted(values[1:])[len(values[1:]) // 2] for part, values in parts.items() if values[1:]}
+        found[name] = {part: statistics.median(values[1:]) for part, values in parts.items()}
+        for part in ("told by the first pair", "whole case", "whole case ÷ step alone"):
+            found[name][f"{part}, mean"] = statistics.mean(parts[part][1:])
     return found
 
 

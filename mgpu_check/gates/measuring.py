@@ -7,7 +7,7 @@ import torch
 from mgpu_check.gates.draws import Notes, entered
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.rounding import Measured, measured, measured_provisionally
+from mgpu_check.gates.rounding import Measured, measured, measured_provisionally, rounding_seen
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Expected
 from mgpu_check.mistakes.results import Result
@@ -16,7 +16,7 @@ from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 
-__all__ = ["largest_factor", "measure", "measure_provisionally"]
+__all__ = ["largest_factor", "measure", "measure_provisionally", "measure_rounding"]
 
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
@@ -97,6 +97,17 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
         narrow=tuple(sorted(map(name_of, notes.seen))),
         provisional=True,
     )
+
+
+def measure_rounding(rank: Rank, program: Program, scenario: Scenario) -> dict[Result, float] | None:
+    """Run the reference, or the step, twice as it is: what rounding within operators brings, which perturbing their results
+    does not.
+
+    Returns:
+        The largest error of each result, as a fraction of its element's size; None where that is not told.
+    """
+    with full_precision(), one_thread() as threads:
+        return rounding_seen(rank, program, scenario, program.reference is not None, threads)
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:

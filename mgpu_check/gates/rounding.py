@@ -21,13 +21,13 @@ from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.perturbation import Perturbed, unfused
-from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations, granted_at_least
+from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations, errors_seen, granted_at_least
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
-__all__ = ["Measured", "Provisional", "measured", "measured_provisionally"]
+__all__ = ["Measured", "Provisional", "measured", "measured_provisionally", "rounding_seen"]
 
 _LARGE = 1_000_000
 """Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
@@ -73,6 +73,16 @@ def measured_provisionally(
         notes: see `measured`.
     """
     return _Runs(rank, program, scenario, of_reference, threads).provisional(notes)
+
+
+def rounding_seen(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int
+) -> dict[Result, float] | None:
+    """Run the step, or the reference, as it is, twice; see `numerics.steps.errors_seen`.
+
+    None where the two have not left the same things.
+    """
+    return _Runs(rank, program, scenario, of_reference, threads).rounding_seen()
 
 
 def measured(
@@ -167,6 +177,18 @@ class _Runs:
         single.snapshots = []
         return Provisional(single, tolerance)
 
+    def rounding_seen(self) -> dict[Result, float] | None:
+        """Return how large errors are as it is; see the function of this name."""
+        single, again = self._run(), self._slightly_moved()
+        if not _alike(single, again):
+            return None
+        with some_threads(self._threads, 2 * sum(value.numel() for value in single.values.values()) >= _LARGE):
+            return errors_seen(_wide(single.values), _wide(again.values))
+
+    def _slightly_moved(self) -> Observation:
+        """Run as it is, on a batch whose elements are moved by one roundoff: what is rounded is rounded otherwise."""
+        return self._run(deep=self._deep, alter=lambda batch: _moved(batch, 1.0, _generator(0)))
+
     def _against_signs(self) -> Callable[[int], Nudge] | None:
         """Return what turns the sign of each gradient that rounding may turn; see `undecided`."""
         slack = []
@@ -183,11 +205,9 @@ class _Runs:
         def of(seen: Observation) -> dict[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
 
-        def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
-            floating = {name: value for name, value in values.items() if value.is_floating_point()}
-            return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
-
-        return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], _ROUNDOFF, self._spread)
+        return granted_at_least(
+            _wide(of(self._exact)), [_wide(of(one)) for one in self._moved], _ROUNDOFF, self._spread
+        )
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Run twice in the precision of the step: the errors are those that another order of the same sums has."""
@@ -195,7 +215,7 @@ class _Runs:
         single = self._once(notes, digests=True)
         # The gradients of each optimizer step are needed to tell which parameters they do not decide.
         self._deep = deep or ("gradients" if single.optimizer_steps else False)
-        self._singles = [single, self._run(deep=self._deep, alter=lambda batch: _moved(batch, 1.0, _generator(0)))]
+        self._singles = [single, self._slightly_moved()]
         self._spread = deviations(self.elements)
 
     def _once(self, notes: Notes, digests: bool) -> Observation:
@@ -346,6 +366,12 @@ def _nudge_by(
         return nudge
 
     return of_direction
+
+
+def _wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
+    """Return those of floating point, in float32 at least."""
+    floating = {name: value for name, value in values.items() if value.is_floating_point()}
+    return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
 
 
 def _alike(one: Observation, other: Observation) -> bool:

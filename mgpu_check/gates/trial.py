@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gates.measuring import largest_factor, measure, measure_provisionally
+from mgpu_check.gates.measuring import largest_factor, measure, measure_provisionally, measure_rounding
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step
@@ -15,6 +16,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
+from mgpu_check.numerics.steps import granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import digest_of
 
@@ -26,6 +28,16 @@ _KEPT_ELEMENTS = 100_000_000
 """… unless they have more elements than that together."""
 _PATIENCE = 2
 """How many more times what is measured provisionally may be too little than enough, before it is given up."""
+
+
+class Effort(Enum):
+    """How it is measured what a right step may be off by, in the order in which they are tried: each grants more than the one
+    before, and takes longer.
+    """
+
+    PROVISIONAL = auto()
+    WIDENED = auto()
+    IN_FULL = auto()
 
 
 @dataclass
@@ -109,9 +121,9 @@ class Trials:
 
     def _run(self, scenario: Scenario) -> Trial | None:
         runs: list[Sequence[Observation]] = []
-        for provisional in (True, False):
+        for effort in Effort:
             try:
-                expected = self._suitable(scenario, provisional)
+                expected = self._suitable(scenario, effort)
             except RankFailure as refused:
                 self._cause = self._cause or refused
                 self._refuse(scenario, f"fails on one device: {str(refused).splitlines()[0]}")
@@ -122,18 +134,19 @@ class Trials:
                 relations = self._compared(scenario, expected, runs)
             except RankFailure as error:
                 return Trial(scenario, expected, None, error=error)
-            self._told += expected.provisional * (1 if relations.holds else -1)
+            if expected.provisional and (relations.holds or effort is Effort.WIDENED):
+                self._told += 1 if relations.holds else -1
             if relations.holds or not expected.provisional:
-                break  # otherwise it is measured in full how far a right step may be off
+                break  # otherwise it is measured better how far a right step may be off
         assert expected is not None
         self.completed[scenario.world_size] += 1
         return None if relations.holds else Trial(scenario, expected, relations, runs[0])
 
-    def _suitable(self, scenario: Scenario, provisional: bool) -> Expected | None:
+    def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:
         """Return what one device gives; None where the batch is not one that the step is meant for."""
-        expected = self.expected(scenario, provisional=provisional and self._told > -_PATIENCE)
+        expected = self.expected(scenario, effort=effort if self._told > -_PATIENCE else Effort.IN_FULL)
         if scenario.change and not self._counts(scenario, expected):
-            return self._suitable(scenario, False) if expected.provisional else None
+            return self._suitable(scenario, Effort.IN_FULL) if expected.provisional else None
         if vague := self._not_a_number(expected):
             self._refuse(
                 scenario,
@@ -236,12 +249,12 @@ class Trials:
         seen: list[Observation] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
         return seen
 
-    def expected(self, scenario: Scenario, deep: bool = False, provisional: bool = False) -> Expected:
+    def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return what one device gives; measure it once for all world sizes.
 
         Args:
             deep: what each step of an optimizer leaves, too.
-            provisional: what is granted at the least will do, where that can be told.
+            effort: less than in full will do, where that can tell.
 
         Raises:
             RankFailure: the reference, or the step, fails on one device.
@@ -250,14 +263,25 @@ class Trials:
         of_size = scenario.world_size if wants_world_size(self.program.reference) else 0
         case = self._key(replace(scenario, world_size=of_size))
         known = self._expected.get((case, deep))
-        if known is None and provisional:
-            key = case, "provisionally"
-            known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
+        if known is None and effort is not Effort.IN_FULL:
+            known = self._provisional((case, "provisionally"), scenario, effort)
         if known is None:  # nor can it be told provisionally
             known = self._kept((case, deep), scenario, measure, deep)
         assert known is not None
         if isinstance(known, RankFailure):
             raise known
+        return known
+
+    def _provisional(
+        self, key: tuple[object, ...], scenario: Scenario, effort: Effort
+    ) -> Expected | RankFailure | None:
+        known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
+        if effort is Effort.WIDENED and isinstance(known, Expected) and not known.widened:
+            errors = self.ranks.run(measure_rounding, self.program, scenario, size=1)[0]
+            if errors is None:
+                return None
+            known.tolerance = granted_with(known.tolerance, known.exact, errors)
+            known.widened = True
         return known
 
     def _kept(

@@ -84,6 +84,7 @@ class Expected:
         remarks: what could not be measured.
         provisional: `exact` are the results of `single`, and `tolerance` is what is granted at the least: what is within it
             is right, and what is not is to be measured in full.
+        widened: and what rounding within operators brings, too.
     """
 
     single: Observation
@@ -98,6 +99,7 @@ class Expected:
     allowances: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     provisional: bool = False
+    widened: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         # What is provisional has no exact values of its own to send.

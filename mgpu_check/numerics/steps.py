@@ -39,8 +39,10 @@ __all__ = [
     "Step",
     "assess",
     "deviations",
+    "errors_seen",
     "full_precision",
     "granted_at_least",
+    "granted_with",
     "measure_step",
     "measure_step_provisionally",
 ]
@@ -247,15 +249,46 @@ def granted_at_least(
     return granted
 
 
+def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
+    """Return the largest error of each result, as a fraction of its element's size, that two runs in one precision prove.
+
+    `assess` has the errors of both from float64, and grants the larger everywhere: it is half of their difference at least.
+
+    Args:
+        single: results of the step on one device in its own dtype, all finite.
+        again: the same on inputs that are moved by a roundoff, so that every sum is rounded otherwise.
+    """
+    found = {}
+    for name, value in single.items():
+        size = _size(value)
+        found[name] = 0.0 if size is None else float((farthest(value, [again[name]]) / size).max()) / 2
+    return found
+
+
+def granted_with(
+    granted: Mapping[Key, torch.Tensor], single: Mapping[Key, torch.Tensor], errors: Mapping[Key, float]
+) -> dict[Key, torch.Tensor]:
+    """Return what `granted_at_least` grants, and the errors of `errors_seen` besides, as `assess` does."""
+    wider = {}
+    for name, value in granted.items():
+        size = _size(single[name]) if errors.get(name) else None
+        wider[name] = value if size is None else value + errors[name] * size
+    return wider
+
+
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Grant an error that was seen in one element to all elements, in proportion to their size.
 
     Errors of long sums grow with the sum; in which elements they are large depends on the order of summation.
     """
+    size = _size(reference)
+    return errors if size is None else (errors / size).max() * size
+
+
+def _size(reference: torch.Tensor) -> torch.Tensor | None:
+    """Return the size of each element to which its errors are in proportion; None where all are zero, or there is none."""
     size = reference.abs() + root_mean_square(reference)
-    if not size.numel() or not bool((size > 0).all()):
-        return errors
-    return (errors / size).max() * size
+    return size if size.numel() and bool((size > 0).all()) else None
 
 
 def _amplification(

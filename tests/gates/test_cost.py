@@ -11,13 +11,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mgpu_check.gates.measuring import measure, measure_provisionally
+from mgpu_check.gates.measuring import measure, measure_provisionally, measure_rounding
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.relations import allowed_for, relations_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.results import KINDS, Result
+from mgpu_check.numerics.steps import granted_with
 from tests.gates.steps import Training, batch, build, right, summed, tutorial
 
 pytestmark = pytest.mark.gpus(2)
@@ -51,6 +52,27 @@ def test_right_steps_are_told_without_float64(ranks):
         assert not counted.ran["measure"]
 
 
+class Narrow(Counted):
+    """Ranks of which what is measured first grants nothing, as if operators rounded much more than their results."""
+
+    def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
+        found = super().run(fn, *args, **how)
+        if fn.__name__ == "measure_provisionally":
+            found[0].tolerance = {name: torch.zeros_like(value) for name, value in found[0].tolerance.items()}
+        elif fn.__name__ == "measure_rounding":
+            found[0] = dict.fromkeys(found[0], 1e-5)
+        return found
+
+
+def test_rounding_within_operators_is_granted_without_float64(ranks):
+    narrow = Narrow(ranks)
+    trials = Trials(narrow, Program(right, build, batch), frozenset(KINDS), None, "step")
+    for seed in range(3):
+        assert trials.run(Scenario(2, 6, seed=seed)) is None
+    assert narrow.ran["measure_provisionally"] == narrow.ran["measure_rounding"] == 3
+    assert not narrow.ran["measure"]
+
+
 class Racing(Counted):
     """Ranks that take a wrong step the second time that they are given a right one, and never again."""
 
@@ -77,11 +99,11 @@ def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
     assert failed is not None
     assert not failed.expected.provisional
     assert failed.expected.exact[Result("grads", "0.bias")].dtype == torch.float64
-    assert counted.ran["measure"] == 1
+    assert counted.ran["measure"] == counted.ran["measure_rounding"] == 1
     # It is not tried any longer where it told nothing several times.
     for seed in range(1, 4):
         trials.run(Scenario(2, 5, seed=seed))
-    assert counted.ran["measure_provisionally"] == 2
+    assert counted.ran["measure_provisionally"] == counted.ran["measure_rounding"] == 2
     assert counted.ran["measure"] == 4
 
 
@@ -118,6 +140,20 @@ def test_what_is_granted_provisionally_is_granted_in_full(ranks, seed):
         assert relations_of(provisional, seen, KINDS, None).holds is holds
         assert relations_of(full, seen, KINDS, None).holds is holds
     assert all((allowed_for(full, name, None) >= provisional.tolerance[name] * 0.9).all() for name in parts)
+
+
+@pytest.mark.parametrize("step", [right, Training])
+def test_rounding_within_operators_is_granted_in_full_too(ranks, step):
+    program, scenario = Program(step, build, batch), Scenario(2, 6)
+    provisional, full = (ranks.run(way, program, scenario, size=1)[0] for way in (measure_provisionally, measure))
+    errors = ranks.run(measure_rounding, program, scenario, size=1)[0]
+    assert errors.keys() == provisional.tolerance.keys()
+    assert any(errors.values())
+    wider = granted_with(provisional.tolerance, provisional.exact, errors)
+    for name, value in wider.items():
+        assert (value >= provisional.tolerance[name]).all()
+        if name.kind == "grads":
+            assert (allowed_for(full, name, None) >= value * 0.9).all()
 
 
 def _observed(rank, program, scenario):
