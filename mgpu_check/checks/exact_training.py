@@ -53,14 +53,21 @@ def seen(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
 
 
 def gathered(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
-    """Put together gradients and parameters that are divided among ranks, by the names that `seen` gives. A collective."""
+    """Put together gradients and parameters that are divided among ranks, by the names that `seen` gives. A collective.
+
+    A gradient that this rank lacks is left out.
+    """
     from torch.distributed.tensor import DTensor
 
     found = {}
     for name, value in model.named_parameters():
         assert isinstance(value, DTensor), "a parameter that is divided is a DTensor"
-        assert isinstance(value.grad, DTensor), "the loss depends on each parameter"
-        found[f"step {step}: gradient of {name}"] = copied(value.grad.full_tensor())
+        # A rank that lacks a gradient takes part with zeros: the others would wait for it.
+        gradient = torch.zeros_like(value) if value.grad is None else value.grad
+        assert isinstance(gradient, DTensor), "the gradient of a DTensor is one"
+        whole = copied(gradient.full_tensor())
+        if value.grad is not None:
+            found[f"step {step}: gradient of {name}"] = whole
         found[f"step {step}: {name}"] = copied(value.full_tensor())
     return found
 

@@ -43,21 +43,20 @@ def assert_allreduce_by_hand_matches(rank: Rank, seed: int) -> None:
     """
     __tracebackhide__ = True
     sizes = (0, rank.size - 1, 2 * rank.size + 1, _SOME, _LARGE)
-    findings = Findings()
-    for number, elements in enumerate(sizes):
-        dtype: torch.dtype = getattr(torch, _DTYPES[(seed + number) % len(_DTYPES)])
-        parts = _terms(elements, dtype, rank.size, seed + number)
-        # In one dtype throughout: a sum by `torch.sum` would be of int64.
-        expected = functools.reduce(torch.add, parts)
-        for name in RECIPES:
-            tensor = parts[rank.index].to(rank.device, copy=True)
-            getattr(allreduce, name)(tensor)
-            # Compare cheaply first: an examination of each element takes longer than the sum.
-            if torch.equal(copied(tensor), expected):
-                continue
-            with findings.collected():
-                assert_allreduce_matches({rank.index: tensor}, parts, what=f"{name} on {rank.device}")
-    findings.close()
+    with Findings() as findings:
+        for number, elements in enumerate(sizes):
+            dtype: torch.dtype = getattr(torch, _DTYPES[(seed + number) % len(_DTYPES)])
+            parts = _terms(elements, dtype, rank.size, seed + number)
+            # In one dtype throughout: a sum by `torch.sum` would be of int64.
+            expected = functools.reduce(torch.add, parts)
+            for name in RECIPES:
+                tensor = parts[rank.index].to(rank.device, copy=True)
+                getattr(allreduce, name)(tensor)
+                # Compare cheaply first: an examination of each element takes longer than the sum.
+                if torch.equal(copied(tensor), expected):
+                    continue
+                with findings.collected():
+                    assert_allreduce_matches({rank.index: tensor}, parts, what=f"{name} on {rank.device}")
 
 
 def _terms(elements: int, dtype: torch.dtype, count: int, seed: int) -> list[torch.Tensor]:
@@ -77,21 +76,23 @@ def assert_parameter_server_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     expected = one_device(training)
-    for name, servers in (("one server", 1), ("a sharded server", rank.size)):
-        model = training.model().to(rank.device)
-        parameters = list(model.parameters())
-        homes = [key % servers for key in range(len(parameters))]
-        update = update_of(training)
-        got: dict[str, torch.Tensor] = {}
-        with full_precision():
-            for step, (inputs, factors) in enumerate(training.batches(), 1):
-                model.zero_grad()
-                x, y = own_part((inputs, factors), rank)
-                recipe.weighted(model(x), y).backward()
-                gradients = [gradient_or_zeros(parameter) for parameter in parameters]
-                parameter_server.push_and_pull(parameters, gradients, update, homes)
-                got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
-        assert_same(got, {key: expected[key] for key in got}, f"{name}, on {rank.device}", rank.index)
+    with Findings() as findings:
+        for name, servers in (("one server", 1), ("a sharded server", rank.size)):
+            model = training.model().to(rank.device)
+            parameters = list(model.parameters())
+            homes = [key % servers for key in range(len(parameters))]
+            update = update_of(training)
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    model.zero_grad()
+                    x, y = own_part((inputs, factors), rank)
+                    recipe.weighted(model(x), y).backward()
+                    gradients = [gradient_or_zeros(parameter) for parameter in parameters]
+                    parameter_server.push_and_pull(parameters, gradients, update, homes)
+                    got |= {f"step {step}: {key}": copied(value) for key, value in model.named_parameters()}
+            with findings.collected():
+                assert_same(got, {key: expected[key] for key in got}, f"{name}, on {rank.device}", rank.index)
 
 
 def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -109,27 +110,32 @@ def assert_tensor_parallel_agrees(training: ExactTraining, rank: Rank) -> None:
     expected = _with_gradient_of_inputs(training)
     for name, value in expected.items():
         expected[name] = value[parts.get(name.split()[-1], (slice(None),))]
-    for gather in (False, True):
-        first, second = training.layers()
-        model = nn.Sequential(
-            tensor_parallel.ColumnLinear(first, rank.device, gather=gather),
-            nn.ReLU(),
-            tensor_parallel.RowLinear(second, rank.device, divide=gather),
-        )
-        optimizer = sgd(training, model)
-        got: dict[str, torch.Tensor] = {}
-        with full_precision():
-            for step, (inputs, factors) in enumerate(training.batches(), 1):
-                optimizer.zero_grad()
-                x = inputs.to(rank.device, copy=True).requires_grad_()
-                outputs = model(x)
-                recipe.weighted(outputs, factors.to(rank.device)).backward()
-                optimizer.step()
-                assert x.grad is not None
-                got |= {f"step {step}: outputs": copied(outputs), f"step {step}: gradient of inputs": copied(x.grad)}
-                got |= seen(model, step)
-        how = "gathered between" if gather else "divided between"
-        assert_same(got, expected, f"tensor parallelism, {how}, on {rank.device}", rank.index)
+    with Findings() as findings:
+        for gather in (False, True):
+            first, second = training.layers()
+            model = nn.Sequential(
+                tensor_parallel.ColumnLinear(first, rank.device, gather=gather),
+                nn.ReLU(),
+                tensor_parallel.RowLinear(second, rank.device, divide=gather),
+            )
+            optimizer = sgd(training, model)
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    optimizer.zero_grad()
+                    x = inputs.to(rank.device, copy=True).requires_grad_()
+                    outputs = model(x)
+                    recipe.weighted(outputs, factors.to(rank.device)).backward()
+                    optimizer.step()
+                    assert x.grad is not None
+                    got |= {
+                        f"step {step}: outputs": copied(outputs),
+                        f"step {step}: gradient of inputs": copied(x.grad),
+                    }
+                    got |= seen(model, step)
+            how = "gathered between" if gather else "divided between"
+            with findings.collected():
+                assert_same(got, expected, f"tensor parallelism, {how}, on {rank.device}", rank.index)
 
 
 def _with_gradient_of_inputs(training: ExactTraining) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_check.checks.exact_training import gathered, one_device, seen, sgd
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.ranks_parallel import stage_of
 from mgpu_check.numerics.steps import full_precision
@@ -35,28 +36,30 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
     __tracebackhide__ = True
     mesh = init_device_mesh("cuda", (rank.size,))
     expected, tolerance = _with_divided_bias(training, rank.size)
-    for divided in (False, True):
-        layout = Shard(0) if divided else Replicate()
-        plan = {
-            "0": ColwiseParallel(input_layouts=layout),
-            "2": RowwiseParallel(output_layouts=layout, use_local_output=False),
-        }
-        model = parallelize_module(training.model().to(rank.device), mesh, plan)
-        optimizer = sgd(training, model)
-        got: dict[str, torch.Tensor] = {}
-        with full_precision():
-            for step, (inputs, factors) in enumerate(training.batches(), 1):
-                optimizer.zero_grad()
-                x = inputs.chunk(rank.size)[rank.index] if divided else inputs
-                outputs = model(x.to(rank.device))
-                whole = outputs.full_tensor()
-                weighted(whole, factors.to(rank.device)).backward()
-                optimizer.step()
-                got[f"step {step}: outputs"] = copied(whole)
-                got |= gathered(model, step)
-        how = "the batch divided" if divided else "the batch on all ranks"
-        what = f"parallelize_module, {how}, on {rank.device}"
-        assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
+    with Findings() as findings:
+        for divided in (False, True):
+            layout = Shard(0) if divided else Replicate()
+            plan = {
+                "0": ColwiseParallel(input_layouts=layout),
+                "2": RowwiseParallel(output_layouts=layout, use_local_output=False),
+            }
+            model = parallelize_module(training.model().to(rank.device), mesh, plan)
+            optimizer = sgd(training, model)
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    optimizer.zero_grad()
+                    x = inputs.chunk(rank.size)[rank.index] if divided else inputs
+                    outputs = model(x.to(rank.device))
+                    whole = outputs.full_tensor()
+                    weighted(whole, factors.to(rank.device)).backward()
+                    optimizer.step()
+                    got[f"step {step}: outputs"] = copied(whole)
+                    got |= gathered(model, step)
+            how = "the batch divided" if divided else "the batch on all ranks"
+            what = f"parallelize_module, {how}, on {rank.device}"
+            with findings.collected():
+                assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
 
 
 def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

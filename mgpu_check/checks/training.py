@@ -153,14 +153,13 @@ def assert_distributed_replicas_agree(training: TrainingSpec, rank: Rank) -> Non
     """
     __tracebackhide__ = True
 
-    findings = Findings()
+    with Findings() as findings:
 
-    def compare(step: int, model: nn.Module) -> None:
-        with findings.collected():
-            assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {_steps(step)}")
+        def compare(step: int, model: nn.Module) -> None:
+            with findings.collected():
+                assert_replicas_agree(model, group=rank.group, what=f"DDP, parameters after {_steps(step)}")
 
-    _train(training, rank, False, False, None, after=compare)
-    findings.close()
+        _train(training, rank, False, False, None, after=compare)
 
 
 def _train(

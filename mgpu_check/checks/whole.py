@@ -71,10 +71,8 @@ def judged() -> Iterator[Findings]:
     Raises:
         GradientMismatch, ReplicaMismatch: there is one.
     """
-    findings = Findings()
-    with exact_arithmetic():
+    with Findings() as findings, exact_arithmetic():
         yield findings
-    findings.close()
 
 
 def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:

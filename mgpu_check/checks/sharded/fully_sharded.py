@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mgpu_check.checks.exact_training import gathered, one_device, own_part, sgd
-from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.findings import Findings, on_any_rank
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.checks.sharded.meshes import near_square
 from mgpu_check.errors import ShardError
@@ -75,33 +76,48 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
     shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-    findings = Findings()
-    for freed in (True, False):
-        model = sharded(training, rank, mesh, reshard_after_forward=freed)
-        optimizer = sgd(training, model)
-        got: dict[str, torch.Tensor] = {}
-        wrong = _wrong_chunks(model, mesh, rank)
-        with full_precision():
+    with Findings() as findings:
+        for freed in (True, False):
+            what = f"fully_shard over {tuple(mesh.shape)}, resharding {'on' if freed else 'off'}, on {rank.device}"
+            model = sharded(training, rank, mesh, reshard_after_forward=freed)
+            optimizer = sgd(training, model)
+            got: dict[str, torch.Tensor] = {}
+            if not _chunks_are_right(model, mesh, rank, what, findings):
+                return
             for step, batch in enumerate(training.batches(), 1):
-                x, y = own_part(batch, rank)
-                optimizer.zero_grad()
-                outputs = []
-                # Ranks that have no samples left take part with none.
-                windows = [slice(None)] if step > 1 else [slice(0, len(x) // 2), slice(len(x) // 2, None)]
-                for number, window in enumerate(windows, 1):
-                    assert isinstance(model, FSDPModule)
-                    model.set_requires_gradient_sync(number == len(windows))
-                    outputs.append(model(x[window]))
-                    recipe.weighted(outputs[-1], y[window]).backward()
-                optimizer.step()
-                wrong = wrong or _wrong_chunks(model, mesh, rank)
-                got |= gathered(model, step) | {f"step {step}: outputs": copied(torch.cat(outputs))}
-        what = f"fully_shard over {tuple(mesh.shape)}, resharding {'on' if freed else 'off'}, on {rank.device}"
-        with findings.collected():
-            if wrong:
-                raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
-            assert_same(got, wanted, what, rank.index)
-    findings.close()
+                outputs = _step_of_windows(model, optimizer, *own_part(batch, rank), windows=2 if step == 1 else 1)
+                if not _chunks_are_right(model, mesh, rank, what, findings):
+                    return
+                got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
+            with findings.collected():
+                assert_same(got, wanted, what, rank.index)
+
+
+def _step_of_windows(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, *, windows: int
+) -> torch.Tensor:
+    """Take a step by gradients that are accumulated over so many micro-batches, and then reduced; return the outputs."""
+    assert isinstance(model, FSDPModule)
+    optimizer.zero_grad()
+    outputs: list[torch.Tensor] = []
+    borders = [len(x) * number // windows for number in range(windows + 1)]
+    with full_precision():
+        for start, end in itertools.pairwise(borders):
+            # Ranks that have no samples left take part with none.
+            model.set_requires_gradient_sync(len(outputs) == windows - 1)
+            outputs.append(model(x[start:end]))
+            recipe.weighted(outputs[-1], y[start:end]).backward()
+        optimizer.step()
+    return torch.cat(outputs)
+
+
+def _chunks_are_right(model: nn.Module, mesh: DeviceMesh, rank: Rank, what: str, findings: Findings) -> bool:
+    """Return whether each rank holds its chunks; a collective. All stop where one does not: others could wait for its parts."""
+    wrong = _wrong_chunks(model, mesh, rank)
+    with findings.collected():
+        if wrong:
+            raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
+    return not on_any_rank(rank, bool(wrong))
 
 
 def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, rank: Rank) -> str:
@@ -131,46 +147,54 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
         GradientMismatch: outputs, gradients or parameters differ, or have another dtype.
     """
     __tracebackhide__ = True
-    for low, reduced in (
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-    ):
-        what = f"fully_shard, {low} reduced in {reduced}, on {rank.device}"
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
-        model = sharded(training, rank, mp_policy=policy)
-        _add_up(model)
-        optimizer = sgd(training, model)
-        single = training.model()
-        kept = {name: value.detach().clone() for name, value in single.named_parameters()}
-        with torch.no_grad():
-            for value in single.parameters():
-                value.copy_(value.to(low))
-        (inputs, factors), (x, y) = training.batches()[0], own_part(training.batches()[0], rank)
-        # The gradients of rank 0 are so much larger that only what reduces in float32 can add the others to them.
-        if reduced == torch.float32:
-            factors[: len(recipe.split(factors, rank.size)[0])] *= 64
-            y = y * 64 if rank.index == 0 else y
-        with full_precision():
-            outputs = model(x)
-            recipe.weighted(outputs, y).backward()
-            optimizer.step()
-            got = gathered(model, 1)
-        got["outputs"] = copied(outputs)
-        dtypes = {value.dtype for value in got.values()}
-        if dtypes != {torch.float32}:
-            raise ShardError(
-                f"{what}: outputs, gradients and parameters are {dtypes}, expected float32", ranks=[rank.index]
-            )
-        single.double()
-        made = single(inputs.double())
-        recipe.weighted(made, factors.double()).backward()
-        expected = {"outputs": copied(recipe.split(made, rank.size)[rank.index])}
-        for name, value in single.named_parameters():
-            assert value.grad is not None
-            expected[f"step 1: gradient of {name}"] = copied(value.grad)
-            expected[f"step 1: {name}"] = kept[name].double() - training.rate * copied(value.grad)
-        assert_same(got, expected, what, rank.index)
+    with Findings() as findings:
+        for low, reduced in (
+            (torch.bfloat16, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float16, torch.float32),
+        ):
+            with findings.collected():
+                _compare_precision(training, rank, low, reduced)
+
+
+def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, reduced: torch.dtype) -> None:
+    """Take a step by one policy, and compare when all collectives have ended."""
+    __tracebackhide__ = True
+    what = f"fully_shard, {low} reduced in {reduced}, on {rank.device}"
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
+    model = sharded(training, rank, mp_policy=policy)
+    _add_up(model)
+    optimizer = sgd(training, model)
+    single = training.model()
+    kept = {name: value.detach().clone() for name, value in single.named_parameters()}
+    with torch.no_grad():
+        for value in single.parameters():
+            value.copy_(value.to(low))
+    (inputs, factors), (x, y) = training.batches()[0], own_part(training.batches()[0], rank)
+    # The gradients of rank 0 are so much larger that only what reduces in float32 can add the others to them.
+    if reduced == torch.float32:
+        factors[: len(recipe.split(factors, rank.size)[0])] *= 64
+        y = y * 64 if rank.index == 0 else y
+    with full_precision():
+        outputs = model(x)
+        recipe.weighted(outputs, y).backward()
+        optimizer.step()
+        got = gathered(model, 1)
+    got["outputs"] = copied(outputs)
+    dtypes = {value.dtype for value in got.values()}
+    if dtypes != {torch.float32}:
+        raise ShardError(
+            f"{what}: outputs, gradients and parameters are {dtypes}, expected float32", ranks=[rank.index]
+        )
+    single.double()
+    made = single(inputs.double())
+    recipe.weighted(made, factors.double()).backward()
+    expected = {"outputs": copied(recipe.split(made, rank.size)[rank.index])}
+    for name, value in single.named_parameters():
+        assert value.grad is not None
+        expected[f"step 1: gradient of {name}"] = copied(value.grad)
+        expected[f"step 1: {name}"] = kept[name].double() - training.rate * copied(value.grad)
+    assert_same(got, expected, what, rank.index)
 
 
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
@@ -189,6 +213,12 @@ def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:
     model = sharded(training, rank)
     with full_precision():
         recipe.weighted(model(x), y).backward()
+    with Findings() as findings:
+        for name, value in model.named_parameters():
+            message = f"clipping on {rank.device}, rank {rank.index}: {name} has no gradient"
+            findings.require(value.grad is not None, message, ranks=[rank.index])
+        if findings.anywhere(rank):
+            return  # of what is missing, no rank can put together the whole
     raw = {name: _grad(value).to_local().clone() for name, value in model.named_parameters()}
     gradients = {name: exact[f"step 1: gradient of {name}"].double() for name in raw}
     every = torch.cat([value.flatten() for value in gradients.values()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.exact_training import gathered, one_device, own_part, sgd
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.sharded.fully_sharded import scale_of, sharded
 from mgpu_check.checks.sharded.meshes import near_square
@@ -67,32 +69,50 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     expected = one_device(training)
-    if rank.index == 0:
-        got = {f"step 1: {name}": copied(value) for name, value in state.items()}
-        if training.momentum:
-            got |= {
-                f"step 1: gradient of {name}": copied(entry["momentum_buffer"])
-                for name, entry in moments["state"].items()
-            }
-        wanted = {
-            name: value
-            for name, value in expected.items()
-            if name.startswith("step 1: ")
-            and "outputs" not in name
-            and (training.momentum or "gradient of" not in name)
-        }
+    with Findings() as findings:
+        if rank.index == 0:
+            with findings.collected():
+                _compare_full_state(training, state, moments, expected, what)
+        if findings.anywhere(rank):
+            return  # what rank 0 would give out, all others would find wrong, too
+        other = replace(training, seed=training.seed + 1)
+        fresh = sharded(other, rank)
+        again = sgd(training, fresh)
+        given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
+        if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
+            set_optimizer_state_dict(fresh, again, moments if rank.index == 0 else {}, options=given)
+        _step(training, 2, fresh, again, rank)
+        got = gathered(fresh, 2)
+    assert_same(got, _after(expected, 2), f"{what}, set again, then one step", rank.index)
+
+
+def _compare_full_state(
+    training: ExactTraining,
+    state: Mapping[str, Any],
+    moments: Mapping[str, Any],
+    expected: Mapping[str, torch.Tensor],
+    what: str,
+) -> None:
+    """Compare on rank 0, which alone has full state dicts, parameters and momentum after the first step."""
+    __tracebackhide__ = True
+    got = {f"step 1: {name}": copied(value) for name, value in state.items()}
+    if training.momentum:
         # The momentum of the first step is its gradient.
-        assert_same(got, wanted, what, rank.index)
-    other = replace(training, seed=training.seed + 1)
-    fresh = sharded(other, rank)
-    again = sgd(training, fresh)
-    given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
-    if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
-        set_optimizer_state_dict(fresh, again, moments if rank.index == 0 else {}, options=given)
-    _step(training, 2, fresh, again, rank)
-    got = gathered(fresh, 2)
-    assert_same(got, {name: expected[name] for name in got}, f"{what}, set again, then one step", rank.index)
+        got |= {
+            f"step 1: gradient of {name}": copied(entry["momentum_buffer"]) for name, entry in moments["state"].items()
+        }
+    wanted = _after(expected, 1)
+    if not training.momentum:
+        wanted = {name: value for name, value in wanted.items() if "gradient of" not in name}
+    assert_same(got, wanted, what, 0)
+
+
+def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+    """Return gradients and parameters after a step of one device."""
+    return {
+        name: value for name, value in expected.items() if name.startswith(f"step {step}: ") and "outputs" not in name
+    }
 
 
 def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
@@ -147,8 +167,22 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     for name, value in model.named_parameters():
         assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
         loaded[f"step 1: {name}"] = copied(value.full_tensor())
-    assert_same(loaded, {name: expected[name] for name in loaded}, what, rank.index)
-    for name, wanted in _others(rank, 1).items():
+    with Findings() as findings:
+        with findings.collected():
+            assert_same(loaded, {name: expected[name] for name in loaded}, what, rank.index)
+        others = _others(rank, 1)
+        with findings.collected():
+            _compare_others(state, others, what, rank)
+        _step(training, 2, model, optimizer, rank)
+        stepped = gathered(model, 2)
+        with findings.collected():
+            assert_same(stepped, _after(expected, 2), f"{what}, then one step", rank.index)
+
+
+def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: str, rank: Rank) -> None:
+    """Compare what was saved beside the model with what this rank must have of it."""
+    __tracebackhide__ = True
+    for name, wanted in others.items():
         got = state[name]
         if isinstance(wanted, torch.Tensor):
             own, should = (plain(one.to_local() if isinstance(one, DTensor) else one) for one in (got, wanted))
@@ -158,9 +192,6 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
             wrong = got != wanted
         if wrong:
             raise ShardError(f"{what}, rank {rank.index}: {name} is {got}, {wanted} was saved", ranks=[rank.index])
-    _step(training, 2, model, optimizer, rank)
-    stepped = gathered(model, 2)
-    assert_same(stepped, {name: expected[name] for name in stepped}, f"{what}, then one step", rank.index)
 
 
 def _others(rank: Rank, factor: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.numerics.steps import full_precision, measure_step
 from mgpu_check.rank_side.rank import Rank
@@ -37,11 +38,14 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
         (torch.float64, None, (2, 3), everybody),
         (torch.float64, 0.5, (), members),
     ]
-    for number, (dtype, momentum, rest, ranks) in enumerate(cases):
-        if rank.index in ranks:
-            _compare(rank, seed + number, dtype, momentum, rest, ranks, group if ranks is not everybody else None)
-    if group is not None and rank.index in members:
-        dist.destroy_process_group(group)
+    with Findings() as findings:
+        for number, (dtype, momentum, rest, ranks) in enumerate(cases):
+            if rank.index in ranks:
+                own = group if ranks is not everybody else None
+                with findings.collected():
+                    _compare(rank, seed + number, dtype, momentum, rest, ranks, own)
+        if group is not None and rank.index in members:
+            dist.destroy_process_group(group)
 
 
 def _compare(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from mgpu_check.checks.exact_training import ADAM_RATE, adam_tolerance, one_device, seen
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.numerics.steps import full_precision
@@ -31,25 +32,27 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     expected = one_device(training)
-    for view in (False, True):
-        model = training.model().to(rank.device)
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(),
-            torch.optim.SGD,
-            parameters_as_bucket_view=view,
-            lr=training.rate,
-            momentum=training.momentum,
-        )
-        got: dict[str, torch.Tensor] = {}
-        with full_precision():
-            for step, (inputs, factors) in enumerate(training.batches(), 1):
-                optimizer.zero_grad()
-                # Gradients are those of all samples on each rank, as DDP leaves them.
-                weighted(model(inputs.to(rank.device)), factors.to(rank.device)).backward()
-                optimizer.step()
-                got |= seen(model, step)
-        what = f"ZeroRedundancyOptimizer, buckets {'on' if view else 'off'}, on {rank.device}"
-        assert_same(got, {name: expected[name] for name in got}, what, rank.index)
+    with Findings() as findings:
+        for view in (False, True):
+            model = training.model().to(rank.device)
+            optimizer = ZeroRedundancyOptimizer(
+                model.parameters(),
+                torch.optim.SGD,
+                parameters_as_bucket_view=view,
+                lr=training.rate,
+                momentum=training.momentum,
+            )
+            got: dict[str, torch.Tensor] = {}
+            with full_precision():
+                for step, (inputs, factors) in enumerate(training.batches(), 1):
+                    optimizer.zero_grad()
+                    # Gradients are those of all samples on each rank, as DDP leaves them.
+                    weighted(model(inputs.to(rank.device)), factors.to(rank.device)).backward()
+                    optimizer.step()
+                    got |= seen(model, step)
+            what = f"ZeroRedundancyOptimizer, buckets {'on' if view else 'off'}, on {rank.device}"
+            with findings.collected():
+                assert_same(got, {name: expected[name] for name in got}, what, rank.index)
 
 
 def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
