@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.loading import assert_batches, sent, torchs_own_warnings, workers_ending
 from mgpu_check.checks.numbered import Numbered, indices_of
 from mgpu_check.checks.sampling import assert_shares, batches_of, sampler_over
@@ -31,16 +32,25 @@ def assert_samplers_of_ranks(rank: Rank, seed: int) -> None:
     """
     __tracebackhide__ = True
     torch.manual_seed(seed + rank.index)
-    for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
-        sampler = sampler_over(length, shuffle=shuffle, drop_last=drop_last, seed=seed)
-        what = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
-        if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
-            raise ShardError(
-                f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of {sampler.num_replicas}",
-                ranks=(rank.index,),
-            )
-        sampler.set_epoch(1)
-        assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, what=what)
+    with Findings() as findings:
+        for length, shuffle, drop_last in itertools.product((0, 1, 7, 60), (False, True), (False, True)):
+            sampler = sampler_over(length, shuffle=shuffle, drop_last=drop_last, seed=seed)
+            what = f"DistributedSampler of {length} samples, {shuffle=}, {drop_last=}"
+            with findings.collected():
+                _require_told(sampler, what, rank)
+            if findings.anywhere(rank):
+                return
+            sampler.set_epoch(1)
+            with findings.collected():
+                assert_shares(_of_all(list(sampler)), length, drop_last=drop_last, what=what)
+
+
+def _require_told(sampler: Any, what: str, rank: Rank) -> None:
+    if (sampler.num_replicas, sampler.rank) != (rank.size, rank.index):
+        raise ShardError(
+            f"{what}, on rank {rank.index} of {rank.size}: it takes itself for rank {sampler.rank} of {sampler.num_replicas}",
+            ranks=(rank.index,),
+        )
 
 
 def _of_all(own: Any) -> list[Any]:
@@ -62,17 +72,21 @@ def assert_loaders_cover(rank: Rank, seed: int) -> None:
     dataset = Numbered(5 * rank.size + 2)
     sampler: Any = DistributedSampler(dataset, seed=seed)
     loader = DataLoader(dataset, _BATCH, sampler=sampler, num_workers=1, persistent_workers=True, pin_memory=True)
-    with workers_ending(loader):
+    with workers_ending(loader), Findings() as findings:
         for epoch in range(3):
             sampler.set_epoch(epoch)
             expected = batches_of(sampler, _BATCH, False)
             there = (sent(batch, rank.device) for batch in loader)
             what = f"loader of rank {rank.index} of {rank.size}, epoch {epoch}"
-            assert_batches(there, expected, dataset, what, rank.device, ranks=(rank.index,))
+            with findings.collected():
+                assert_batches(there, expected, dataset, what, rank.device, ranks=(rank.index,))
+            if findings.anywhere(rank):
+                return
             # What was expected is what has come.
             share = list(itertools.chain.from_iterable(expected))
             what = f"loaders of {rank.size} ranks, epoch {epoch}"
-            assert_shares(_of_all(share), len(dataset), drop_last=False, what=what)
+            with findings.collected():
+                assert_shares(_of_all(share), len(dataset), drop_last=False, what=what)
 
 
 @torchs_own_warnings()
@@ -86,26 +100,38 @@ def assert_streams_cover(rank: Rank) -> None:
     """
     __tracebackhide__ = True
     dataset = Numbered(7 * rank.size + 3)
-    for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):
-        stream: Any = SharedStream(dataset, rank.index, rank.size)
-        own, step = max(1, workers), rank.size * max(1, workers)
-        of_workers = [
-            batches_of(range(rank.index * own + worker, len(dataset), step), _BATCH, drop_last) for worker in range(own)
-        ]
-        # By turns, as long as each has some.
-        turns = itertools.zip_longest(*of_workers)
-        expected = [batch for turn in turns for batch in turn if batch is not None]
-        what = f"stream of rank {rank.index} of {rank.size} with {workers} workers, {drop_last=}"
-        loader = DataLoader(stream, _BATCH, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0)
-        with workers_ending(loader):
-            seen = list(loader)
-        got = [indices_of(batch) for batch in seen]
-        if got != expected:
-            raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank.index,))
-        assert_batches(seen, expected, dataset, what)
-        if not drop_last:
+    with Findings() as findings:
+        for workers, drop_last in ((0, False), (0, True), (2, False), (2, True)):
+            what = f"stream of rank {rank.index} of {rank.size} with {workers} workers, {drop_last=}"
+            with findings.collected():
+                got = _streamed(dataset, workers, drop_last, rank, what)
+            if findings.anywhere(rank):
+                return
+            if drop_last:
+                continue
             every = sorted(itertools.chain.from_iterable(itertools.chain.from_iterable(_of_all(got))))
-            if every != list(range(len(dataset))):
-                raise ShardError(
-                    f"{what}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
-                )
+            with findings.collected():
+                if every != list(range(len(dataset))):
+                    raise ShardError(
+                        f"{what}: over all ranks come the samples {every}, expected each of {len(dataset)} once"
+                    )
+
+
+def _streamed(dataset: Numbered, workers: int, drop_last: bool, rank: Rank, what: str) -> list[list[int]]:
+    """Return which samples a rank's batches hold, if they are its own, by turns of its workers."""
+    stream: Any = SharedStream(dataset, rank.index, rank.size)
+    own, step = max(1, workers), rank.size * max(1, workers)
+    of_workers = [
+        batches_of(range(rank.index * own + worker, len(dataset), step), _BATCH, drop_last) for worker in range(own)
+    ]
+    # By turns, as long as each has some.
+    turns = itertools.zip_longest(*of_workers)
+    expected = [batch for turn in turns for batch in turn if batch is not None]
+    loader = DataLoader(stream, _BATCH, num_workers=workers, drop_last=drop_last, persistent_workers=workers > 0)
+    with workers_ending(loader):
+        seen = list(loader)
+    got = [indices_of(batch) for batch in seen]
+    if got != expected:
+        raise ShardError(f"{what}: expected the batches {expected}, got {got}", ranks=(rank.index,))
+    assert_batches(seen, expected, dataset, what)
+    return got

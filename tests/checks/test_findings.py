@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mgpu_check import Ranks
-from mgpu_check.checks import ranks_parallel
+from mgpu_check.checks import loading_on_ranks, ranks_parallel
 from mgpu_check.checks.exact_training import gathered
 from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.sharded import fully_sharded
@@ -79,6 +79,11 @@ def first_gradient_lost() -> Iterator[None]:
 
 def without_the_first(result: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(list(result.items())[1:])
+
+
+def of_rank_0(sampler: Any) -> Any:
+    sampler.rank = 0
+    return sampler
 
 
 def of_a_shorter_chunk(model: torch.nn.Module) -> torch.nn.Module:
@@ -188,6 +193,24 @@ CASES = (
         lambda rank: assert_parallelized_modules_agree(TRAINING, rank),
         misread("tensor_pipeline.gathered"),
         "the batch on all ranks",
+    ),
+    Case(
+        "samplers",
+        lambda rank: loading_on_ranks.assert_samplers_of_ranks(rank, 5),
+        misread("loading_on_ranks.sampler_over", of_rank_0),
+        "it takes itself for rank 0 of 3",
+    ),
+    Case(
+        "loaders",
+        lambda rank: loading_on_ranks.assert_loaders_cover(rank, 5),
+        misread("loading_on_ranks.sent"),
+        "epoch 0: batch 0 of 2: number",
+    ),
+    Case(
+        "streams",
+        loading_on_ranks.assert_streams_cover,
+        misread("loading_on_ranks.indices_of", lambda got: got[::-1]),
+        "with 0 workers, drop_last=False: expected the batches",
     ),
 )
 
