@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
+from mgpu_check.checks.findings import on_any_rank
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_mesh_matches"]
@@ -45,8 +46,8 @@ def assert_mesh_matches(rank: Rank, shape: Sequence[int]) -> None:
         compare(f"the local rank in {name}", mesh.get_local_rank(number), place[number])
         compare(f"the size of {name}", mesh.size(number), shape[number])
         compare(f"the members of {name}", dist.get_process_group_ranks(group), members)
-        if dist.get_process_group_ranks(group) != members:
-            continue  # a collective of others might never end
+        if on_any_rank(rank, dist.get_process_group_ranks(group) != members):
+            continue  # a collective of others might never end; so all leave it out
         compare(f"the part called {name}", mesh[name].mesh.cpu().tolist(), members)
         present = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
         present[rank.index] = 1

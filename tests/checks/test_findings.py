@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from mgpu_check import Ranks
 from mgpu_check.checks import loading_on_ranks, ranks_parallel
 from mgpu_check.checks.exact_training import gathered
 from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.meshes import assert_mesh_matches
 from mgpu_check.checks.sharded import fully_sharded
+from mgpu_check.checks.sharded.meshes import assert_meshes_agree
 from mgpu_check.checks.sharded.states import assert_checkpoint_continues, assert_state_dict_agrees, saved_checkpoint
 from mgpu_check.checks.sharded.sync_batchnorm import assert_sync_batchnorm_agrees
 from mgpu_check.checks.tensor_pipeline import assert_parallelized_modules_agree
@@ -58,6 +61,17 @@ def misread(place: str, change: Change = one_more) -> Plant:
             yield
 
     return plant
+
+
+@contextlib.contextmanager
+def group_of_the_first_dimension() -> Iterator[None]:
+    real = DeviceMesh.get_group
+
+    def get_group(self: DeviceMesh, mesh_dim: int | str | None = None) -> Any:
+        return real(self, 0 if self.ndim == 2 else mesh_dim)
+
+    with replaced(DeviceMesh, "get_group", get_group):
+        yield
 
 
 @contextlib.contextmanager
@@ -148,6 +162,22 @@ CASES = (
         lambda rank: fully_sharded.assert_clipping_agrees(TRAINING, rank),
         first_gradient_lost,
         "0.weight has no gradient",
+    ),
+    Case(
+        "meshes",
+        lambda rank: assert_mesh_matches(rank, (2, 2)),
+        group_of_the_first_dimension,
+        "mesh of 2x2: the members of dim1",
+        who=3,
+        size=4,
+    ),
+    Case(
+        "sharded: meshes",
+        assert_meshes_agree,
+        group_of_the_first_dimension,
+        "the group has ranks [1, 3], expected [2, 3]",
+        who=3,
+        size=4,
     ),
     Case(
         "state dict",

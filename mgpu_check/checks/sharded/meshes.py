@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mgpu_check.checks.findings import on_any_rank
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.rank_side.rank import Rank
 
@@ -37,47 +40,55 @@ def assert_meshes_agree(rank: Rank) -> None:
     if columns % 2 == 0 and columns > 2:
         shapes.append((rows, columns // 2, 2))
     found = []
-    for shape in shapes:
-        names = _NAMES[-len(shape) :]
-        found.append(_wrong(rank, init_device_mesh("cuda", shape, mesh_dim_names=names), everybody.reshape(shape)))
+    meshes = [
+        (init_device_mesh("cuda", shape, mesh_dim_names=_NAMES[-len(shape) :]), everybody.reshape(shape))
+        for shape in shapes
+    ]
     turned = everybody.flip(0).reshape(columns, rows).T.contiguous()
-    found.append(_wrong(rank, DeviceMesh("cuda", turned, mesh_dim_names=("dp", "tp")), turned))
+    meshes.append((DeviceMesh("cuda", turned, mesh_dim_names=("dp", "tp")), turned))
     if rank.size > 1:
-        part = DeviceMesh("cuda", everybody[:-1], mesh_dim_names=("dp",))
-        outside = rank.index == rank.size - 1
-        if outside and part.get_coordinate() is not None:
-            found.append(f"a mesh without rank {rank.index} has it at {part.get_coordinate()}")
-        if not outside:
-            found.append(_wrong(rank, part, everybody[:-1]))
+        meshes.append((DeviceMesh("cuda", everybody[:-1], mesh_dim_names=("dp",)), everybody[:-1]))
+    for mesh, ranks in meshes:
+        inside = rank.index in ranks
+        # A collective of others might never end: if one rank has another group, all leave it out.
+        strange = inside and any(sorted(members) != sorted(line) for members, line in _groups(rank, mesh, ranks))
+        calling = not on_any_rank(rank, strange)
+        if inside:
+            found.append(_wrong(rank, mesh, ranks, calling=calling))
+        elif mesh.get_coordinate() is not None:
+            found.append(f"a mesh without rank {rank.index} has it at {mesh.get_coordinate()}")
     texts = [text for text in found if text]
     if texts:
         raise ReplicaMismatch(f"device mesh, rank {rank.index}: {texts[0]}", ranks=[rank.index])
 
 
-def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> str:
-    """Say what of a mesh is not as it must be; "" if all is well."""
+def _place(rank: Rank, ranks: torch.Tensor) -> list[int]:
+    """Return the coordinate that a rank must have in a mesh of `ranks`."""
+    return [int(position) for position in (ranks == rank.index).nonzero()[0]]
+
+
+def _groups(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield, for each dimension, the ranks of this rank's group, and those that must be in it."""
+    place = _place(rank, ranks)
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
+        line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(place))].tolist()
+        yield dist.get_process_group_ranks(mesh.get_group(name)), line
+
+
+def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) -> str:
+    """Say what of a mesh is not as it must be; "" if all is well. With `calling`, a collective of its groups."""
     texts = []
     kind = f"{tuple(ranks.shape)} of ranks {ranks.flatten().tolist()}"
-    place = [int(position) for position in (ranks == rank.index).nonzero()[0]]
+    place = _place(rank, ranks)
     coordinate = mesh.get_coordinate()
     if coordinate is None or list(coordinate) != place:
         texts.append(f"{kind} has this rank at {coordinate}, expected {place}")
-    for dim in range(ranks.dim()):
-        line = ranks[tuple(slice(None) if other == dim else at for other, at in enumerate(place))].tolist()
+    for dim, (members, line) in enumerate(_groups(rank, mesh, ranks)):
         name = (mesh.mesh_dim_names or ())[dim]
-        group = mesh.get_group(name)
-        members = dist.get_process_group_ranks(group)
-        # The order of a group is that of the mesh for collectives that put things in order.
-        held = torch.tensor([rank.index], device=rank.device)
-        gathered = [torch.empty_like(held) for _ in members]
-        dist.all_gather(gathered, held, group=group)
-        dist.all_reduce(held, group=group)
         if sorted(members) != sorted(line):
             texts.append(f"{kind}, dimension {name!r}: the group has ranks {members}, expected {line}")
-        elif [int(one) for one in gathered] != members:
-            texts.append(f"{kind}, dimension {name!r}: all_gather gives ranks {[int(one) for one in gathered]}")
-        elif int(held) != sum(line):
-            texts.append(f"{kind}, dimension {name!r}: the sum of the ranks {line} is {int(held)}")
+        elif calling and (text := _wrong_collectives(rank, mesh.get_group(name), members)):
+            texts.append(f"{kind}, dimension {name!r}: {text}")
         # Of ranks that are not in order it is the number in the group, which has them in order.
         if line == members and mesh.get_local_rank(name) != place[dim]:
             texts.append(f"{kind}, dimension {name!r}: local rank {mesh.get_local_rank(name)}, expected {place[dim]}")
@@ -87,3 +98,15 @@ def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor) -> str:
         if part != line:
             texts.append(f"{kind}[{name!r}] has ranks {part}, expected {line}")
     return texts[0] if texts else ""
+
+
+def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:
+    """Say what is wrong with the order and the sum of the ranks of a group; "" if all is well. A collective of the group."""
+    held = torch.tensor([rank.index], device=rank.device)
+    gathered = [torch.empty_like(held) for _ in members]
+    # The order of a group is that of the mesh for collectives that put things in order.
+    dist.all_gather(gathered, held, group=group)
+    dist.all_reduce(held, group=group)
+    if [int(one) for one in gathered] != members:
+        return f"all_gather gives ranks {[int(one) for one in gathered]}"
+    return "" if int(held) == sum(members) else f"the sum of the ranks {members} is {int(held)}"
