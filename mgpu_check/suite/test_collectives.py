@@ -178,51 +178,70 @@ def test_bias_of_rounding(ranks: Ranks, size: int, seed: int) -> None:
 
 
 def _messages(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.messages import assert_messages_arrive
 
-    for place in ("device", "cpu"):
-        assert_messages_arrive(rank, steps.messages(rank.size, seed, place, tags=False), "batched", place)
-        assert_messages_arrive(rank, steps.messages(rank.size, seed + 1, place, tags=place == "cpu"), "blocking", place)
-    assert_messages_arrive(rank, steps.messages(rank.size, seed + 2, "cpu", alike=True), "flying", "cpu")
+    with Findings() as findings:
+        for way, place, messages in (
+            ("batched", "device", steps.messages(rank.size, seed, "device", tags=False)),
+            ("blocking", "device", steps.messages(rank.size, seed + 1, "device", tags=False)),
+            ("batched", "cpu", steps.messages(rank.size, seed, "cpu", tags=False)),
+            ("blocking", "cpu", steps.messages(rank.size, seed + 1, "cpu", tags=True)),
+            ("flying", "cpu", steps.messages(rank.size, seed + 2, "cpu", alike=True)),
+        ):
+            with findings.collected():
+                assert_messages_arrive(rank, messages, way, place)
 
 
 def _any_source(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.messages import assert_any_source_tells_the_sender
 
-    for turn, dtype in enumerate(("float32", "int64", "bfloat16")):
-        target = (seed + turn) % rank.size
-        assert_any_source_tells_the_sender(rank, target, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1)
+    with Findings() as findings:
+        for turn, dtype in enumerate(("float32", "int64", "bfloat16")):
+            target = (seed + turn) % rank.size
+            with findings.collected():
+                assert_any_source_tells_the_sender(rank, target, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1)
 
 
 def _objects(rank: Rank, seed: int) -> None:
     import torch.distributed as dist
 
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.object_collectives import assert_objects_travel
 
-    for turn in range(3):
-        assert_objects_travel(rank, seed + turn)
-    over_devices = dist.new_group(backend="nccl")
-    assert_objects_travel(rank, seed, over_devices)
-    dist.destroy_process_group(over_devices)
+    with Findings() as findings:
+        for turn in range(3):
+            with findings.collected():
+                assert_objects_travel(rank, seed + turn)
+        over_devices = dist.new_group(backend="nccl")
+        with findings.collected():
+            assert_objects_travel(rank, seed, over_devices)
+        dist.destroy_process_group(over_devices)
 
 
 def _barriers(rank: Rank, seed: int) -> None:
-    from mgpu_check.checks.object_collectives import assert_barrier_holds
+    from mgpu_check.checks.findings import Findings
+    from mgpu_check.checks.object_collectives import BarrierKind, assert_barrier_holds
 
-    late = {0, rank.size - 1, seed % rank.size}
-    for last in sorted(late):
-        assert_barrier_holds(rank, last)
-    assert_barrier_holds(rank, seed % rank.size, "of the CPU")
-    assert_barrier_holds(rank, seed % rank.size, "monitored")
+    some = seed % rank.size
+    barriers: list[tuple[int, BarrierKind]] = [(late, "of devices") for late in sorted({0, rank.size - 1, some})]
+    with Findings() as findings:
+        for late, kind in (*barriers, (some, "of the CPU"), (some, "monitored")):
+            with findings.collected():
+                assert_barrier_holds(rank, late, kind)
 
 
 def _functional(rank: Rank, seed: int) -> None:
     import torch
 
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.functional_collectives import assert_functional_match
 
-    for dtype in (torch.float32, torch.int64, torch.bfloat16):
-        assert_functional_match(rank, dtype, seed)
+    with Findings() as findings:
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            with findings.collected():
+                assert_functional_match(rank, dtype, seed)
 
 
 def _differentiable(rank: Rank, seed: int) -> None:
@@ -238,10 +257,13 @@ def _coalesced(rank: Rank, seed: int) -> None:
 
 
 def _meshes(rank: Rank, shapes: list[tuple[int, ...]]) -> None:
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.meshes import assert_mesh_matches
 
-    for shape in shapes:
-        assert_mesh_matches(rank, shape)
+    with Findings() as findings:
+        for shape in shapes:
+            with findings.collected():
+                assert_mesh_matches(rank, shape)
 
 
 def _program(rank: Rank, program: list[CollectiveStep], dtype: str, place: str) -> None:
@@ -256,9 +278,16 @@ def _unbiased(rank: Rank, seed: int) -> None:
     import torch
 
     from mgpu_check.checks.biased_rounding import assert_rounding_is_unbiased, most_ranks
+    from mgpu_check.checks.findings import Findings
 
     dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-    for dtype in (one for one in dtypes if rank.size <= most_ranks(one)):
-        for function in ("all_reduce", "reduce", "reduce_scatter_tensor"):
-            for place in ("device", "cpu") if function == "all_reduce" else ("device",):
-                assert_rounding_is_unbiased(rank, function, dtype, place, seed)
+    with Findings() as findings:
+        for dtype in (one for one in dtypes if rank.size <= most_ranks(one)):
+            for function, place in (
+                ("all_reduce", "device"),
+                ("all_reduce", "cpu"),
+                ("reduce", "device"),
+                ("reduce_scatter_tensor", "device"),
+            ):
+                with findings.collected():
+                    assert_rounding_is_unbiased(rank, function, dtype, place, seed)

@@ -153,7 +153,10 @@ def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:
 
 
 def _schedules(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.tensor_pipeline import SCHEDULES, assert_schedule_agrees
 
-    for schedule in SCHEDULES:
-        assert_schedule_agrees(training, schedule, 4, rank)
+    with Findings() as findings:
+        for schedule in SCHEDULES:
+            with findings.collected():
+                assert_schedule_agrees(training, schedule, 4, rank)

@@ -27,10 +27,13 @@ from mgpu_check.errors import CheckFailure, GradientMismatch, RankFailure, Shard
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.suite import test_collectives as collectives
+from mgpu_check.suite import test_parallelism as parallelism
 from mgpu_check.torch_hooks.patches import replaced
 
 TRAINING = ExactTraining(widths=(6, 12, 5), batch=12)
 FINE = ExactTraining(widths=(6, 7, 3), batch=8, steps=1, fine=2.0**-14)
+DEEP = ExactTraining(widths=(4, 3, 2, 2), batch=8)
 
 Change = Callable[[Any], Any]
 Plant = Callable[[], contextlib.AbstractContextManager[None]]
@@ -104,6 +107,16 @@ def of_a_shorter_chunk(model: torch.nn.Module) -> torch.nn.Module:
     parameter: Any = next(model.parameters())
     parameter._local_tensor = parameter._local_tensor[:-1]
     return model
+
+
+class LeftAtOnce:
+    """A store that says of ranks that they have left the barrier."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def add(self, key: str, amount: int) -> int:
+        return 1 if (key, amount) == ("behind", 0) else int(self.store.add(key, amount))
 
 
 def saved_and_loaded(rank: Rank) -> None:
@@ -241,6 +254,58 @@ CASES = (
         loading_on_ranks.assert_streams_cover,
         misread("loading_on_ranks.indices_of", lambda got: got[::-1]),
         "with 0 workers, drop_last=False: expected the batches",
+    ),
+    Case(
+        "suite: messages",
+        lambda rank: collectives._messages(rank, 1),
+        misread("messages.as_bits"),
+        "memory before or behind the received tensor was changed",
+    ),
+    Case(
+        "suite: any source",
+        lambda rank: collectives._any_source(rank, 1),
+        misread("messages.as_bits"),
+        "memory before or behind the received tensor was changed",
+        who=1,
+    ),
+    Case(
+        "suite: objects",
+        lambda rank: collectives._objects(rank, 1),
+        misread("object_collectives.object_of", str),
+        "all_gather_object",
+    ),
+    Case(
+        "suite: barriers",
+        lambda rank: collectives._barriers(rank, 1),
+        misread("object_collectives._fresh_store", LeftAtOnce),
+        "ranks left it before rank 0 had entered it",
+        who=0,
+    ),
+    Case(
+        "suite: functional",
+        lambda rank: collectives._functional(rank, 1),
+        misread("functional_collectives._given"),
+        "functional all_reduce sum",
+    ),
+    Case(
+        "suite: meshes",
+        lambda rank: collectives._meshes(rank, [(2, 2), (4,)]),
+        group_of_the_first_dimension,
+        "mesh of 2x2: the members of dim1",
+        who=3,
+        size=4,
+    ),
+    Case(
+        "suite: bias of rounding",
+        lambda rank: collectives._unbiased(rank, 1),
+        misread("biased_rounding.mean_error", lambda mean: mean + 1),
+        "rounding leans away from zero",
+    ),
+    Case(
+        "suite: schedules",
+        lambda rank: parallelism._schedules(rank, DEEP),
+        misread("tensor_pipeline.seen"),
+        "ScheduleGPipe",
     ),
 )
 
