@@ -15,8 +15,9 @@ import torch.distributed as dist
 from mgpu_check.checks.collective_buffers import Memory
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_pieces import STEP, Laid, Piece, Reduced
+from mgpu_check.checks.collective_runner import of_one_tensor
 from mgpu_check.checks.collective_values import differing, factor_of, stretched
-from mgpu_check.checks.collectives import groups_of, of_one_tensor
+from mgpu_check.checks.collectives import groups_of
 from mgpu_check.checks.covered import covered
 from mgpu_check.checks.known_defects import is_known
 from mgpu_check.rank_side.rank import Rank

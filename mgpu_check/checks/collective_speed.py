@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mgpu_check.checks.collectives import Collective, groups_of, runner
+from mgpu_check.checks.collective_runner import runner
+from mgpu_check.checks.collectives import Collective, groups_of
 from mgpu_check.checks.timing import seconds_of
 from mgpu_check.rank_side.rank import Rank
 
