@@ -123,6 +123,13 @@ class Selftest:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
 
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            tried = _try_of(item)
+            if tried is not None and tried.fault is not None:
+                name, check = _check_of(item)
+                self.matrices[name].deselected.add((tried.fault, check))
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
             name, check = _check_of(item)
@@ -211,7 +218,7 @@ class Selftest:
             print(
                 f"left out, because they strike in larger worlds only: {names}; plant them with --gpus={most} --simulate"
             )
-        planted, every = sum(len(matrix.faults) for matrix in self.matrices.values()), len(self.faults)
+        planted, every = sum(len(matrix.planted) for matrix in tried), len(self.faults)
         some = f"{every} faults" if planted == every else f"{planted} of {every} faults"
         counts = f"{some}, {sum(len(matrix.checks) for matrix in tried)} checks"
         each = "every fault is caught" + ("" if self.quick else ", every check catches one")

@@ -24,6 +24,7 @@ class Matrix:
         checks: those that have run, in their order.
         cells: (fault, check) -> what came of each try: `CAUGHT`, `PASSED`, `SKIPPED` or `ERROR`.
         complete: no fault of the property is left out, so each check must catch one.
+        deselected: pairs of (fault, check) that are not to be tried, as by ``-k``.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Matrix:
     checks: list[str] = field(default_factory=list)
     cells: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     complete: bool = True
+    deselected: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, fault: str, check: str, outcome: str) -> None:
         """Note what came of a try."""
@@ -47,15 +49,22 @@ class Matrix:
         """Number of pairs of fault and check of which the check catches the fault."""
         return sum(self.caught(fault, check) for fault in self.faults for check in self.checks)
 
+    @property
+    def planted(self) -> Sequence[Fault]:
+        """The faults that were not deselected from every check."""
+        tried = {fault for fault, _ in self.cells}
+        left_out = {fault for fault, _ in self.deselected} - tried
+        return [fault for fault in self.faults if fault.name not in left_out]
+
     def lines(self) -> Iterator[str]:
-        """Yield the table: a row for each fault, a column for each check."""
-        width = max((len(fault.name) for fault in self.faults), default=0)
+        """Yield the table: a row for each fault that was planted, a column for each check."""
+        width = max((len(fault.name) for fault in self.planted), default=0)
         yield ""
         yield self.name
         for number, check in enumerate(self.checks, 1):
             yield f"  {number:>2}  {check}"
         yield f"  {'':<{width}} {''.join(f'{number:>3}' for number in range(1, len(self.checks) + 1))}"
-        for fault in self.faults:
+        for fault in self.planted:
             row = "".join(f"{self._shown(fault.name, check):>3}" for check in self.checks)
             when = f" ({fault.condition})" if fault.condition else ""
             yield f"  {fault.name:<{width}} {row}   {fault.summary}{when}"
@@ -67,20 +76,22 @@ class Matrix:
 
     def not_proven(self) -> Iterator[str]:
         """Yield what is missing: a check that misses what it must catch, a fault that no check catches, or a check that
-        catches none. Of a fault whose checks were all deselected nothing is asked.
+        catches none. Of what was deselected nothing is asked.
         """
         for fault in self.faults:
             if not set(self.checks) & set(fault.caught_by):
                 continue
+            partly = any((fault.name, check) in self.deselected for check in fault.caught_by)
             for check in fault.caught_by:
                 tries = self.cells.get((fault.name, check))
                 if tries and not self.caught(fault, check):
                     often = f" with {len(tries) - tries.count(CAUGHT)} of {len(tries)} seeds" if len(tries) > 1 else ""
                     yield f"{check} does not catch the fault {fault.name}, which it must{often}"
-            if not any(self.caught(fault, check) for check in self.checks):
+            if not partly and not any(self.caught(fault, check) for check in self.checks):
                 yield f"no check of {self.name} catches the fault {fault.name}"
+        some = {check for _, check in self.deselected}
         for check in self.checks if self.complete else ():
-            if not any(self.caught(fault, check) for fault in self.faults):
+            if check not in some and not any(self.caught(fault, check) for fault in self.faults):
                 yield f"{check} catches no fault of {self.name}"
 
 

@@ -161,6 +161,14 @@ def test_nothing_is_asked_of_a_fault_whose_checks_were_deselected():
     assert list(matrix.not_proven()) == []
 
 
+def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
+    """A word of -k stands for faults and for checks: what it leaves of either is no whole."""
+    text = command("selftest", "-k", "mean-instead-of-sum or test_ring_allreduce")
+    assert "NOT PROVEN" not in text
+    assert re.search(r"selftest: 2 of \d+ faults, 2 checks: every fault is caught", text), text
+    assert "sum-misses-the-last-rank" not in text
+
+
 def test_selftest_does_not_share_its_tests(command):
     """The processes of pytest-xdist plant nothing: their checks pass, and say nothing of faults."""
     text = command("selftest", "-n", "2", code=4)
