@@ -42,6 +42,13 @@ def seen(*elsewhere: Trial, repeats=ALWAYS) -> Seen:
             seen(Trial((1, 2, 3, 0), True, (3,)), repeats=[Trial((0, 1, 2, 3), True, (3,))]),
             "what is wrong stays with rank 3, whatever device it has",
         ),
+        (
+            seen(
+                *(Trial((device,), device < 2, (0,)) for device in range(3)),
+                repeats=[Trial((0, 1, 2), True, (0,))],
+            ),
+            "",  # a rank that is alone is always rank 0
+        ),
         (seen(Trial((0,), True)), ""),
         (seen(Trial((0,), True), Trial((1,), False), Trial((2,), False)), ""),
         (seen(Trial((0, 3), True), Trial((1,), False)), ""),

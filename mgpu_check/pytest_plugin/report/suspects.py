@@ -100,9 +100,9 @@ class Seen:
         if len(common) == 2 and len(everything) > 2 and apart:
             first, second = sorted(common)
             return f"fails where cuda:{first} and cuda:{second} are together: looks like what is between them"
-        orders = {trial.devices for trial in failing if trial.ranks}
-        if len(orders) > 1:
-            named = [trial for trial in failing if trial.ranks]
+        # Where a rank is alone there is no other that it could be.
+        named = [trial for trial in failing if trial.ranks and len(trial.devices) > 1]
+        if len({trial.devices for trial in named}) > 1:
             devices = frozenset.intersection(*(trial.blamed for trial in named))
             ranks = set.intersection(*(set(trial.ranks) for trial in named))
             if len(devices) == 1 and not ranks:
