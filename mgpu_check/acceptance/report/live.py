@@ -88,11 +88,11 @@ class Live:
         return f"[{done}/{len(self._tests)}] {passed}{remaining}; {self._so_far()}: {self._doing}".rstrip(": ")
 
     def left(self) -> float | None:
-        """Return about how many seconds are left; None where too little is known yet.
+        """Return about how many seconds are left; None where too little is known yet, or what comes after the tests runs.
 
         A test takes as long as the others of its check have taken, or those of all checks, where it is the first.
         """
-        if len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
+        if not self._left.total() or len(self._tests) - self._left.total() < min(_LEAST, len(self._tests) // 4):
             return None
         remaining = 0.0
         taken = [seconds for check, several in self._took.items() if check not in self._known for seconds in several]
