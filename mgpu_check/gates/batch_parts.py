@@ -5,14 +5,16 @@ done.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from mgpu_check.gates.batches import has_padding, samples_in
 from mgpu_check.gates.observing import observe
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Alternative, Division, Hypotheses, Other
 from mgpu_check.mistakes.results import Result
@@ -23,6 +25,9 @@ from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.threads import one_thread
 
 __all__ = ["run_hypotheses"]
+
+_GROUPS = 8
+"""Groups of biases of which each is tried by itself."""
 
 Alter = Callable[[Any], Any]
 Values = dict[Result, torch.Tensor]
@@ -47,9 +52,37 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
             for kind, index, alter in _alternatives(size)
             if (values := _run(rank, program, scenario, alter)) is not None
         ]
+        for index, names in enumerate(_biases(program)):
+            of_model = dataclasses.replace(program, build=functools.partial(_build_with, program.build, names, size))
+            if (values := _run(rank, of_model, scenario, lambda batch: batch)) is not None:
+                alternatives.append(Alternative("biases-several-times", values, index, names))
         seed_everything(1000 * scenario.seed)
         batch = scenario.batches[0] if program.batch is None else program.batch(scenario.samples)
     return Hypotheses(divisions, alternatives, has_padding(batch))
+
+
+def _biases(program: Program) -> list[tuple[str, ...]]:
+    """Return groups of biases that one line of code adds: those of one name in the same place of each block; and all."""
+    groups: dict[str, list[str]] = {}
+    for name, value in _parameters(program.build()):
+        if name.rpartition(".")[2] == "bias" and value.dim() == 1 and value.is_floating_point():
+            groups.setdefault(".".join(name.split(".")[-2:]), []).append(name)
+    found = [tuple(group) for group in groups.values()][:_GROUPS]
+    return found if len(groups) < 2 else [*found, tuple(itertools.chain.from_iterable(groups.values()))]
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in modules_of(model).items():
+        yield from ((prefix + name, value) for name, value in module.named_parameters())
+
+
+def _build_with(build: Callable[[], Any], names: Sequence[str], times: int) -> Any:
+    """Build the model with some parameters as many times as large."""
+    model = build()
+    for name, value in _parameters(model):
+        if name in names:
+            value.data = value.data * times
+    return model
 
 
 def _ways(size: int) -> Iterator[tuple[str, int, Callable[[torch.Tensor, int], torch.Tensor]]]:

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mgpu_check.torch_hooks.tensors import plain
+
 __all__ = ["DrawsOfFloat32", "Notes", "entered"]
 
 _aten = torch.ops.aten
@@ -24,6 +26,7 @@ _FILLING = {
     _aten.geometric_,
     _aten.random_,
 }
+_FROM_NOTHING = (_FACTORIES - {_aten.randn_like, _aten.rand_like}) | _FILLING | {_aten.randperm, _aten.randint}
 
 _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
 """Arguments of operators that draw nothing where one of them is 0 or False."""
@@ -93,10 +96,16 @@ class Notes(TorchDispatchMode):
         drawn: the shapes in which random numbers were drawn, in order.
         drew: the operators that drew them.
         fused: whether a recurrent network was one operator for all steps.
+        numbers: the sum of what was drawn each time, where asked for; None where it depends on more than the generator.
+
+    Args:
+        numbers: keep sums of what is drawn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, numbers: bool = False) -> None:
         super().__init__()
+        self._sums = numbers
+        self.numbers: list[float | None] = []
         self.seen: set[torch.dtype] = set()
         self.drawn: list[tuple[int, ...]] = []
         self.drew: list[str] = []
@@ -111,10 +120,23 @@ class Notes(TorchDispatchMode):
             shape = getattr(result[0] if isinstance(result, tuple) else result, "shape", ())
             self.drawn.append(tuple(shape))
             self.drew.append(func._schema.name)
+            if self._sums:
+                self.numbers.append(_sum(result) if _by_generator_alone(func, args) else None)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.element_size() < 4:
                 self.seen.add(leaf.dtype)
         return result
+
+
+def _by_generator_alone(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether what an operator draws depends on the generator, and on no values of a tensor that it is given."""
+    packet = func.overloadpacket
+    given = args[1:] if packet in _FILLING else args
+    return packet in _FROM_NOTHING and not any(isinstance(value, torch.Tensor) for value in given)
+
+
+def _sum(drawn: Any) -> float | None:
+    return float(plain(drawn).double().sum()) if isinstance(drawn, torch.Tensor) and not drawn.is_complex() else None
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

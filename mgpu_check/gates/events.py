@@ -27,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
-from mgpu_check.gates.operands import Rows, contents, facts, few_values, layout, site, sums_of
+from mgpu_check.gates.operands import Rows, contents, facts, few_values, is_under_test, layout, line_of, site, sums_of
 from mgpu_check.gates.program import modules_of
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
@@ -36,7 +36,7 @@ from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
 from mgpu_check.torch_hooks.table import OPERATIONS, ROOTS
 
-__all__ = ["traced"]
+__all__ = ["noting_seeds", "traced"]
 
 
 @contextlib.contextmanager
@@ -53,16 +53,34 @@ def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
     before, of_threads = sys.getprofile(), threading.getprofile()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
-    notes = Notes()
+    notes = Notes(numbers=True)
     try:
         with notes:
             yield
     finally:
-        trace.drawn = tuple(notes.drawn)
+        trace.drawn, trace.numbers = tuple(notes.drawn), tuple(notes.numbers)
         sys.setprofile(before)
         threading.setprofile(of_threads)
         recorder.on = False  # in threads that are still there
         hook.remove()
+
+
+@contextlib.contextmanager
+def noting_seeds(events: list[Event]) -> Iterator[None]:
+    """Note which seeds are set, in this thread, and where."""
+
+    def note(frame: types.FrameType, what: str, called: Any) -> None:
+        if what == "call" and frame.f_code is _SEED:
+            events.append(Event("seed", "manual_seed", site(frame), {"seed": int(frame.f_locals["seed"])}))
+        elif what == "c_return" and (event := _generator_seeded(frame, called)) is not None:
+            events.append(event)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 class _Nested(threading.local):
@@ -84,6 +102,8 @@ class _EventRecorder:
         if not self.on:
             sys.setprofile(None)  # in a thread of autograd's, which is there for good
             return
+        if what == "c_return" and (seeded := _generator_seeded(frame, result)) is not None:
+            self._trace.events.append(seeded)
         if what not in ("call", "return"):
             return
         code = frame.f_code
@@ -133,6 +153,7 @@ class _EventRecorder:
             said = {
                 "parameters": sums_of(module.named_parameters()),
                 "samples": self._rows.samples(inputs[0]) if inputs else None,
+                "training": {name: part.training for name, part in module.named_modules()},
             }
             self._trace.events.append(Event("model", type(module).__name__, site(frame), said))
 
@@ -223,6 +244,16 @@ class _EventRecorder:
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
 
 
+def _generator_seeded(frame: types.FrameType, called: Any) -> Event | None:
+    """Return the event where the code under test has called `manual_seed` of a generator of its own."""
+    if getattr(called, "__name__", "") != "manual_seed" or not is_under_test(frame):
+        return None
+    generator = called.__self__
+    if not isinstance(generator, torch.Generator):
+        return None
+    return Event("generator", "Generator.manual_seed", line_of(frame), {"seed": int(generator.initial_seed())})
+
+
 def _nothing(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {}
 
@@ -237,6 +268,7 @@ def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, A
     return said | {
         "parameters": sums_of(recorder.parameters()),
         "layouts": {name: layout(value) for name, value in recorder.parameters()},
+        "trained": tuple(name for name, value in recorder.parameters() if value.requires_grad),
     }
 
 
@@ -340,6 +372,7 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (DistributedDataParallel.no_sync, "no_sync", "no_sync", _nothing),
     (DataParallel.forward, "forward", "DataParallel", _forward),
     (nn.Module.load_state_dict, "load", "load_state_dict", _nothing),
+    (Optimizer.load_state_dict, "load", "Optimizer.load_state_dict", _nothing),
     (dist.new_group, "group", "new_group", _nothing),
 )
 
@@ -350,6 +383,7 @@ _FINISHED: dict[types.CodeType, Callable[[_EventRecorder, Any], None]] = {
     _code(torch.Tensor.backward): _backward_ends,
     _code(clip_grad.clip_grad_norm_): _clip_ends,
 }
+_SEED = _code(torch.manual_seed)
 _MODULE = _code(nn.Module._wrapped_call_impl)
 _CALL = _code(Recorder.call)
 _WAIT = _code(Recorder.wait)

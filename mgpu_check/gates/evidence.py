@@ -11,7 +11,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
 from mgpu_check.mistakes.observed import Trace
 from mgpu_check.mistakes.tensors import Tensors
-from mgpu_check.processes.rank_lists import few
+from mgpu_check.processes.rank_lists import few, named
 
 __all__ = ["calls_of", "evidence_of"]
 
@@ -29,12 +29,13 @@ def evidence_of(tensors: Tensors) -> Evidence:
         start=start,
         loads=_loads(tensors),
         parted="ranks part ways later" if tensors.relations.split and _held(tensors) else "",
-        decisions=[_steps(tensors), _rates(tensors), _scales(tensors)],
+        decisions=[_steps(tensors), _rates(tensors), _scales(tensors), _trained(tensors)],
         grounds=[_metrics(tensors)],
         factor=_factor(tensors),
         micro_batches=_micro_batches(tensors),
         normalizes=_normalizes(tensors),
         draws=_draws(tensors),
+        numbers_apart=_numbers_apart(tensors),
         may_draw=_MAY_DRAW if tensors.expected.single.draws or tensors.seen[0].draws else "",
         repeated_epoch=_repeated_epoch(tensors),
         samplers=[
@@ -75,16 +76,41 @@ def _held(tensors: Tensors) -> list[dict[str, float]]:
 
 
 def _start(tensors: Tensors) -> Start | None:
-    held = _held(tensors)
-    different = [name for name, value in held[0].items() if any(o.get(name) != value for o in held)] if held else []
+    where = "at the first backward"
+    different = _different(_held(tensors))
+    if not different:
+        different, where = _different_in_own_model(tensors)
     if not different:
         return None
-    seeds = {rank: event.details["seed"] for rank, event in reversed(list(tensors.events("seed")))}
+    seeds = {rank: event.details["seed"] for rank, event in reversed(list(tensors.events("seed", "generator")))}
+    seeds |= {rank: one.built[-1].details["seed"] for rank, one in enumerate(tensors.seen) if one.built}
     told = ""
     if len(set(seeds.values())) > 1:
         told = "; manual_seed was given " + ", ".join(f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items()))
-    briefly = f"{different[0]} differs between ranks at the first backward"
+    briefly = f"{different[0]} differs between ranks {where}"
     return Start(f"{briefly} already{told}", briefly)
+
+
+def _different(held: Sequence[dict[str, float]]) -> list[str]:
+    return [name for name, value in held[0].items() if any(o.get(name) != value for o in held)] if held else []
+
+
+def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
+    """Find parameters that differ in the first model that is called, where it is one that the step has made itself.
+
+    They are to be the same only where each rank has the whole of what one device has: not a part, or another stage.
+    """
+    calls = [next(iter(trace.of("model")), None) for trace in tensors.traces]
+    known = [event for event in calls if event is not None]
+    alone = None if tensors.alone is None else next(iter(tensors.alone.of("model")), None)
+    if len(known) < max(2, len(calls)) or alone is None or len({(event.name, event.site) for event in known}) > 1:
+        return [], ""
+    held = [event.details["parameters"] for event in known]
+    seeded = {tuple(event.details["seed"] for event in trace.of("seed", "generator")) for trace in tensors.traces}
+    copies = any(name.kind == "params" and name in tensors.relations.held for name in tensors.relations.split)
+    if alone.details["parameters"] not in held or not (len(seeded) > 1 or copies):
+        return [], ""
+    return _different(held), f"when {known[0].name} is first called ({known[0].site})"
 
 
 def _loads(tensors: Tensors) -> ByRank:
@@ -103,6 +129,20 @@ def _steps(tensors: Tensors) -> ByRank:
     steps = [one.optimizer_steps for one in tensors.seen]
     told = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
     return ByRank(steps, f"the optimizer has stepped a different number of times on each rank ({told})")
+
+
+def _trained(tensors: Tensors) -> ByRank:
+    """Return which parameters require gradients, in each backward pass that all ranks have come to."""
+    passes = [trace.of("backward") for trace in tensors.traces]
+    common = min(map(len, passes), default=0)
+    trained = [[event.details.get("trained", ()) for event in events[:common]] for events in passes]
+    for number in range(common):
+        sets = [set(one[number]) for one in trained]
+        if odd := sorted(set.union(*sets) - set.intersection(*sets)):
+            ranks = [rank for rank, one in enumerate(sets) if odd[0] in one]
+            told = f"{few(odd)} requires gradients on {named(ranks)} only, in backward ({passes[0][number].site})"
+            return ByRank(trained, told)
+    return ByRank(trained)
 
 
 def _rates(tensors: Tensors) -> ByRank:
@@ -161,6 +201,19 @@ def _draws(tensors: Tensors) -> str:
         "each rank draws random numbers for its own part of the batch, as dropout and noise do: nothing else can be told "
         "from that"
     )
+
+
+def _numbers_apart(tensors: Tensors) -> str:
+    drawn = [trace.drawn for trace in tensors.traces]
+    alone = None if tensors.alone is None else tensors.alone.drawn
+    if len(drawn) < 2 or any(one != alone for one in drawn):
+        return ""
+    for shape, sums in zip(drawn[0], zip(*(trace.numbers for trace in tensors.traces), strict=True), strict=True):
+        if len(set(sums)) > 1 and None not in sums:
+            told = ", ".join(f"{one:.6g} on rank {rank}" for rank, one in enumerate(sums))
+            what = f"{list(shape)} random numbers, whose sum is" if shape else "a random number, which is"
+            return f"each rank draws {what} another one than on other ranks: {told}"
+    return ""
 
 
 def _drawn(trace: Trace) -> tuple[tuple[int, ...], ...]:

@@ -183,7 +183,7 @@ def _at_another_size(
         return None
     low, high = sorted((other, scenario.world_size))
     for name, held in relations.held.items():
-        if name == RANDOM:
+        if name == RANDOM or name not in expected.single.values:
             continue
         allowed = 2 * allowed_for(expected, name, trials.tolerance)
         held[f"same at {low} and {high}"] = close(there.values.get(name), seen[0].values.get(name), allowed)
@@ -214,7 +214,7 @@ def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequ
     wrong = [name for name in relations.held if name in relations.wrong or name in relations.split] or [
         name for name, held in relations.held.items() if False in held.values()
     ]
-    ranks_part = first_parting(tensors)
+    ranks_part = first_parting(tensors, [finding.mistake for finding in findings[:1]])
     parted = sum(relations.held[name].get(PARITY) is False for name in wrong)
     first = _first_parting(tensors)
     where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""

@@ -18,9 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mgpu_check.gates.batches import make_batches, wider
+from mgpu_check.gates.events import noting_seeds
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Observation
+from mgpu_check.mistakes.observed import Event, Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import entries, tensors_of
@@ -55,7 +56,7 @@ def observe(
         double: in float64: the model and the batches are widened, and it is the default dtype.
         deep: keep what each step of an optimizer leaves; "gradients" for these only, "nonlinear" for these before optimizers
             that are not linear in them.
-        traced: make a step that is a class inside of `around`.
+        traced: make a step that is a class inside of `around`, and note the seeds that `build` sets.
         digests: compute checksums of the values.
         initial: keep what the model was built with, which tells what was touched.
         nudge: called with the number of the optimizer's step, the name, and the gradient, which it may change for the
@@ -64,7 +65,9 @@ def observe(
         around: entered around the steps, not around building the model and the batches.
     """
     seed_everything(scenario.seed)
-    model = program.build()
+    seeds: list[Event] = []
+    with noting_seeds(seeds) if traced else contextlib.nullcontext():
+        model = program.build()
     modules = modules_of(model)
     batches = make_batches(
         program.batch,
@@ -77,7 +80,7 @@ def observe(
     )
     if alter is not None:
         batches = [alter(batch) for batch in batches]
-    seen = Observation(batch=_digest_of_all(batches))
+    seen = Observation(batch=_digest_of_all(batches), built=seeds)
     if initial:
         for _, name, value in _state_of(modules):
             seen.initial[name] = plain_copy(value)
@@ -88,7 +91,8 @@ def observe(
     call = None if traced else make()
     seed_everything(scenario.seed + 1)
     before = torch.get_rng_state()
-    with _default_dtype(double), _StepRecorder(modules, seen, deep, nudge) as recorder, around(model, batches):
+    recorder = _StepRecorder(modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None)
+    with _default_dtype(double), recorder, around(model, batches):
         call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
         for number, batch in enumerate(batches):
             if number:
@@ -182,12 +186,24 @@ def _take(seen: Observation, name: Result, value: Any) -> None:
 
 
 class _StepRecorder:
-    """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts."""
+    """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts.
+
+    Args:
+        several: there are other ranks, with which the first step of each optimizer is to be compared.
+        all_parameters: that of all parameters, not only of those that are none of the model's.
+    """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], seen: Observation, deep: bool | str, nudge: Nudge | None
+        self,
+        modules: Mapping[str, nn.Module],
+        seen: Observation,
+        deep: bool | str,
+        nudge: Nudge | None,
+        several: bool,
+        all_parameters: bool,
     ) -> None:
         self._modules, self._seen, self._deep, self._nudge = modules, seen, deep, nudge
+        self._several, self._all_parameters = several, all_parameters
         self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._optimizers: dict[int, Optimizer] = {}
         self._stack = contextlib.ExitStack()
@@ -203,6 +219,8 @@ class _StepRecorder:
         self._stack.close()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._several and id(optimizer) not in self._optimizers:
+            self._take_first_step(optimizer)
         nonlinear = type(optimizer) is not torch.optim.SGD
         self._seen.nonlinear |= nonlinear
         self._gradients = {}
@@ -230,6 +248,17 @@ class _StepRecorder:
             after = {Result("params", name): plain_copy(value) for name, value in rest}
             self._seen.snapshots.append(self._gradients | after)
 
+    def _take_first_step(self, optimizer: Optimizer) -> None:
+        """Take down which values and gradients the optimizer finds, of gradients that tell ranks apart."""
+        names = {id(value): name for name, value in self._parameters()}
+        which = f" of optimizer {len(self._optimizers)}" if self._optimizers else ""
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                if (name is None or self._all_parameters) and _tells_ranks_apart(parameter):
+                    name = name or f"{_unnamed(position, index)}{which}"
+                    self._seen.stepped[name] = digest_of(parameter.detach()), digest_of(parameter.grad)
+
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, value) for kind, name, value in _state_of(self._modules) if kind == "params")
 
@@ -251,11 +280,30 @@ class _StepRecorder:
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
                     self._seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
                 for position, parameter in enumerate(group["params"]):
-                    owner = names.get(id(parameter), f"parameter {position} of group {index}")
+                    owner = names.get(id(parameter), _unnamed(position, index))
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
                             self._seen.values[Result("optimizer", f"{key} of {owner}{which}")] = plain_copy(value)
         self._optimizers.clear()
+
+
+def _unnamed(position: int, group: int) -> str:
+    """Return what stands for the name of an optimizer's parameter that is none of the model's."""
+    return f"parameter {position} of group {group}"
+
+
+def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
+    """Return whether a gradient that is the same on all ranks was made so: one of equal elements may be by chance."""
+    gradient = parameter.grad
+    if (
+        gradient is None
+        or hasattr(parameter, "full_tensor")
+        or gradient.layout != torch.strided
+        or gradient.numel() < 2
+    ):
+        return False
+    real = as_real(gradient.detach())
+    return bool(real.isfinite().all()) and bool(real.min() != real.max())
 
 
 @contextlib.contextmanager

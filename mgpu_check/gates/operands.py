@@ -15,7 +15,7 @@ from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 
-__all__ = ["Rows", "contents", "facts", "few_values", "layout", "site", "sums_of"]
+__all__ = ["Rows", "contents", "facts", "few_values", "is_under_test", "layout", "line_of", "site", "sums_of"]
 
 _KEPT = 64
 """Elements up to which the values themselves are kept."""
@@ -129,7 +129,7 @@ def _held_above(frame: types.FrameType) -> Iterator[torch.Tensor]:
     """Yield the tensors among the local variables of the code under test, and of its callers."""
     caller, left = frame.f_back, _FRAMES
     while caller is not None and left:
-        if _is_under_test(caller):
+        if is_under_test(caller):
             left -= 1
             yield from (value for value in caller.f_locals.values() if isinstance(value, torch.Tensor))
         caller = caller.f_back
@@ -139,12 +139,18 @@ def site(frame: types.FrameType | None) -> str:
     """Return the innermost line of the code under test among the callers of a frame: "train.py:40"."""
     caller = frame.f_back if frame is not None else None
     while caller is not None:
-        if _is_under_test(caller):
-            return f"{relative(caller.f_code.co_filename)}:{caller.f_lineno}"
+        if is_under_test(caller):
+            return line_of(caller)
         caller = caller.f_back
     return ""
 
 
-def _is_under_test(frame: types.FrameType) -> bool:
+def line_of(frame: types.FrameType) -> str:
+    """Return the line at which a frame is: "train.py:40"."""
+    return f"{relative(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def is_under_test(frame: types.FrameType) -> bool:
+    """Return whether a frame is one of the code under test, and not of torch, another package or the gate."""
     file = frame.f_code.co_filename
     return not is_engine(file) and not is_installed(file) and not file.startswith("<")

@@ -55,6 +55,8 @@ def relations_of(
         held[AGREE] = _agreement(relations, seen, name, allowed)
         held[FINITE] = _finite(expected, seen, name)
         relations.held[name] = held
+    if "params" in kinds:
+        _take_starts(relations, seen)
     if "rng" in kinds and (expected.single.draws or any(one.draws for one in seen)):
         _take_random_state(relations, seen)
     if "returned" in kinds:
@@ -109,6 +111,22 @@ def _take_texts(relations: Relations, expected: Expected, seen: Sequence[Observa
         if wrong:
             relations.details[name] = f"got {seen[wrong[0]].others.get(name)}, expected {text}, {named(wrong)}"
             relations.wrong[name] = wrong
+
+
+def _take_starts(relations: Relations, seen: Sequence[Observation]) -> None:
+    """See that ranks start alike, of parameters that are not compared otherwise: those to which all ranks apply one and the
+    same gradient are copies of each other.
+    """
+    for name in seen[0].stepped:
+        result = Result("params", name)
+        found = [one.stepped.get(name) for one in seen]
+        known = [one for one in found if one is not None]
+        if result in relations.held or len(known) < len(seen) or len({gradient for _, gradient in known}) > 1:
+            continue
+        if len({values for values, _ in known}) > 1:
+            relations.held[result] = {AGREE: False}
+            relations.split.append(result)
+            relations.details[result] = "ranks apply the same gradient to different values, which are no copies"
 
 
 def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> None:

@@ -101,6 +101,7 @@ class Evidence:
         micro_batches: backward passes in a step.
         normalizes: which modules normalize by statistics of the batch.
         draws: that ranks were seen to draw random numbers for their own parts of the batch.
+        numbers_apart: that ranks have drawn other random numbers than each other, where one device draws as many.
         may_draw: what may draw them.
         same_samples: that all ranks saw the same samples.
         repeated_epoch: that an epoch had the order of an earlier one.
@@ -125,6 +126,7 @@ class Evidence:
     micro_batches: float = 1
     normalizes: str = ""
     draws: str = ""
+    numbers_apart: str = ""
     may_draw: str = ""
     same_samples: str = ""
     repeated_epoch: str = ""

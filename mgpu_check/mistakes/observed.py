@@ -46,6 +46,9 @@ class Observation:
         broadcast: buffers that DistributedDataParallel takes from rank 0 before each forward.
         normalized: modules that normalize by statistics of the batch.
         snapshots: after each optimizer step, gradients and parameters, where asked for.
+        stepped: what an optimizer found when it first stepped, by the name of the parameter: checksums of its values and of
+            the gradient. Of parameters that are not the model's own, and of all where a reference may say nothing of them, or a failure is looked into.
+        built: the seeds that were set while the model was built, where that was traced.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -62,6 +65,8 @@ class Observation:
     broadcast: set[Result] = field(default_factory=set)
     normalized: list[str] = field(default_factory=list)
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
+    stepped: dict[str, tuple[str, str]] = field(default_factory=dict)
+    built: list[Event] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}
@@ -147,8 +152,8 @@ class Event:
     """One call.
 
     Attributes:
-        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "sampler", "epoch", "iterate",
-            "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
+        kind: "collective", "group", "clip", "scale", "model", "backward", "step", "seed", "generator", "sampler", "epoch",
+            "iterate", "split", "loader", "schedule", "wrap", "forward", "no_sync", "load".
         name: of the function or class.
         site: "train.py:40", where the code under test called it.
         details: what it was given, in plain values.
@@ -172,18 +177,25 @@ class Event:
 
 @dataclass
 class Trace:
-    """All events of one rank, in order, and the shapes in which it has drawn random numbers."""
+    """All events of one rank, in order, and the shapes in which it has drawn random numbers.
+
+    Attributes:
+        numbers: the sum of what was drawn each time; None where it depends on more than the generator.
+    """
 
     events: list[Event] = field(default_factory=list)
     drawn: tuple[tuple[int, ...], ...] = ()
+    numbers: tuple[float | None, ...] = ()
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]
 
 
-Other = Literal["truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor"]
+Other = Literal[
+    "truncated", "padded", "first-shard-only", "first-block-only", "first-part-of-a-tensor", "biases-several-times"
+]
 """What mistakes make of a batch: without the last samples, with the first ones again, the first part alone, or one of its
-tensors with its first part in place of every part."""
+tensors with its first part in place of every part; and of a model: some biases times the world size."""
 
 
 @dataclass(frozen=True)
@@ -212,15 +224,17 @@ class Division:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another batch that ranks may have taken together, and what one device gives for it.
+    """Another batch, or model, that ranks may have taken together, and what one device gives for it.
 
     Attributes:
-        index: of "first-part-of-a-tensor": which tensor of the batch that is.
+        index: of "first-part-of-a-tensor": which tensor of the batch that is; of "biases-several-times": which of the groups.
+        names: of the parameters.
     """
 
     kind: Other
     values: Values
     index: int = 0
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

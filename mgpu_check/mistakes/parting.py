@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mgpu_check.mistakes.left import Left, is_left
 from mgpu_check.mistakes.observed import Event
 from mgpu_check.processes.rank_lists import few, grouped, named
 
 if TYPE_CHECKING:
     import torch
 
+    from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = ["Parting", "first_parting"]
@@ -47,33 +49,81 @@ class Parting:
         return f"ranks first part{at}, in {self.what}: {few(each, _SHOWN)}"
 
 
-def first_parting(tensors: Tensors) -> Parting | None:
+def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting | None:
     """Return where ranks first part; None where all that was seen of them is alike, or only one rank was.
 
     Calls are compared in their order, as long as ranks call the same at the same lines.
+
+    Args:
+        mistakes: what was found. Seeds may differ on purpose; where random numbers are the mistake, they are its origin.
     """
     if len(tensors.traces) < 2:
         return None
+    if _FROM_THE_START in mistakes and (built := _of_build(tensors)) is not None:
+        return built
+    seeds = (_of_seeds,) if _BY_SEEDS & set(mistakes) else ()
     steps = 0
-    divided = any(name.kind == "params" for name in tensors.relations.skipped)  # each rank holds its own part
+    divided = _divided(tensors)
     longest = max(len(trace.events) for trace in tensors.traces)
     for number in range(longest):
         same = [trace.events[number] if number < len(trace.events) else None for trace in tensors.traces]
         known = [event for event in same if event is not None]
         if len(known) < len(same) or len({(event.kind, event.name, event.site) for event in known}) > 1:
-            return Parting(_line(known), "what they call", [_called(event) for event in same])
+            odd = _extra(tensors, number) or _line(known)
+            return Parting(odd, "what they call", [_called(event) for event in same])
         first = known[0]
-        looks = () if divided and first.kind in ("backward", "model") else _LOOKS.get(first.kind, ())
+        looks = () if divided and first.kind in ("backward", "model") else _LOOKS.get(first.kind, seeds)
         found = next(filter(None, (look(known) for look in looks)), None)
         if found is None and first.kind == "step":
-            found = _of_step(tensors, steps)
+            of_step = _of_step(tensors, steps, _LOCAL in mistakes)
+            if of_step is not None:
+                return _of_backward_before(tensors, number, steps, of_step[0]) or _at(first, of_step[1])
             steps += 1
         if found is None and first.kind == "backward" and number == _last_backward(tensors):
             found = _of_last_backward(tensors, known)
         if found is not None:
-            what, values = found
-            return Parting(first.site, f"{first.name}, {what}", values)
+            return _at(first, found)
     return _in_the_end(tensors)
+
+
+_LOCAL = "gradients-not-synchronized"
+_FROM_THE_START = "different-initialization"
+_BY_SEEDS = {_FROM_THE_START, "random-numbers-per-rank"}
+
+
+def _of_build(tensors: Tensors) -> Parting | None:
+    """Name the line at which ranks set another seed while they build the model."""
+    for same in zip(*(one.built for one in tensors.seen), strict=False):
+        if len({event.site for event in same}) == 1 and (found := _of_seeds(same)) is not None:
+            return _at(same[0], found)
+    return None
+
+
+def _extra(tensors: Tensors, number: int) -> str:
+    """Return the line of a call that some ranks make, and others leave out: these go on with what those call later."""
+    rest = [[(event.kind, event.name, event.site) for event in trace.events[number:]] for trace in tensors.traces]
+    heads = sorted({calls[0] for calls in rest if calls})
+    later = {
+        head: min((calls.index(head) for calls in rest if calls and calls[0] != head and head in calls), default=None)
+        for head in heads
+    }
+    found = {head: distance for head, distance in later.items() if distance is not None}
+    if not found:
+        return ""
+    common = min(found, key=lambda head: found[head])
+    extra = [head for head in heads if head != common]
+    return extra[0][2] if extra else ""
+
+
+def _divided(tensors: Tensors) -> bool:
+    """Return whether each rank may hold parts of its own: what stands for the parameters is the same on all ranks."""
+    skipped = {name.of for name in tensors.relations.skipped if name.kind == "params"}
+    return bool(skipped) and not any(name.of in skipped for name in tensors.relations.split)
+
+
+def _at(event: Event, found: Found) -> Parting:
+    what, values = found
+    return Parting(event.site, f"{event.name}, {what}", values)
 
 
 Found = tuple[str, list[str]]
@@ -108,6 +158,15 @@ def _parameters(same: Sequence[Event]) -> Found | None:
         values = [one.get(name) for one in held]
         if not _same(values) and None not in values:
             return f"the sum of {name}", [_shown(value) for value in values]
+    return None
+
+
+def _training(same: Sequence[Event]) -> Found | None:
+    modes = [event.details.get("training", {}) for event in same]
+    for name in modes[0]:
+        values = [one.get(name) for one in modes]
+        if not _same(values) and None not in values:
+            return f"whether {name or 'it'} is in training mode", [_shown(value) for value in values]
     return None
 
 
@@ -154,9 +213,11 @@ def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return str((one["sum"], one["norm"])) == str((other["sum"], other["norm"]))
 
 
+_of_seeds = _detail("seed", "the seed that it is given")
+
 _LOOKS: dict[str, tuple[Callable[[Sequence[Event]], Found | None], ...]] = {
-    "backward": (_parameters,),
-    "model": (_parameters,),
+    "backward": (_detail("trained", "which parameters require gradients"), _parameters),
+    "model": (_training, _parameters),
     "collective": (_operands, _results),
     "clip": (_detail("norm", "the norm that it finds"),),
     "scale": (_detail("scale", "the scale"),),
@@ -167,17 +228,35 @@ _LOOKS: dict[str, tuple[Callable[[Sequence[Event]], Found | None], ...]] = {
 }
 
 
-def _of_step(tensors: Tensors, step: int) -> Found | None:
-    """Look at the gradients that the optimizer finds in its step, of results that differ in the end."""
+def _of_step(tensors: Tensors, step: int, all_of_them: bool) -> tuple[Result, Found] | None:
+    """Look at the gradients that the optimizer finds in its step, of results that differ in the end, or of all."""
     stages = [one.snapshots[step] for one in tensors.seen if step < len(one.snapshots)]
     if len(stages) < tensors.size:
         return None
     parted = {name.of for name in tensors.relations.split}
     for name in stages[0]:
         values = [stage[name].double() for stage in stages if name in stage]
-        if name.of in parted and len(values) == tensors.size and (found := _element(name, values)) is not None:
-            return found
+        wanted = all_of_them or name.of in parted
+        if wanted and len(values) == tensors.size and (found := _element(name, values)) is not None:
+            return name, found
     return None
+
+
+def _of_backward_before(tensors: Tensors, number: int, step: int, name: Result) -> Parting | None:
+    """Name the backward pass that has left a gradient as the optimizer finds it in its step.
+
+    Args:
+        number: of the step among the events, up to which ranks have called the same.
+    """
+    before = [event for event in tensors.traces[0].events[:number] if event.kind in ("backward", "step")]
+    if name.kind != "grads" or not before or before[-1].kind != "backward":
+        return None
+    which = sum(event.kind == "backward" for event in before) - 1
+    same = [trace.of("backward")[which] for trace in tensors.traces]
+    left = [event.details.get("left", {}) for event in same]
+    if not is_left(name, left, [one.snapshots[step][name] for one in tensors.seen]):
+        return None
+    return _at(same[0], _left(name, left))
 
 
 def _element(name: object, values: Sequence[torch.Tensor]) -> Found | None:
@@ -212,10 +291,14 @@ def _of_last_backward(tensors: Tensors, same: Sequence[Event]) -> Found | None:
     """Look at the gradients that the last backward pass has left, of those that nothing has changed since."""
     left = [event.details.get("left", {}) for event in same]
     for name in tensors.relations.split:
-        if name.kind == "grads" and tensors.stays_as_left(name, left):
-            norms = [_shown(one[name.of]["norm"]) for one in left]
-            return f"the norm of {name}, which nothing changes after it", norms
+        if name.kind in ("grads", "returned") and tensors.stays_as_left(name, left):
+            return _left(name, left)
     return None
+
+
+def _left(name: Result, left: Sequence[Left]) -> Found:
+    norms = [_shown(one[name.of]["norm"]) for one in left]
+    return f"the norm of {name}, which nothing changes after it", norms
 
 
 def _in_the_end(tensors: Tensors) -> Parting | None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from mgpu_check.mistakes.left import Left, is_left
 from mgpu_check.mistakes.observed import (
     Alternative,
     Division,
@@ -95,6 +96,12 @@ class Tensors:
     def account(self) -> bool:
         """True if what the step returns stands for gradients or parameters."""
         return any(name.kind in ("grads", "params") for name in self.relations.skipped)
+
+    def is_of_model(self, name: Result) -> bool:
+        """Return whether a result is one of the model, or what the step returns under the name of a parameter."""
+        return name.kind in ("params", "buffers", "grads") or (
+            name.kind == "returned" and Result("params", name.of) in self.seen[0].values
+        )
 
     def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
         for rank, trace in enumerate(self.traces):
@@ -316,21 +323,15 @@ class Tensors:
                 column.append(part.flatten())
         return columns
 
-    def stays_as_left(self, name: Result, left: Sequence[Mapping[str, Mapping[str, float]]]) -> bool:
+    def stays_as_left(self, name: Result, left: Sequence[Left]) -> bool:
         """Return whether each rank ends with the gradient that its backward pass has left, by sum and norm, and it is not the
         same on all.
 
         Args:
             left: of each rank, by the name of the parameter.
         """
-        sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
-        values = [one.values[name].double() for one in self.seen if name in one.values]
-        if len(sums) < self.size or len(values) < self.size or len(set(sums)) == 1:
-            return False
-        return all(
-            abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
-            for value, (total, norm) in zip(values, sums, strict=True)
-        )
+        values = [one.values[name] for one in self.seen if name in one.values]
+        return len(values) == self.size and is_left(name, left, values)
 
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.mistakes.results import KINDS
+from tests.gates import diagnosed_by_rank as diagnosed_by_rank  # adds its programs
 from tests.gates.diagnosed import ALL, Diagnosed
 
 pytestmark = pytest.mark.gpus(2)
@@ -43,9 +45,13 @@ def test_a_program_is_named_by_its_mistake(ranks, name):
         assert_step_scales(ranks, step_of(program, wrong=True), world_sizes=[2], max_examples=2, **options)
     text = str(caught.value)
     assert caught.value.mistakes[:1] == (program.mistake,), text
-    parting = re.search(r"ranks first part (?:at|after) \S*diagnosed\.py:\d+, (.*)", text)
+    parting = re.search(r"ranks first part (?:at|after) \S*?(diagnosed\w*\.py):(\d+), (.*)", text)
     assert (parting is None) == (not program.parting), text
-    assert parting is None or program.parting in parting[1], text
+    if parting is not None:
+        assert program.parting in parting[3], text
+        source = (Path(__file__).parent / parting[1]).read_text()
+        where = f"where {name} parts"  # in a comment, if its line is what is tested
+        assert where not in source or where in source.splitlines()[int(parting[2]) - 1], text
 
 
 @pytest.mark.parametrize("name", ALL)

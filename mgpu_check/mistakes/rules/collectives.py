@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.report import Finding
-from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
@@ -247,12 +246,10 @@ def result_discarded(tensors: Tensors) -> Finding | None:
         return None
     sizes = {tuple(tensors.expected.exact[name].shape) for name in own}
     total = sum(tensors.expected.exact[name].numel() for name in own)
-    kept = {name.of for name in own}
     for event in tensors.traces[0].of("collective"):
         for tensor in event.tensors if event.name == "all_reduce" else ():
-            operand: Result | None = tensor["result"]
-            if (operand is not None and operand.of in kept) or not tensor["shape"]:
-                continue
+            if tensor["result"] is not None or not tensor["shape"]:
+                continue  # the gradient of a parameter is no copy of anything
             if tensor["shape"] in sizes or math.prod(tensor["shape"]) == total:
                 return Finding(
                     "result-discarded",

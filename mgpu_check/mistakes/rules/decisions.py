@@ -24,6 +24,7 @@ __all__ = [
     "decides_by_rank",
     "decides_for_its_parameters",
     "draws_by_rank",
+    "draws_other_numbers",
     "kept_on_some",
     "may_draw_by_rank",
     "restores_later_on_some",
@@ -114,7 +115,7 @@ def kept_on_some(tensors: Tensors) -> Finding | None:
 
 def calls_models_apart(tensors: Tensors) -> Finding | None:
     """Name the value of one rank, where ranks call a model of other parameters, though what they train is the same."""
-    if any(name.kind in ("params", "buffers", "grads") for name in (*tensors.wrong(), *tensors.relations.split)):
+    if any(tensors.is_of_model(name) for name in (*tensors.wrong(), *tensors.relations.split)):
         return None
     calls = [trace.of("model") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
@@ -222,6 +223,11 @@ def buffers_drift(tensors: Tensors) -> Finding | None:
 def draws_by_rank(evidence: Evidence) -> Finding | None:
     """Name random numbers that each rank draws for its own part of the batch."""
     return Finding("random-numbers-per-rank", evidence.draws) if evidence.draws else None
+
+
+def draws_other_numbers(evidence: Evidence) -> Finding | None:
+    """Name random numbers of which each rank draws as many as one device, and others than the other ranks."""
+    return Finding("random-numbers-per-rank", evidence.numbers_apart) if evidence.numbers_apart else None
 
 
 def may_draw_by_rank(evidence: Evidence) -> Finding | None:

@@ -10,9 +10,11 @@ from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.report import Finding
 
 if TYPE_CHECKING:
+    from mgpu_check.mistakes.observed import Trace
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = [
+    "clips_a_multiple",
     "first_step_off_by_micro_batches",
     "first_step_off_by_world_size",
     "grows_with_world_size",
@@ -20,6 +22,8 @@ __all__ = [
     "off_by_world_size",
 ]
 
+_NEAR = 1e-4
+"""Relative: norms of gradients that were added up in another order."""
 _EXACT = 1e-3
 """Of the exponent: a power of the world size, where the factor is that of all elements to 1e-5."""
 
@@ -98,6 +102,38 @@ def first_step_off_by_world_size(tensors: Tensors) -> Finding | None:
         if step == 0 and tensors.factor() is None:
             return Finding("world-size-factor", _of_gradients(step, factor))
     return None
+
+
+def clips_a_multiple(evidence: Evidence) -> Finding | None:
+    """Name what clipping finds first: a norm that is off by the world size, or the number of micro-batches."""
+    tensors = evidence.tensors
+    alone = None if tensors is None or tensors.alone is None else _norm(tensors.alone)
+    if tensors is None or not alone:
+        return None
+    norms = [_norm(trace) for trace in tensors.traces]
+    ratios = [norm / alone for norm in norms if norm is not None]
+    if len(ratios) < max(1, len(norms)) or max(ratios) - min(ratios) > _NEAR * max(ratios):
+        return None
+    for number, mistake, of in (
+        (evidence.size, "world-size-factor", f"on {evidence.size} ranks"),
+        (
+            evidence.micro_batches,
+            "accumulation-factor",
+            f"with {evidence.micro_batches:g} backward passes in each step",
+        ),
+    ):
+        if number > 1 and any(abs(ratios[0] - power) <= _NEAR * power for power in (number, 1 / number)):
+            clip = tensors.traces[0].of("clip")[0]
+            return Finding(
+                mistake, f"{clip.where} finds a norm of {norms[0]:.6g}, {ratios[0]:.4g} times that of one device, {of}"
+            )
+    return None
+
+
+def _norm(trace: Trace) -> float | None:
+    """Return the norm that the first clipping has found."""
+    first = next(iter(trace.of("clip")), None)
+    return None if first is None else first.details.get("norm")
 
 
 def first_step_off_by_micro_batches(tensors: Tensors) -> Finding | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
+from mgpu_check.mistakes.left import is_left
 from mgpu_check.mistakes.observed import Event
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.results import Result
@@ -24,6 +26,7 @@ __all__ = [
     "mean_of_metrics",
     "mean_of_parts",
     "normalizes_parts",
+    "optimizes_its_own",
     "outside_of_the_wrapper",
     "statistics_of_parts",
     "stays_as_backward_left_it",
@@ -179,6 +182,31 @@ def stays_as_backward_left_it(tensors: Tensors) -> Finding | None:
     return _local(tensors, own, f"{few(own)} is what each rank's own backward ({site}) has left, of norm {told}")
 
 
+def optimizes_its_own(tensors: Tensors) -> Finding | None:
+    """Name what is not synchronized, where an optimizer that is not linear in the gradient steps with what each rank's own
+    backward has left, whatever is averaged later.
+    """
+    if not tensors.seen[0].nonlinear or not tensors.gradient_like or any(not one.snapshots for one in tensors.seen):
+        return None
+    events = [list(itertools.takewhile(lambda event: event.kind != "step", trace.events)) for trace in tensors.traces]
+    lasts = [next((event for event in reversed(before) if event.kind == "backward"), None) for before in events]
+    known = [event for event in lasts if event is not None]
+    left = [event.details.get("left", {}) for event in known]
+    if len(known) < max(2, tensors.size):
+        return None
+    for name in tensors.seen[0].stepped:
+        gradient = Result("grads", name)
+        values = [one.snapshots[0][gradient] for one in tensors.seen if gradient in one.snapshots[0]]
+        if all(name in one.stepped for one in tensors.seen) and is_left(gradient, left, values):
+            step = tensors.traces[0].of("step")[0]
+            told = ", ".join(f"{one[name]['norm']:.4g} on rank {rank}" for rank, one in enumerate(left[:_SHOWN]))
+            return Finding(
+                "gradients-not-synchronized",
+                f"{step.where} steps with the {gradient} that each rank's own backward ({known[0].site}) has left, of norm {told}",
+            )
+    return None
+
+
 def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
     """Name what is not synchronized, where gradients differ, and the calls show that nothing can have combined them."""
     local = [
@@ -194,9 +222,20 @@ def outside_of_the_wrapper(tensors: Tensors) -> Finding | None:
 def _local(tensors: Tensors, local: list[Result], told: str, why: str | None = None) -> Finding:
     if all(_is_buffer(tensors, name) for name in local):
         return Finding("buffers-drift", told + ": nothing synchronizes them")
-    if not tensors.gradient_like:
+    if not tensors.gradient_like or not any(_is_like_a_gradient(tensors, name) for name in local):
         return Finding("value-of-one-rank", f"{told}: nothing has combined them")
     return Finding("gradients-not-synchronized", told + (_why_local(tensors, local) if why is None else why))
+
+
+def _is_like_a_gradient(tensors: Tensors, name: Result) -> bool:
+    """Return whether a result is one of the model, or has the shape of a parameter, or as many elements as all of them."""
+    parameters = [value for key, value in tensors.seen[0].values.items() if key.kind == "params"]
+    value = tensors.seen[0].values.get(name)
+    if tensors.is_of_model(name) or value is None or not value.dim():
+        return tensors.is_of_model(name)
+    return any(value.shape == one.shape for one in parameters) or value.numel() == sum(
+        one.numel() for one in parameters
+    )
 
 
 def _is_buffer(tensors: Tensors, name: Result) -> bool:
@@ -258,4 +297,11 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
                     f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it before the "
                     "sum",
                 )
+    for other in tensors.hypotheses.alternatives:
+        if other.kind == "biases-several-times" and tensors.is_alternative(other):
+            return Finding(
+                "partial-result-added-on-every-rank",
+                f"{tensors.names[0]} is what one device gives with {tensors.size} times {few(other.names)}: each of {tensors.size} "
+                "ranks adds it before the sum",
+            )
     return None

@@ -102,6 +102,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     scales.limits_by_a_norm_of_parts,
     # Ranks that scale by numbers of their own, and counts without their fraction; before sums of parts that count alike.
     scales.unscales_by_its_own,
+    scales.steps_by_its_own_factor,
     scales.counts_parts_unlike,
     scales.rounds_to_integers,
     scales.divides_a_count,
@@ -112,6 +113,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     gradients.added_on_every_rank,
     collectives.parted_by_group,
     factors.first_step_off_by_world_size,
+    factors.clips_a_multiple,
     factors.first_step_off_by_micro_batches,
     data.repeated_rows,
     gradients.gradients_apart,
@@ -126,6 +128,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     data.counted_by_every_rank,
     factors.off_by_micro_batches,
     data.samples_several_times,
+    gradients.optimizes_its_own,  # the mean of what it has made is one of parts, too
     gradients.mean_of_parts,
     # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
     # twice, before those of several.
@@ -144,6 +147,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     gradients.limits_another_norm,
     gradients.wrong_where_uneven,
     # What nothing speaks against: it is said where nothing better is known.
+    decisions.draws_other_numbers,
     factors.grows_with_world_size,
     decisions.broadcast_of_another_rank,
     decisions.may_draw_by_rank,

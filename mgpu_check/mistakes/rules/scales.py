@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import torch
 
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.processes.rank_lists import few
 
 if TYPE_CHECKING:
-    import torch
-
     from mgpu_check.mistakes.observed import Division
+    from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "divides_a_count",
     "limits_by_a_norm_of_parts",
     "rounds_to_integers",
+    "steps_by_its_own_factor",
     "unscales_by_its_own",
 ]
 
@@ -32,6 +34,10 @@ _NOTHING = 1e-3
 """Of the largest weight: a part that does not count."""
 _COUNTS = 4
 """Numbers of a collective that are looked at."""
+_SEVERAL = 3
+"""Elements of which one is no multiple of another by chance."""
+_COMPUTED = 1e-5
+"""Of the largest element: multiples of one gradient, each computed for itself."""
 _EXACT = 1e-4
 """Relative: how near a factor is to that of a rounded count."""
 
@@ -49,6 +55,38 @@ def unscales_by_its_own(tensors: Tensors) -> Finding | None:
                 "where each rank takes off a loss scale of its own",
             )
     return None
+
+
+def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
+    """Name a scale of each rank's own, where an optimizer finds one gradient on all ranks, each times another factor."""
+    for number, stages in enumerate(zip(*(one.snapshots for one in tensors.seen), strict=False)):
+        flat = [_flat(stage) for stage in stages]
+        if any(one.shape != flat[0].shape for one in flat) or int((flat[0] != 0).sum()) < _SEVERAL:
+            return None
+        factors = [_multiple(one, flat[0]) for one in flat]
+        known = [factor for factor in factors if factor is not None]
+        if len(known) < len(factors):
+            return None
+        if max(known) > (1 + _UNLIKE) * min(known):
+            each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
+            return Finding(
+                "decision-per-rank",
+                f"optimizer step {number + 1} finds one and the same gradient on all ranks, each times a factor of its own ({each}), "
+                "as where each rank takes off a loss scale of its own",
+            )
+    return None
+
+
+def _flat(stage: Mapping[Result, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.zeros(0).double(), *(stage[n].double().flatten() for n in stage if n.kind == "grads")])
+
+
+def _multiple(one: torch.Tensor, of: torch.Tensor) -> float | None:
+    """Return by which positive number all elements are those of another tensor."""
+    factor = float((one * of).sum() / of.square().sum())
+    if not math.isfinite(factor) or factor <= 0:
+        return None
+    return factor if bool(((one - factor * of).abs() <= _COMPUTED * one.abs().max()).all()) else None
 
 
 def counts_parts_unlike(tensors: Tensors) -> Finding | None:

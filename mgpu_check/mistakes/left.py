@@ -1,0 +1,36 @@
+"""Whether gradients are what each rank's own backward pass has left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from mgpu_check.mistakes.results import Result
+
+__all__ = ["Left", "is_left"]
+
+Left = Mapping[str, Mapping[str, float]]
+"""The sum and the norm of each gradient after a backward pass, by the name of the parameter."""
+
+_CLOSE = 1e-5
+"""Of the norm: sums that are computed in the same order."""
+
+
+def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
+    """Return whether each rank holds the gradient that its backward pass has left, and it is not the same on all.
+
+    Args:
+        left: of each rank.
+        values: of each rank, what it holds.
+    """
+    sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
+    if not len(sums) == len(values) == len(left) or len(set(sums)) == 1:
+        return False
+    wide = [value.double() for value in values]
+    return all(
+        abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
+        for value, (total, norm) in zip(wide, sums, strict=True)
+    )
