@@ -19,7 +19,7 @@ from mgpu_check.simulated import hardware, wires
 from mgpu_check.simulated.calls import Call, without_self
 from mgpu_check.simulated.functional import group_of, install_functional
 from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
-from mgpu_check.simulated.late import LateWork, Staging
+from mgpu_check.simulated.late import LateWork, Staging, is_channels_last
 from mgpu_check.simulated.parsing import parser_of
 from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor
@@ -67,7 +67,7 @@ def _refuse(call: Call, group: NcclGroup) -> None:
         if call.listed(tensor):
             if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
                 raise ValueError("Tensors must be non-overlapping and dense")
-        elif not _contiguous(tensor):
+        elif not tensor.is_contiguous() and not is_channels_last(tensor):
             raise ValueError("Tensors must be contiguous")
     if call.op is not None:
         for name in _NO_NCCL_OP:
@@ -75,13 +75,6 @@ def _refuse(call: Call, group: NcclGroup) -> None:
                 raise ValueError(f"Cannot use ReduceOp.{name} with NCCL")
         if call.op == dist.ReduceOp.AVG and any(t.dtype is torch.bool for t in call.tensors()):
             raise TypeError("Cannot use ReduceOp.AVG with boolean input")
-
-
-def _contiguous(t: torch.Tensor) -> bool:
-    if t.is_contiguous():
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return t.dim() in formats and t.is_contiguous(memory_format=formats[t.dim()])
 
 
 def _carry_out(group: NcclGroup, asked: list[Call]) -> LateWork | None:

@@ -14,7 +14,14 @@ from mgpu_check.simulated.delivery import Late, poison
 from mgpu_check.simulated.streams import hold_outstanding
 from mgpu_check.simulated.tensor import SimulatedTensor, raw
 
-__all__ = ["LateFuture", "LateWork", "Staging"]
+__all__ = ["LateFuture", "LateWork", "Staging", "is_channels_last"]
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def is_channels_last(t: torch.Tensor) -> bool:
+    """Return whether the memory of a tensor is without gaps, but in the order of one of torch's other memory formats."""
+    return t.dim() in _FORMATS and not t.is_contiguous() and t.is_contiguous(memory_format=_FORMATS[t.dim()])
 
 
 @dataclass
@@ -47,6 +54,8 @@ class Staging:
         elif not self.late:
             return value, True
         bare = raw(value).data  # NCCL, too, writes without autograd's knowing
+        if is_channels_last(bare):
+            bare = bare.movedim(1, -1)  # memory is moved as it lies, whatever the format is on other ranks
         return bare, not self.late and bare.device.type == "cpu" and bare.is_contiguous()
 
     @staticmethod

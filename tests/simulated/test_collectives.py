@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from datetime import timedelta
 
 import pytest
@@ -192,6 +193,51 @@ def test_what_gloo_does_not_have(on_ranks):
             "float8": [1, 1, 1, 1],
             "split": (1, "nccl", [9, 9]),
         }
+
+
+def memory_formats(rank, size):
+    seen = {}
+    for shape, format in (((2, 3, 2, 4), torch.channels_last), ((1, 2, 3, 2, 2), torch.channels_last_3d)):
+        image = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+        lying = (
+            image.contiguous(memory_format=format).movedim(1, -1).reshape(shape)
+        )  # its memory, read in the other format
+        for late in (False, True):
+            alike, unlike = (
+                image.to("cuda", memory_format=format if there else torch.contiguous_format)
+                for there in (True, rank == 1)
+            )
+            strides = alike.stride(), unlike.stride()
+            for tensor in (alike, unlike):
+                work = dist.all_reduce(tensor, async_op=late)
+                if late:
+                    work.wait()
+                    assert work.result()[0].shape == image.shape
+            assert (alike.stride(), unlike.stride()) == strides
+            mixed = image + lying if rank == 0 else image + _read_back(image, format)
+            received = image.to("cuda", memory_format=format if rank else torch.contiguous_format)
+            dist.broadcast(received, 0)
+            sent = _read_back(image, format) if rank else image
+            seen[shape, late] = [
+                torch.equal(alike.cpu(), 2 * image),
+                torch.equal(unlike.cpu(), mixed),
+                torch.equal(received.cpu(), sent),
+                torch.equal(unlike.cpu(), 2 * image),
+            ]
+    return seen
+
+
+def _read_back(image, format):
+    """What a tensor of this format has when the memory of `image`, which is contiguous, was written to its own."""
+    other = torch.empty(image.shape).contiguous(memory_format=format)
+    other.movedim(1, -1).copy_(image.reshape(other.movedim(1, -1).shape))
+    return other
+
+
+def test_memory_is_moved_as_it_lies_whatever_the_format_of_others(on_ranks):
+    """As by NCCL and gloo: ranks whose tensors have different memory formats add up elements that do not belong together."""
+    for seen in on_ranks(memory_formats):
+        assert all(found == [True, True, True, False] for found in seen.values()), seen
 
 
 def refusals(rank, size):
