@@ -15,15 +15,13 @@ import torch
 
 from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
 from mgpu_check.gates.observing import Around, Nudge, observe
+from mgpu_check.gates.perturbing import ROUNDOFF, generator_of, moved, perturbed
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
-from mgpu_check.numerics.bounds import unit_roundoff
-from mgpu_check.numerics.perturbation import Perturbed, unfused
 from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations, errors_seen, granted_at_least
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
@@ -31,7 +29,6 @@ __all__ = ["Measured", "Provisional", "measured", "measured_provisionally", "rou
 
 _LARGE = 1_000_000
 """Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
-_ROUNDOFF = unit_roundoff(torch.float32)
 _OF_PARTS = 4.0
 """What ranks round in a narrow dtype is their own parts, which may be larger than the sum that one device rounds."""
 
@@ -187,7 +184,7 @@ class _Runs:
 
     def _slightly_moved(self) -> Observation:
         """Run as it is, on a batch whose elements are moved by one roundoff: what is rounded is rounded otherwise."""
-        return self._run(deep=self._deep, alter=lambda batch: _moved(batch, 1.0, _generator(0)))
+        return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
         """Return what turns the sign of each gradient that rounding may turn; see `undecided`."""
@@ -205,9 +202,7 @@ class _Runs:
         def of(seen: Observation) -> dict[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
 
-        return granted_at_least(
-            _wide(of(self._exact)), [_wide(of(one)) for one in self._moved], _ROUNDOFF, self._spread
-        )
+        return granted_at_least(_wide(of(self._exact)), [_wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
         """Run twice in the precision of the step: the errors are those that another order of the same sums has."""
@@ -256,15 +251,15 @@ class _Runs:
     ) -> None:
         """Run twice, perturbed in opposite directions."""
         for direction in directions:
-            generator, by = _generator(pair + 1), direction * self._spread
+            generator, by = generator_of(pair + 1), direction * self._spread
             try:
                 found = self._run(
                     double=self._in_double,
                     deep=self._deep,
                     nudge=None if nudge is None else nudge(direction),
-                    alter=functools.partial(_moved, spread=by, generator=generator),
+                    alter=functools.partial(moved, spread=by, generator=generator),
                     around=functools.partial(
-                        _perturbed,
+                        perturbed,
                         spread=by,
                         generator=generator,
                         coherent=coherent,
@@ -345,7 +340,7 @@ class _Runs:
             ]
 
         (exact,) = usable([self._exact])
-        assessed = assess(exact, usable(self._singles), usable(self._moved), _ROUNDOFF, self._spread)
+        assessed = assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
         room = _OF_PARTS if self.narrow else 1.0
         tolerance = {name: room * value for name, value in assessed.tolerance.items()}
         return Measurement(reference, tolerance, assessed.amplification)
@@ -386,37 +381,3 @@ def _alike(one: Observation, other: Observation) -> bool:
 
 def _finite_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (all_finite(one) and all_finite(other)) or torch.equal(one.isfinite(), other.isfinite())
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def _moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
-    """Return the floating-point tensors of a batch, each element some roundoffs larger or smaller."""
-    with Perturbed(spread, generator, _ROUNDOFF, counts=True):
-        return with_tensors(
-            batch,
-            [leaf.clone() if leaf.is_floating_point() or leaf.is_complex() else leaf for leaf in tensors_of(batch)],
-        )
-
-
-@contextlib.contextmanager
-def _perturbed(
-    model: Any,
-    batches: Sequence[Any],
-    spread: float,
-    generator: torch.Generator,
-    coherent: bool,
-    copies: bool,
-    fused: bool,
-) -> Iterator[None]:
-    apart = unfused() if fused else contextlib.nullcontext()
-    perturbed = Perturbed(spread, generator, _ROUNDOFF, counts=True, coherent=coherent)
-    with apart, perturbed, DrawsOfFloat32():
-        with torch.no_grad():
-            for module in modules_of(model).values():
-                for parameter in module.parameters():
-                    parameter.copy_(parameter.clone())
-        perturbed.copies = copies
-        yield

@@ -343,8 +343,8 @@ class Trials:
         if self._factor is None:
             plain = replace(scenario, change="", steps=1)
             try:
-                factor = self.ranks.run(largest_factor, self.program, plain, size=1)[0]
-            except RankFailure:
+                factor = self.ranks.run(largest_factor, self.program, plain, size=1)[0] if self._alone else None
+            except (RankFailure, RankHang):  # as code for several ranks may, such as a pipeline
                 factor = None
             self._factor = factor or scenario.factor
         return replace(scenario, factor=self._factor)

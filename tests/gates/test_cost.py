@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from mgpu_check.errors import RankHang
 from mgpu_check.gates.measuring import measure, measure_provisionally, measure_rounding
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.relations import allowed_for, relations_of
@@ -113,6 +114,21 @@ def test_a_tolerance_of_the_user_is_not_widened(ranks):
         trials, counted = _trials(ranks, right, allowed)
         assert (trials.run(Scenario(2, 6)) is None) is holds
         assert bool(counted.ran["measure"]) is not holds
+
+
+class Alone(Counted):
+    """Ranks that hang where one is alone and looks for the largest factor, as code for several ranks may."""
+
+    def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
+        if fn.__name__ == "largest_factor":
+            raise RankHang("rank 0 of 1 did not finish", ranks=[0])
+        return super().run(fn, *args, **how)
+
+
+def test_a_step_that_hangs_alone_is_scaled_all_the_same(ranks):
+    trials = Trials(Alone(ranks), Program(right, build, batch), frozenset(KINDS), None, "step")
+    assert trials.run(Scenario(2, 6, change="scaled")) is None
+    assert trials.completed[2] == 1
 
 
 class TooLarge:

@@ -1,0 +1,61 @@
+"""What is done to a step so that its rounding shows: its batch is moved, and its operators are perturbed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mgpu_check.gates.draws import DrawsOfFloat32
+from mgpu_check.gates.program import modules_of
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.perturbation import Perturbed, unfused
+from mgpu_check.torch_hooks.nested import tensors_of, with_tensors
+
+__all__ = ["ROUNDOFF", "generator_of", "moved", "perturbed"]
+
+ROUNDOFF = unit_roundoff(torch.float32)
+
+
+def generator_of(seed: int) -> torch.Generator:
+    """Return a generator of the CPU's."""
+    return torch.Generator().manual_seed(seed)
+
+
+def moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
+    """Return the floating-point tensors of a batch, each element some roundoffs larger or smaller."""
+    with Perturbed(spread, generator, ROUNDOFF, counts=True):
+        return with_tensors(
+            batch,
+            [leaf.clone() if leaf.is_floating_point() or leaf.is_complex() else leaf for leaf in tensors_of(batch)],
+        )
+
+
+@contextlib.contextmanager
+def perturbed(
+    model: Any,
+    batches: Sequence[Any],
+    spread: float,
+    generator: torch.Generator,
+    coherent: bool,
+    copies: bool,
+    fused: bool,
+) -> Iterator[None]:
+    """Perturb the parameters, and then what operators give, for the time of the context.
+
+    Args:
+        spread, generator, coherent: see `Perturbed`.
+        copies: perturb what is copied, or sent, too.
+        fused: the step calls operators that stand for a whole recurrent network: take them apart.
+    """
+    apart = unfused() if fused else contextlib.nullcontext()
+    mode = Perturbed(spread, generator, ROUNDOFF, counts=True, coherent=coherent)
+    with apart, mode, DrawsOfFloat32():
+        with torch.no_grad():
+            for module in modules_of(model).values():
+                for parameter in module.parameters():
+                    parameter.copy_(parameter.clone())
+        mode.copies = copies
+        yield
