@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 import sys
 import threading
 import types
@@ -153,6 +154,7 @@ class _EventRecorder:
             said = {
                 "parameters": sums_of(module.named_parameters()),
                 "samples": self._rows.samples(inputs[0]) if inputs else None,
+                "owns": self.names_in(module),
                 "training": {name: part.training for name, part in module.named_modules()},
             }
             self._trace.events.append(Event("model", type(module).__name__, site(frame), said))
@@ -262,6 +264,10 @@ def _seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     return {"seed": int(local["seed"])}
 
 
+def _python_seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
+    return {"seed": int(local["a"])}  # none was given where this fails
+
+
 def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
     loss = local["self"].detach()
     said: dict[str, Any] = {"loss": float(loss)} if loss.numel() == 1 else {}
@@ -358,6 +364,7 @@ _TABLE: tuple[tuple[Any, str, str, Read], ...] = (
     (clip_grad.clip_grad_norm_, "clip", "clip_grad_norm_", _nothing),
     (clip_grad.clip_grad_value_, "clip", "clip_grad_value_", _nothing),
     (torch.manual_seed, "seed", "manual_seed", _seed),
+    (random.Random.seed, "generator", "random.seed", _python_seed),
     (GradScaler.scale, "scale", "GradScaler.scale", _scale),
     (torch.Tensor.backward, "backward", "backward", _backward),
     (DistributedSampler.__init__, "sampler", "DistributedSampler", _sampler),

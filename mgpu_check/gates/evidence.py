@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import signal
 from collections.abc import Sequence
 
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
-from mgpu_check.mistakes.observed import Trace
+from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.tensors import Tensors
 from mgpu_check.processes.rank_lists import few, named
 
@@ -36,7 +37,7 @@ def evidence_of(tensors: Tensors) -> Evidence:
         normalizes=_normalizes(tensors),
         draws=_draws(tensors),
         numbers_apart=_numbers_apart(tensors),
-        may_draw=_MAY_DRAW if tensors.expected.single.draws or tensors.seen[0].draws else "",
+        may_draw=_may_draw(tensors),
         repeated_epoch=_repeated_epoch(tensors),
         samplers=[
             Sampler(event.details["samples"], event.details["replicas"], event.details["drop_last"])
@@ -96,21 +97,27 @@ def _different(held: Sequence[dict[str, float]]) -> list[str]:
 
 
 def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
-    """Find parameters that differ in the first model that is called, where it is one that the step has made itself.
+    """Find parameters that differ in a model that is called before the first backward, where the step has made it itself.
 
     They are to be the same only where each rank has the whole of what one device has: not a part, or another stage.
     """
-    calls = [next(iter(trace.of("model")), None) for trace in tensors.traces]
-    known = [event for event in calls if event is not None]
-    alone = None if tensors.alone is None else next(iter(tensors.alone.of("model")), None)
-    if len(known) < max(2, len(calls)) or alone is None or len({(event.name, event.site) for event in known}) > 1:
-        return [], ""
-    held = [event.details["parameters"] for event in known]
     seeded = {tuple(event.details["seed"] for event in trace.of("seed", "generator")) for trace in tensors.traces}
     copies = any(name.kind == "params" and name in tensors.relations.held for name in tensors.relations.split)
-    if alone.details["parameters"] not in held or not (len(seeded) > 1 or copies):
+    if tensors.alone is None or len(tensors.traces) < 2 or not (len(seeded) > 1 or copies):
         return [], ""
-    return _different(held), f"when {known[0].name} is first called ({known[0].site})"
+    for alone, *same in zip(*map(_first_calls, (tensors.alone, *tensors.traces)), strict=False):
+        held = [event.details["parameters"] for event in same]
+        if len({(event.name, event.site) for event in same}) > 1 or alone.details["parameters"] not in held:
+            break
+        if different := _different(held):
+            return different, f"when {same[0].name} is first called ({same[0].site})"
+    return [], ""
+
+
+def _first_calls(trace: Trace) -> list[Event]:
+    """Return the calls of models before the first backward pass, or step of an optimizer."""
+    before = itertools.takewhile(lambda event: event.kind not in ("backward", "step"), trace.events)
+    return [event for event in before if event.kind == "model"]
 
 
 def _loads(tensors: Tensors) -> ByRank:
@@ -214,6 +221,15 @@ def _numbers_apart(tensors: Tensors) -> str:
             what = f"{list(shape)} random numbers, whose sum is" if shape else "a random number, which is"
             return f"each rank draws {what} another one than on other ranks: {told}"
     return ""
+
+
+def _may_draw(tensors: Tensors) -> str:
+    for same in zip(*(trace.of("generator") for trace in tensors.traces), strict=False):
+        seeds = [event.details["seed"] for event in same]
+        if len({event.site for event in same}) == 1 and len(set(seeds)) > 1:
+            told = ", ".join(f"{seed} on rank {rank}" for rank, seed in enumerate(seeds))
+            return f"{same[0].where} is given another seed on each rank: {told}"
+    return _MAY_DRAW if tensors.expected.single.draws or tensors.seen[0].draws else ""
 
 
 def _drawn(trace: Trace) -> tuple[tuple[int, ...], ...]:

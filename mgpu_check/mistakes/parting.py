@@ -153,6 +153,8 @@ def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
 
 
 def _parameters(same: Sequence[Event]) -> Found | None:
+    if len({event.details.get("owns") for event in same}) > 1:
+        return None  # each rank calls another part of the model
     held = [event.details.get("parameters", {}) for event in same]
     for name in held[0]:
         values = [one.get(name) for one in held]

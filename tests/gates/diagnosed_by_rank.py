@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import random
 from typing import Any
 
 import torch
@@ -87,6 +89,47 @@ def builds_apart(model, batch, rank, wrong):
     return {"samples": len(batch[0])}
 
 
+def new_head(model: nn.Sequential, seed: int) -> tuple[nn.Module, nn.Linear]:
+    torch.manual_seed(seed)  # where adds_a_head_of_its_own parts
+    return model[:2], nn.Linear(8, 1)
+
+
+def with_a_head(model: nn.Sequential, batch: Batch) -> dict[str, Any]:
+    body, head = new_head(model, 100)
+    F.mse_loss(head(body(batch[0])), batch[1]).backward()
+    return {"head": head.weight.grad}
+
+
+@program("different-initialization", mlp, regression, with_a_head, 4, "in manual_seed, the seed")
+def adds_a_head_of_its_own(model, batch, rank, wrong):
+    body, head = new_head(model, 100 + (rank.index if wrong else 0))
+    x, y = part(batch, rank)
+    F.mse_loss(head(body(x)), y).backward()
+    synchronize(body, rank)
+    synchronize(head, rank)
+    return {"head": head.weight.grad}
+
+
+# Parts of a model on each rank
+
+
+def experts() -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(6, 1) for _ in range(4))
+
+
+def added(model: nn.ModuleList, batch: Batch) -> dict[str, Any]:
+    with torch.no_grad():
+        return {"sum": sum(expert(batch[0]) for expert in model)}
+
+
+@program("world-size-factor", experts, regression, added, 4)
+@torch.no_grad()
+def averages_what_experts_add(model, batch, rank, wrong):
+    total = sum(model[number](batch[0]) for number in range(rank.index, len(model), rank.size))
+    dist.all_reduce(total)
+    return {"sum": total / rank.size if wrong else total}
+
+
 # Numbers that each rank draws
 
 
@@ -108,6 +151,18 @@ def drops_other_layers(model, batch, rank, wrong):
     x, y = part(batch, rank)
     for _ in range(4):
         F.mse_loss(drops_layers(model, x, generator), y).backward()
+    synchronize(model, rank)
+
+
+def flips(model: nn.Module, batch: Batch, seed: int) -> None:
+    random.seed(seed)  # where flips_other_batches parts
+    for _ in range(4):
+        F.mse_loss(model(batch[0] if random.random() < 0.5 else -batch[0]), batch[1]).backward()
+
+
+@program("random-numbers-per-rank", mlp, regression, functools.partial(flips, seed=3), 4, "in random.seed, the seed")
+def flips_other_batches(model, batch, rank, wrong):
+    flips(model, part(batch, rank), 3 + (rank.index if wrong else 0))
     synchronize(model, rank)
 
 

@@ -122,6 +122,8 @@ def calls_models_apart(tensors: Tensors) -> Finding | None:
         held = [event.details["parameters"] for event in same]
         if len({(event.name, event.site) for event in same}) > 1 or all(one == held[0] for one in held):
             continue
+        if len({event.details.get("owns") for event in same}) > 1:
+            continue  # parts of one model, and no copies
         odd = next(name for name in held[0] if any(one.get(name) != held[0][name] for one in held))
         told = ", ".join(f"{one.get(odd, math.nan):.6g} on {named(ranks)}" for one, ranks in _grouped(held, odd))
         return Finding(

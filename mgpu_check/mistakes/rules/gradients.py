@@ -297,7 +297,7 @@ def added_on_every_rank(tensors: Tensors) -> Finding | None:
                     f"{name} is too large by {tensors.size - 1} times {owner}: each of {tensors.size} ranks adds it before the "
                     "sum",
                 )
-    for other in tensors.hypotheses.alternatives:
+    for other in tensors.hypotheses.alternatives if not tensors.broken else ():
         if other.kind == "biases-several-times" and tensors.is_alternative(other):
             return Finding(
                 "partial-result-added-on-every-rank",
