@@ -10,6 +10,7 @@ import torch
 
 from mgpu_check.checks.biased_rounding import LIMIT, elements_for, mean_error, most_ranks, terms_of
 from mgpu_check.checks.collective_buffers import Memory, shaped
+from mgpu_check.checks.collective_calls import _may_refuse
 from mgpu_check.checks.collective_findings import assert_shared
 from mgpu_check.checks.collective_values import given_blocks, right_block, stretched
 from mgpu_check.errors import CollectiveMismatch
@@ -148,3 +149,18 @@ def test_ranks_that_differ_are_named():
 def test_bits_of_complex_numbers_and_booleans():
     assert as_bits(torch.zeros(2, dtype=torch.complex64)).shape == (2, 2)
     assert as_bits(torch.ones(2, dtype=torch.bool)).dtype is torch.uint8
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "layout", "words", "may"),
+    [
+        ("all_to_all", "cpu", "dense", "Backend gloo does not support alltoall", True),
+        ("all_to_all", "device", "dense", "Backend nccl does not support alltoall", False),
+        ("all_to_all", "cpu", "dense", "Tensors must be contiguous", False),
+        ("all_reduce", "cpu", "dense", "Backend gloo does not support allreduce", False),
+        ("all_reduce", "device", "gaps", "Tensors must be contiguous", True),
+        ("all_reduce", "device", "dense", "Tensors must be contiguous", False),
+    ],
+)
+def test_a_backend_may_refuse_gaps_and_older_gloo_lists_for_all_to_all(function, place, layout, words, may):
+    assert _may_refuse(CollectiveCall(function, "float32", place=place, layout=layout), words) is may
