@@ -6,13 +6,15 @@ import sys
 import zlib
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.selftest_matrix import CAUGHT, ERROR, PASSED, SKIPPED, of_properties
-from mgpu_check.cli.suite import asks_for_gpus, run
+from mgpu_check.cli.suite import asks_for_gpus, files, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
 from mgpu_check.pytest_plugin.report.replay import CommandLine
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         all_faults(), quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0
     )
     code = run(arguments, [plugin, CommandLine(("selftest", *own), tuple(arguments))])
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    if plugin.collects_only or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
     return 0 if plugin.print_verdict() and code == pytest.ExitCode.OK else 1
 
@@ -89,11 +91,13 @@ class Selftest:
         self.quick = quick
         self.all_pairs = all_pairs
         self.seeds = seeds
+        self.collects_only = False
         self.matrices = of_properties(PROPERTIES, faults, self.chosen)
         self.out_of_reach: list[Fault] = []
         self._settings: dict[Any, Any] = {}
 
     def pytest_configure(self, config: pytest.Config) -> None:
+        self.collects_only = config.getoption("collectonly")
         if config.getoption("dist", "no") != "no":
             raise pytest.UsageError(
                 f"mgpu-check selftest: it plants faults in one process, and cannot share its tests with others: leave out "
@@ -108,6 +112,8 @@ class Selftest:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         name = metafunc.module.__name__.rpartition(".test_")[2]
+        if name not in self.matrices:
+            return  # a test of the user's own, which is refused when all are collected
         check = metafunc.definition.originalname
         mine = [fault for fault in self.matrices[name].faults if self.all_pairs or check in fault.caught_by]
         drawn = getattr(metafunc.function, "is_hypothesis_test", False)
@@ -119,6 +125,13 @@ class Selftest:
         metafunc.parametrize(_PARAMETER, tries, ids=map(str, tries))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        foreign = [item for item in items if item.path.parent != Path(mgpu_check.suite.__path__[0])]
+        if foreign:
+            items.clear()  # they are looked at even so
+            raise pytest.UsageError(
+                f"mgpu-check selftest: {foreign[0].path.name}::{foreign[0].name} is no check of the packaged suite, and no "
+                f"fault is planted for it: give options only, or one of {', '.join(files())}"
+            )
         without = [item for item in items if _try_of(item) is None]  # a parameter without a value: not to be run
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
@@ -192,7 +205,9 @@ class Selftest:
         return report
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+    def pytest_report_teststatus(self, report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+        if not isinstance(report, pytest.TestReport):
+            return None
         cell = str(dict(report.user_properties).get(_CELL, ""))
         return ("caught" if cell == CAUGHT else "no finding", cell, cell) if cell and report.when == "call" else None
 

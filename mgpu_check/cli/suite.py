@@ -71,7 +71,10 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     ini = _directory(package) / "pytest.ini"
     # Named, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set here as everywhere.
     ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider"]
-    chosen = [str(ini.with_name(argument)) if names_a_check(argument, package) else argument for argument in arguments]
+    chosen = [
+        str(ini.with_name(word)) if names_a_check(word, package) and before != "-k" else word
+        for before, word in zip(["", *arguments], arguments, strict=False)
+    ]
     if chosen == list(arguments):
         ours += ["--pyargs", package.__name__]
     scratch = Scratch.new("suite")

@@ -87,7 +87,7 @@ def _start(tensors: Tensors) -> Start | None:
     seeds |= {rank: one.built[-1].details["seed"] for rank, one in enumerate(tensors.seen) if one.built}
     told = ""
     if len(set(seeds.values())) > 1:
-        told = "; manual_seed was given " + ", ".join(f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items()))
+        told = "; the seed set last is " + ", ".join(f"{seed} on rank {rank}" for rank, seed in sorted(seeds.items()))
     briefly = f"{different[0]} differs between ranks {where}"
     return Start(f"{briefly} already{told}", briefly)
 

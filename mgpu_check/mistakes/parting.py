@@ -152,24 +152,27 @@ def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
     return look
 
 
+def _by_name(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
+    """Return what looks at a detail of a call that has a value for each of several names."""
+
+    def look(same: Sequence[Event]) -> Found | None:
+        given = [event.details.get(key, {}) for event in same]
+        for name in given[0]:
+            values = [one.get(name) for one in given]
+            if not _same(values) and None not in values:
+                return what.format(name or "it"), [_shown(value) for value in values]
+        return None
+
+    return look
+
+
+_sums = _by_name("parameters", "the sum of {}")
+
+
 def _parameters(same: Sequence[Event]) -> Found | None:
     if len({event.details.get("owns") for event in same}) > 1:
         return None  # each rank calls another part of the model
-    held = [event.details.get("parameters", {}) for event in same]
-    for name in held[0]:
-        values = [one.get(name) for one in held]
-        if not _same(values) and None not in values:
-            return f"the sum of {name}", [_shown(value) for value in values]
-    return None
-
-
-def _training(same: Sequence[Event]) -> Found | None:
-    modes = [event.details.get("training", {}) for event in same]
-    for name in modes[0]:
-        values = [one.get(name) for one in modes]
-        if not _same(values) and None not in values:
-            return f"whether {name or 'it'} is in training mode", [_shown(value) for value in values]
-    return None
+    return _sums(same)
 
 
 def _operands(same: Sequence[Event]) -> Found | None:
@@ -219,7 +222,7 @@ _of_seeds = _detail("seed", "the seed that it is given")
 
 _LOOKS: dict[str, tuple[Callable[[Sequence[Event]], Found | None], ...]] = {
     "backward": (_detail("trained", "which parameters require gradients"), _parameters),
-    "model": (_training, _parameters),
+    "model": (_by_name("training", "whether {} is in training mode"), _parameters),
     "collective": (_operands, _results),
     "clip": (_detail("norm", "the norm that it finds"),),
     "scale": (_detail("scale", "the scale"),),

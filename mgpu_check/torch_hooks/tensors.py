@@ -90,5 +90,5 @@ def memory_of(here: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
     """Return the memory of a contiguous tensor on the CPU, which it keeps alive."""
     size = here.numel() * here.element_size()
     memory = (ctypes.c_char * size).from_address(here.data_ptr() or ctypes.addressof(_NOTHING))
-    memory.of = here  # type: ignore[attr-defined]
+    memory.of = here  # type: ignore[attr-defined]  # an attribute of our own, so that the tensor lives as long
     return memory

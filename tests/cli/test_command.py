@@ -176,6 +176,20 @@ def test_selftest_asks_nothing_of_pairs_that_were_deselected(command):
     assert "sum-misses-the-last-rank" not in text
 
 
+def test_an_expression_may_be_the_name_of_a_file(command):
+    text = command("selftest", "--quick", "-k", "test_mismatch.py", "--collect-only")
+    assert "test_gpu_scalars_are_no_numbers" in text
+    assert "test_scatter" not in text
+    assert "NOT PROVEN" not in text, "nothing was to be run"
+
+
+def test_selftest_refuses_a_test_that_is_none_of_the_suite(command, tmp_path):
+    (tmp_path / "test_mine.py").write_text("def test_of_mine(): pass")
+    text = command("selftest", "test_mine.py", code=4)
+    assert "test_mine.py::test_of_mine is no check of the packaged suite, and no fault is planted for it" in text
+    assert "give options only, or one of test_allreduce.py, test_collectives.py" in text
+
+
 def test_selftest_does_not_share_its_tests(command):
     """The processes of pytest-xdist plant nothing: their checks pass, and say nothing of faults."""
     text = command("selftest", "-n", "2", code=4)

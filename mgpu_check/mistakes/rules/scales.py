@@ -45,15 +45,11 @@ _EXACT = 1e-4
 def unscales_by_its_own(tensors: Tensors) -> Finding | None:
     """Name a scale of each rank's own, where ranks hold one sum of parts, each times another factor."""
     for _, rows in _weighed(tensors):
-        factors = [_ratio(row, rows[0]) for row in rows]
-        known = [factor for factor in factors if factor is not None]
-        if len(known) == len(factors) and max(map(abs, known)) > (1 + _UNLIKE) * min(map(abs, known)):
-            each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
-            return Finding(
-                "decision-per-rank",
-                f"{few(tensors.names)}: ranks hold one and the same sum of parts, each times a factor of its own ({each}), as "
-                "where each rank takes off a loss scale of its own",
-            )
+        found = _own_factors(
+            f"{few(tensors.names)}: ranks hold one and the same sum of parts", [_ratio(row, rows[0]) for row in rows]
+        )
+        if found is not None:
+            return found
     return None
 
 
@@ -64,17 +60,24 @@ def steps_by_its_own_factor(tensors: Tensors) -> Finding | None:
         if any(one.shape != flat[0].shape for one in flat) or int((flat[0] != 0).sum()) < _SEVERAL:
             return None
         factors = [_multiple(one, flat[0]) for one in flat]
-        known = [factor for factor in factors if factor is not None]
-        if len(known) < len(factors):
+        if None in factors:
             return None
-        if max(known) > (1 + _UNLIKE) * min(known):
-            each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
-            return Finding(
-                "decision-per-rank",
-                f"optimizer step {number + 1} finds one and the same gradient on all ranks, each times a factor of its own ({each}), "
-                "as where each rank takes off a loss scale of its own",
-            )
+        found = _own_factors(f"optimizer step {number + 1} finds one and the same gradient on all ranks", factors)
+        if found is not None:
+            return found
     return None
+
+
+def _own_factors(what: str, factors: Sequence[float | None]) -> Finding | None:
+    """Name a scale of each rank's own, where all factors are known and they differ."""
+    known = [factor for factor in factors if factor is not None]
+    if len(known) < len(factors) or max(map(abs, known)) <= (1 + _UNLIKE) * min(map(abs, known)):
+        return None
+    each = ", ".join(f"{factor:.4g} on rank {rank}" for rank, factor in enumerate(known))
+    return Finding(
+        "decision-per-rank",
+        f"{what}, each times a factor of its own ({each}), as where each rank takes off a loss scale of its own",
+    )
 
 
 def _flat(stage: Mapping[Result, torch.Tensor]) -> torch.Tensor:
