@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,16 +11,14 @@ import torch.distributed as dist
 
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.specs.collective_steps import BUFFERS, LENGTH, CollectiveStep
+from mgpu_check.specs.collective_steps import BUFFERS, LENGTH, OF_GROUPS, CollectiveStep
 
 __all__ = ["assert_program_matches"]
 
-State = list[list[torch.Tensor]]
-"""By rank, by number of the tensor."""
-
 
 def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: torch.dtype, place: str) -> None:
-    """Assert that after each of `steps` the tensors of this rank are those of the model, bit for bit.
+    """Assert that after each of `steps` the tensors of this rank are those of the model, bit for bit, but for those of which a
+    collective is under way.
 
     The dtype is one of integers, whose sums wrap around: no step rounds, and no number of steps leaves what it can hold.
 
@@ -27,18 +26,27 @@ def assert_program_matches(rank: Rank, steps: Sequence[CollectiveStep], dtype: t
         CollectiveMismatch: with the first step after which a tensor differs.
     """
     __tracebackhide__ = True
-    model = [_begun(other, rank.size, dtype) for other in range(rank.size)]
+    model = _Model(rank.size, dtype)
     device = rank.device if place == "device" else torch.device("cpu")
-    held = [tensor.to(device, copy=True) for tensor in model[rank.index]]
+    mine = _OfRank(rank, [tensor.to(device, copy=True) for tensor in model.held[rank.index]])
     findings: list[WrongResult] = []
-    for number, step in enumerate(steps):
-        _take(rank, step, held)
-        _follow(model, step)
-        for name, (tensor, right) in enumerate(zip(held, model[rank.index], strict=True)):
-            got = tensor.cpu()
-            if not torch.equal(got, right) and not findings:
-                what = f"step {number + 1} of {len(steps)}, {step}, tensor t{name}, {dtype}, {place} tensors"
+    wrote: dict[int, str] = {}
+
+    def compare() -> None:
+        for name, (tensor, right) in enumerate(zip(mine.held, model.held[rank.index], strict=True)):
+            got = None if name in mine.pending else tensor.cpu()
+            if got is not None and not torch.equal(got, right) and not findings:
+                what = f"{wrote.get(name, 'no step')}, tensor t{name}, {dtype}, {place} tensors"
                 findings.append(WrongResult.of(what, got, right, got != right))
+
+    for number, step in enumerate(steps):
+        mine.take(step)
+        model.take(step)
+        if step.kind not in OF_GROUPS:
+            wrote[step.target] = f"step {number + 1} of {len(steps)}, {step}"
+        compare()
+    mine.finish()
+    compare()
     raise_findings(findings, len(steps), rank)
 
 
@@ -47,62 +55,141 @@ def _begun(rank: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [((torch.arange(count) * 37 + rank * 11 + number * 5) % 101 + rank).to(dtype) for number in range(BUFFERS)]
 
 
-def _take(rank: Rank, step: CollectiveStep, held: list[torch.Tensor]) -> None:
-    """Take a step, with the tensors of this rank."""
-    size, me = rank.size, rank.index
-    target, source, root = held[step.target], held[step.source], step.root % size
-    part = slice(me * LENGTH, (me + 1) * LENGTH)
-    late: dict[str, Any] = {"async_op": step.asynchronous}
-    op = getattr(dist.ReduceOp, step.op)
-    work: Any = None
-    if step.kind == "add":
-        target.add_(source, alpha=me + 1)
-    elif step.kind == "all_reduce":
-        work = dist.all_reduce(target, op, **late)
-    elif step.kind == "reduce":
-        copy = target.clone()
-        work = dist.reduce(copy, root, op, **late)
-    elif step.kind == "broadcast":
-        work = dist.broadcast(target, root, **late)
-    elif step.kind == "all_gather":
-        work = dist.all_gather(list(target.chunk(size)), source[part].clone(), **late)
-    elif step.kind == "reduce_scatter":
-        work = dist.reduce_scatter(target[part], [chunk.clone() for chunk in source.chunk(size)], op, **late)
-    elif step.kind == "all_to_all":
-        work = dist.all_to_all_single(target, source.clone(), **late)
-    elif step.kind == "scatter":
-        work = dist.scatter(
-            target[part], [chunk.clone() for chunk in source.chunk(size)] if me == root else None, root, **late
-        )
-    elif step.kind == "gather":
-        work = dist.gather(source[part].clone(), list(target.chunk(size)) if me == root else None, root, **late)
-    elif step.kind == "shift" and root:
-        given = source.clone()
+def _members(step: CollectiveStep, size: int) -> list[int]:
+    return sorted({member % size for member in step.members})
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Its members, in ascending order, and what torch calls it: None for all ranks."""
+
+    members: list[int]
+    handle: Any = None
+
+
+@dataclass(frozen=True)
+class _Pending:
+    work: Any
+    group: int
+    after: Callable[[], object]
+    """To be called when it is done."""
+
+
+class _OfRank:
+    """The tensors and groups of this rank, and the collectives that are under way.
+
+    Attributes:
+        pending: by the number of the tensor that it writes.
+    """
+
+    def __init__(self, rank: Rank, held: list[torch.Tensor]) -> None:
+        self._rank, self.held = rank, held
+        self._groups = {0: _Group(list(range(rank.size)))}
+        self.pending: dict[int, _Pending] = {}
+
+    def take(self, step: CollectiveStep) -> None:
+        if step.kind == "new_group":
+            members = _members(step, self._rank.size)
+            self._groups[step.group] = _Group(members, dist.new_group(members))
+        elif step.kind == "destroy_group":
+            self._wait([name for name, one in self.pending.items() if one.group == step.group])
+            dist.destroy_process_group(self._groups.pop(step.group).handle)
+        else:
+            self._wait([step.target, step.source])
+            if self._rank.index in self._groups[step.group].members:
+                self._move(step, self._groups[step.group])
+
+    def finish(self) -> None:
+        """Wait for what is under way, and destroy the groups."""
+        self._wait(list(self.pending))
+        for group in self._groups.values():
+            if group.handle is not None:
+                dist.destroy_process_group(group.handle)
+
+    def _wait(self, names: Sequence[int]) -> None:
+        for name in names:
+            pending = self.pending.pop(name, None)
+            if pending is not None:
+                pending.work.wait()
+                pending.after()
+
+    def _move(self, step: CollectiveStep, group: _Group) -> None:
+        size, me = len(group.members), group.members.index(self._rank.index)
+        target, source = (self.held[name][: size * LENGTH] for name in (step.target, step.source))
+        root = step.root % size
+        part = slice(me * LENGTH, (me + 1) * LENGTH)
+        named: dict[str, Any] = {"group": group.handle, "async_op": step.asynchronous}
+        op, of_root = getattr(dist.ReduceOp, step.op), group.members[root]
+        after: Callable[[], object] = bool  # does nothing
+        work: Any = None
+        if step.kind == "add":
+            target.add_(source, alpha=me + 1)
+        elif step.kind == "all_reduce":
+            work = dist.all_reduce(target, op, **named)
+        elif step.kind == "reduce":
+            copy = target.clone()
+            work = dist.reduce(copy, of_root, op, **named)
+            after = (lambda: target.copy_(copy)) if me == root else after
+        elif step.kind == "broadcast":
+            work = dist.broadcast(target, of_root, **named)
+        elif step.kind == "all_gather":
+            work = dist.all_gather(list(target.chunk(size)), source[part].clone(), **named)
+        elif step.kind == "reduce_scatter":
+            work = dist.reduce_scatter(target[part], [chunk.clone() for chunk in source.chunk(size)], op, **named)
+        elif step.kind == "all_to_all":
+            work = dist.all_to_all_single(target, source.clone(), **named)
+        elif step.kind == "scatter":
+            given = [chunk.clone() for chunk in source.chunk(size)] if me == root else None
+            work = dist.scatter(target[part], given, of_root, **named)
+        elif step.kind == "gather":
+            work = dist.gather(source[part].clone(), list(target.chunk(size)) if me == root else None, of_root, **named)
+        elif step.kind == "shift" and root:
+            self._shift(target, source.clone(), group, me, root)
+        if work is None:
+            after()
+        else:
+            self.pending[step.target] = _Pending(work, step.group, after)
+
+    def _shift(self, target: torch.Tensor, given: torch.Tensor, group: _Group, me: int, by: int) -> None:
+        to, of = (group.members[(me + step) % len(group.members)] for step in (by, -by))
         exchange = [
-            dist.P2POp(dist.isend, given, (me + root) % size),
-            dist.P2POp(dist.irecv, target, (me - root) % size),
+            dist.P2POp(dist.isend, given, to, group.handle),
+            dist.P2POp(dist.irecv, target, of, group.handle),
         ]
         for one in dist.batch_isend_irecv(exchange):
             one.wait()
-    if work is not None:
-        work.wait()
-    if step.kind == "reduce" and me == root:
-        target.copy_(copy)
 
 
-def _follow(model: State, step: CollectiveStep) -> None:
-    """Take a step, with the tensors of all ranks."""
-    root = step.root % len(model)
-    targets = [tensors[step.target] for tensors in model]
-    sources = [tensors[step.source].clone() for tensors in model]
-    for rank, (target, right) in enumerate(zip(targets, _after(step, root, targets, sources), strict=True)):
-        if step.kind in ("reduce", "gather") and rank != root:
-            continue
-        if step.kind in ("reduce_scatter", "scatter"):
-            part = slice(rank * LENGTH, (rank + 1) * LENGTH)
-            target[part] = right[part]
-        else:
-            target.copy_(right)
+class _Model:
+    """The tensors of all ranks in one process.
+
+    Attributes:
+        held: by rank, by number of the tensor.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.held = [_begun(rank, size, dtype) for rank in range(size)]
+        self._groups = {0: list(range(size))}
+
+    def take(self, step: CollectiveStep) -> None:
+        if step.kind == "new_group":
+            self._groups[step.group] = _members(step, len(self.held))
+            return
+        if step.kind == "destroy_group":
+            del self._groups[step.group]
+            return
+        members = self._groups[step.group]
+        length, root = len(members) * LENGTH, step.root % len(members)
+        targets = [self.held[rank][step.target][:length] for rank in members]
+        sources = [self.held[rank][step.source][:length].clone() for rank in members]
+        for number, (target, right) in enumerate(zip(targets, _after(step, root, targets, sources), strict=True)):
+            if step.kind in ("reduce", "gather") and number != root:
+                continue
+            if step.kind in ("reduce_scatter", "scatter"):
+                part = slice(number * LENGTH, (number + 1) * LENGTH)
+                target[part] = right[part]
+            else:
+                target.copy_(right)
 
 
 def _after(

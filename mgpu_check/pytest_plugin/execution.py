@@ -36,6 +36,8 @@ BOUND_TO_PYTEST = frozenset(
 )
 """Fixtures that act on the pytest process; in another one they would be silent, or wrong."""
 
+_COPIES = "generate_mutations_from"
+
 
 class Absent(protocol.Placeholder):
     """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test can have them."""
@@ -72,6 +74,7 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
     with (
         by_value(modules_of(item)),
         _settings_for_ranks(item),
+        _each_example_for_itself() if is_packaged(item) else contextlib.nullcontext(),
         keeping_steps(),
         reported_to(session.met.append),
         heard_by(session.hear_covered),
@@ -229,3 +232,23 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
         yield
     finally:
         function._hypothesis_internal_use_settings = current
+
+
+@contextlib.contextmanager
+def _each_example_for_itself() -> Iterator[None]:
+    """Have Hypothesis draw each example anew.
+
+    From the tenth on, it makes five of six by copying parts of the one before within it: they have the world size of that,
+    its dtype and its layout, and a check of some dozens of examples sees a handful of each.
+    """
+    from hypothesis.internal.conjecture.engine import ConjectureRunner
+
+    copied = getattr(ConjectureRunner, _COPIES, None)
+    if copied is None:
+        yield  # this Hypothesis does not do it
+        return
+    setattr(ConjectureRunner, _COPIES, lambda runner, data: None)
+    try:
+        yield
+    finally:
+        setattr(ConjectureRunner, _COPIES, copied)

@@ -182,6 +182,21 @@ def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) 
     return pg
 
 
+def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
+    """Let go of groups that are destroyed: the threads of each are there as long as anything refers to it."""
+
+    @functools.wraps(original)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        world = dist.group.WORLD
+        given = [group] if group is not None and group is not world else [*c10d._world.pg_map]
+        names = [one.group_name for one in given if isinstance(one, _pg)]
+        original(group)
+        for name in names:
+            _groups.pop(name, None)
+
+    return destroy_process_group
+
+
 def _split(original: Callable[..., dist.ProcessGroup | None]) -> Callable[..., dist.ProcessGroup | None]:
     @functools.wraps(original)
     def split_group(
@@ -267,6 +282,7 @@ def install_groups(patches: Patches) -> None:
     on_construction(_constructed)
     patches.at_exit(_groups.clear)
     patches.wrap(c10d, "_new_process_group_helper", _helper)
+    patches.replace(dist.destroy_process_group, _forgetting(dist.destroy_process_group))
     patches.replace(dist.is_nccl_available, _is_nccl_available)
     if vars(c10d)["default_pg_nccl_timeout"] is None:
         patches.set(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))

@@ -3,30 +3,107 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from hypothesis import strategies as st
 
 from mgpu_check.specs.collective_calls import COPIED, REDUCED
-from mgpu_check.specs.collective_steps import BUFFERS, STEPS, CollectiveStep
+from mgpu_check.specs.collective_steps import BUFFERS, GROUPS, OF_GROUPS, STEPS, CollectiveStep
 from mgpu_check.specs.messages import Message
 
 __all__ = ["mesh_shapes", "messages", "programs"]
 
 
+class _Machine:
+    """A machine of which a program is drawn, step by step: it knows which groups there are."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        self._draw = draw
+        self._alive: list[int] = []
+        self.steps: list[CollectiveStep] = []
+
+    def take(self, kind: str) -> None:
+        """Add a step of this kind, or one of `_PHRASES`; in place of one that cannot be, for too many groups or none, the other."""
+        if kind in _PHRASES:
+            _PHRASES[kind](self)
+        elif kind not in OF_GROUPS:
+            self._move(kind)
+        elif (kind == "new_group" and len(self._alive) < GROUPS) or not self._alive:
+            self._new_group()
+        else:
+            self._destroy_group()
+
+    def _move(self, kind: str, **given: Any) -> CollectiveStep:
+        """Add a step that moves data; what is not given is drawn."""
+        target = given.pop("target", None)
+        if target is None:
+            target = self._draw(st.integers(0, BUFFERS - 1))
+        if "source" not in given:
+            given["source"] = (target + self._draw(st.integers(1, BUFFERS - 1))) % BUFFERS
+        if "asynchronous" not in given:
+            given["asynchronous"] = self._draw(st.booleans())
+        if "group" not in given:
+            given["group"] = self._draw(st.sampled_from((0, *self._alive)))
+        op = self._draw(st.sampled_from(("SUM", "MIN", "MAX")))
+        step = CollectiveStep(kind, target, root=self._draw(st.integers(0, 63)), op=op, **given)
+        self.steps.append(step)
+        return step
+
+    def _new_group(self) -> int:
+        """Make a group, of at least two ranks wherever there are two."""
+        group: int = min({*range(1, GROUPS + 1)} - {*self._alive})
+        first = self._draw(st.integers(0, 62))
+        others = self._draw(st.lists(st.integers(0, 63), max_size=6, unique=True))
+        self._alive.append(group)
+        members = dict.fromkeys((first, first + 1, *others))
+        self.steps.append(CollectiveStep("new_group", group=group, members=tuple(members)))
+        return group
+
+    def _destroy_group(self) -> None:
+        group = self._alive.pop(self._draw(st.integers(0, len(self._alive) - 1)))
+        self.steps.append(CollectiveStep("destroy_group", group=group))
+
+    def _overlap(self) -> None:
+        """Begin two collectives in different groups, before either is waited for."""
+        if not self._alive:
+            self._new_group()
+        one, other, *sources = self._draw(st.permutations(range(BUFFERS)))
+        groups = self._draw(st.permutations((0, *self._alive)))
+        for target, source, group in zip((one, other), sources, groups, strict=False):
+            kind = self._draw(st.sampled_from(_LATE))
+            self._move(kind, target=target, source=source, group=group, asynchronous=True)
+
+    def _renew(self) -> None:
+        """Destroy a group, and use one that was made after it."""
+        if not self._alive:
+            self._new_group()
+        self._destroy_group()
+        self._move("all_reduce", group=self._new_group())
+
+    def _repeat(self) -> None:
+        """Take half of the kinds of steps twice, the second time with other data."""
+        for kind in self._draw(st.permutations(_LATE))[: len(_LATE) // 2]:
+            step = self._move(kind)
+            self._move("add", target=step.source, group=0)
+            self._move(kind, target=step.target, source=step.source, group=step.group)
+
+
+_LATE = tuple(kind for kind in STEPS if kind not in ("add", "shift"))
+"""What can be under way."""
+_PHRASES = {"overlap": _Machine._overlap, "renew": _Machine._renew, "repeat": _Machine._repeat}
+
+
 @st.composite
-def programs(draw: st.DrawFn, most: int = 24) -> list[CollectiveStep]:
-    """Draw programs; each begins with one step of every kind, in a drawn order."""
-    number = st.integers(0, BUFFERS - 1)
-    steps = []
-    for kind in [
-        *draw(st.permutations(STEPS)),
-        *draw(st.lists(st.sampled_from(STEPS), min_size=8, max_size=most - len(STEPS))),
-    ]:
-        target = draw(number)
-        source = (target + draw(st.integers(1, BUFFERS - 1))) % BUFFERS
-        op = draw(st.sampled_from(("SUM", "MIN", "MAX")))
-        steps.append(CollectiveStep(kind, target, source, draw(st.integers(0, 63)), op, draw(st.booleans())))
-    return steps
+def programs(draw: st.DrawFn) -> list[CollectiveStep]:
+    """Draw programs of some 30 to 60 steps: each has every kind of step, and every phrase, at first in a drawn order."""
+    machine = _Machine(draw)
+    all_kinds = (*STEPS, *_PHRASES)
+    for kind in (
+        *draw(st.permutations(all_kinds)),
+        *draw(st.lists(st.sampled_from((*all_kinds, *OF_GROUPS)), max_size=8)),
+    ):
+        machine.take(kind)
+    return machine.steps
 
 
 def messages(size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False) -> list[Message]:

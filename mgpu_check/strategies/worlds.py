@@ -46,7 +46,9 @@ def _up_to(least: int, most: int | None, available: int, argument: str) -> st.Se
             f"--gpus={least} gives it more, and a mark of the test must not ask for less"
         )
     largest = available if most is None else min(most, available)
-    return st.integers(least, largest) | st.just(largest)  # each draw of the largest tries the most devices
+    # The largest tries the most devices; of it and the one below, one is odd, and one no power of two.
+    below = largest - 1 if largest > max(least, 2) else largest
+    return st.integers(least, largest) | st.sampled_from((largest, below))
 
 
 def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:

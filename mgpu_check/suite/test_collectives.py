@@ -152,7 +152,7 @@ def test_device_meshes(ranks: Ranks, size: int) -> None:
     ranks.run(_meshes, steps.mesh_shapes(size), size=size)
 
 
-@examples(40, quick=4)
+@examples(24, quick=4)
 @given(size=calls.worlds(), program=steps.programs(), dtype=st.sampled_from(("int64", "int32", "uint8")), place=PLACES)
 def test_programs_of_collectives(
     ranks: Ranks, size: int, program: list[CollectiveStep], dtype: str, place: str

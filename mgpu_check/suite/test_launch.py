@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import pytest
-
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.settings import active
 
@@ -34,8 +32,6 @@ def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, obj
 
 def test_script_that_spawns_its_ranks(ranks: Ranks) -> None:
     """A script that spawns a rank for each GPU that it sees learns on all of them."""
-    if active().gpu_level == "quick":
-        pytest.skip("each rank imports torch: at --gpu-level=standard")
     # Two show what more would: each has to import torch.
     count = min(2, ranks.size)
     ranks.run(_spawned, count, size=1, timeout=active().rank_timeout + _SECONDS_OF_A_RANK * count)

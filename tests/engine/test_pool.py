@@ -68,6 +68,33 @@ def test_every_size_has_a_default_group_of_that_size(pool):
         assert pool.run(body, size=size) == [(size, size, 4)] * size
 
 
+@pytest.mark.parametrize("destroyed", [True, False], ids=["by the test", "when it has ended"])
+def test_groups_that_are_gone_have_no_threads(pool, destroyed):
+    def threads():
+        return len(os.listdir("/proc/self/task"))
+
+    def body(rank, destroyed):
+        import torch
+        import torch.distributed as dist
+
+        for members in ([0, 1], [1, 0, 2]):
+            group = dist.new_group(members)
+            if rank.index in members:
+                dist.all_reduce(torch.ones(1, device=rank.device), group=group)
+            if destroyed:
+                dist.destroy_process_group(group)
+
+    pool.run(body, destroyed)
+    pool.end_test(failed=False)
+    pool.begin_test()
+    before = pool.run(threads)
+    for _ in range(3):
+        pool.run(body, destroyed)
+        pool.end_test(failed=False)
+        pool.begin_test()
+    assert pool.run(threads) == before
+
+
 def test_ranks_and_the_node_process_have_looked_at_their_devices(pool):
     """As on real devices: the mask that a test sets is for the processes that it starts."""
 

@@ -6,7 +6,10 @@ import re
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import Phase, given, seed, settings
+from hypothesis import strategies as st
 
+from mgpu_check.pytest_plugin import execution
 from mgpu_check.pytest_plugin.report.drawn import Drawn
 from mgpu_check.pytest_plugin.report.table import row_of
 from mgpu_check.specs.contributions import Contributions
@@ -67,3 +70,22 @@ def test_a_run_tells_what_was_drawn_and_a_skipped_check_has_drawn_nothing(run, p
 
 def test_a_file_that_cannot_be_imported_has_no_row():
     assert row_of(pytest.CollectReport("test_x.py", "failed", None, None)) is None
+
+
+def test_examples_of_a_packaged_check_are_no_copies_of_each_other():
+    def different() -> int:
+        """Draw large numbers a hundred times; how many have come first in an example."""
+        firsts: list[int] = []
+
+        @seed(1)
+        @settings(max_examples=100, database=None, phases=[Phase.generate])
+        @given(numbers=st.lists(st.integers(2**32, 2**40), min_size=6, max_size=6))
+        def draw(numbers: list[int]) -> None:
+            firsts.append(numbers[0])
+
+        draw()
+        return len(set(firsts))
+
+    with execution._each_example_for_itself():
+        assert different() > 80
+    assert different() < 50, "Hypothesis does not copy examples any more"

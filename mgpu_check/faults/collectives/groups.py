@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from mgpu_check.faults.collectives.planting import Seen, around, spoiled
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
-_GROUPS, _MESHES = "test_groups", "test_device_meshes"
+_GROUPS, _MESHES, _PROGRAMS = "test_groups", "test_device_meshes", "test_programs_of_collectives"
 
 
 @fault("collectives", "a broadcast in a group comes from its first member", caught_by=(_GROUPS,), condition="groups")
@@ -132,4 +133,71 @@ def coordinate_of_another() -> Iterator[None]:
         return [0] * len(found) if found is not None and dist.get_rank() == dist.get_world_size() - 1 else found
 
     with replaced(DeviceMesh, "get_coordinate", get_coordinate):
+        yield
+
+
+@fault(
+    "collectives",
+    "a collective that is under way loses an element when another group begins one",
+    caught_by=(_PROGRAMS,),
+    condition="async, in two groups at once",
+)
+def lost_beside_another_group() -> Iterator[None]:
+    begun: list[Any] = []
+
+    @dataclass
+    class Late:
+        work: dist.Work
+        seen: Seen
+        number: int
+
+        def wait(self) -> object:
+            done = self.work.wait()
+            if any(group is not self.seen.group for group in begun[self.number :]):
+                self.seen.first.view(-1)[-1:].zero_()
+            return done
+
+    def late(seen: Seen) -> Any:
+        work = seen.call()
+        if not isinstance(work, dist.Work):
+            return work
+        begun.append(seen.group)
+        return Late(work, seen, len(begun))
+
+    with around(late, "all_reduce", "broadcast", "all_to_all_single"):
+        yield
+
+
+@fault(
+    "collectives",
+    "a group that is made when another was destroyed has the tensors of its first member only",
+    caught_by=(_PROGRAMS,),
+    condition="groups made after one was destroyed",
+)
+def group_after_another() -> Iterator[None]:
+    destroyed: list[Any] = []
+    later: list[Any] = []
+
+    def destroy(group: Any = None) -> None:
+        destroyed.append(group)
+        real_destroy(group)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        group = real_make(*args, **kwargs)
+        if destroyed:
+            later.append(group)
+        return group
+
+    def reduce(seen: Seen) -> Any:
+        if seen.size < 2 or not any(group is seen.group for group in later):
+            return seen.call()
+        seen.first.mul_(dist.get_rank(seen.group) == 0)
+        return seen.call()
+
+    real_destroy, real_make = dist.destroy_process_group, dist.new_group
+    with (
+        around(reduce, "all_reduce"),
+        replaced(dist, "destroy_process_group", destroy),
+        replaced(dist, "new_group", make),
+    ):
         yield
