@@ -13,7 +13,7 @@ import pytest
 
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
-from mgpu_check.cli.selftest_matrix import CAUGHT, ERROR, PASSED, SKIPPED, of_properties
+from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, ERROR, PASSED, SKIPPED, of_properties
 from mgpu_check.cli.suite import asks_for_gpus, files, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
@@ -33,7 +33,8 @@ _CELL = "mgpu_check.cell"
 def main(argv: Sequence[str]) -> int:
     """Plant each fault for the checks that must catch it, and run every check without any.
 
-    ``--quick`` plants a third of the faults, the same always. ``--all-pairs`` tries each on all checks of its property.
+    ``--quick`` plants a third of the faults, the same always. ``--all-pairs`` tries each on all checks of its property,
+    and wants each check to catch one that no other catches.
     ``--seeds=N`` tries each pair with the seeds 0 to N-1, and wants 19 of 20 to catch it.
 
     Returns:
@@ -92,7 +93,7 @@ class Selftest:
         self.all_pairs = all_pairs
         self.seeds = seeds
         self.collects_only = False
-        self.matrices = of_properties(PROPERTIES, faults, self.chosen)
+        self.matrices = of_properties(PROPERTIES, faults, self.chosen, all_pairs=all_pairs)
         self.out_of_reach: list[Fault] = []
         self._settings: dict[Any, Any] = {}
 
@@ -217,9 +218,10 @@ class Selftest:
         for matrix in tried:
             print("\n".join(matrix.lines()))
         caught, pairs = sum(matrix.pairs_caught for matrix in tried), sum(len(matrix.cells) for matrix in tried)
+        alone = f"{ALONE} by this check alone, " if self.all_pairs and not self.seeds else ""
         how = f" by 19 of 20 of the seeds 0 to {self.seeds - 1}" if self.seeds else ""
         print(
-            f"\n{CAUGHT} caught, {PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; "
+            f"\n{CAUGHT} caught, {alone}{PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; "
             f"{caught} of {pairs} pairs are caught{how}"
         )
         wrong = [line for matrix in tried for line in matrix.not_proven()]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.cli.selftest import Selftest
-from mgpu_check.cli.selftest_matrix import CAUGHT, PASSED, Matrix
+from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, Matrix
 from mgpu_check.faults.registry import all_faults
 from mgpu_check.settings import resolve
 from mgpu_check.suite import budget
@@ -233,6 +233,23 @@ def test_selftest_fails_where_a_check_catches_nothing():
     matrix = Matrix("allreduce", [one], ["test_all_reduce", "test_ring_allreduce"])
     matrix.add("mean-instead-of-sum", "test_all_reduce", CAUGHT)
     assert list(matrix.not_proven()) == ["test_ring_allreduce catches no fault of allreduce"]
+
+
+def test_selftest_of_all_pairs_wants_a_fault_that_each_check_catches_alone():
+    faults = all_faults()
+    mean, ring = faults["mean-instead-of-sum"], faults["ring-skips-a-chunk"]
+    matrix = Matrix("allreduce", [mean, ring], ["test_all_reduce", "test_ring_allreduce"], all_pairs=True)
+    for fault, outcomes in ((mean, CAUGHT + CAUGHT), (ring, PASSED + CAUGHT)):
+        for check, outcome in zip(matrix.checks, outcomes, strict=True):
+            matrix.add(fault.name, check, outcome)
+    missing = "test_all_reduce catches no fault of allreduce that no other check catches"
+    assert list(matrix.not_proven()) == [missing]
+    rows = [line.split()[:3] for line in matrix.lines()]
+    assert ["mean-instead-of-sum", CAUGHT, CAUGHT] in rows
+    assert ["ring-skips-a-chunk", PASSED, ALONE] in rows
+    matrix.deselected.add((ring.name, "test_tree_allreduce"))
+    assert list(matrix.not_proven()) == [], "another check may catch it, and was not tried"
+    assert ["ring-skips-a-chunk", PASSED, CAUGHT] in [line.split()[:3] for line in matrix.lines()]
 
 
 @pytest.mark.parametrize(("level", "of_140", "of_5"), [("quick", 35, 5), ("standard", 140, 5), ("long", 1400, 50)])
