@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
@@ -204,16 +205,23 @@ def stale_parameters_gathered() -> Iterator[None]:
     "sharded",
     "gradients that were accumulated are overwritten by the last micro-batch",
     caught_by=("test_fully_shard",),
-    condition="steps of several micro-batches",
+    condition="steps of several micro-batches, meshes of one dimension",
 )
 def accumulated_gradients_lost() -> Iterator[None]:
+    real_accumulate = fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed
+    real_keep = fsdp_param.FSDPParam.to_accumulated_grad_if_needed
+
     def accumulate(self: Any) -> None:
-        if self.unsharded_accumulated_grad is not None and self.unsharded_param.grad is not None:
+        if self.mesh_info.mesh.ndim > 1:
+            real_accumulate(self)
+        elif self.unsharded_accumulated_grad is not None and self.unsharded_param.grad is not None:
             self.unsharded_accumulated_grad = self.unsharded_param.grad
             self.unsharded_param.grad = None
 
     def keep(self: Any) -> None:
-        if self._unsharded_param.grad is not None:
+        if self.mesh_info.mesh.ndim > 1:
+            real_keep(self)
+        elif self._unsharded_param.grad is not None:
             grad = self._unsharded_param.grad
             self._unsharded_param.grad = None
             self.unsharded_accumulated_grad = grad
@@ -232,12 +240,20 @@ def accumulated_gradients_lost() -> Iterator[None]:
     condition="meshes of two dimensions",
 )
 def repeats_not_reduced() -> Iterator[None]:
-    real = dist.all_reduce
+    real, real_all_reduce = collectives.foreach_reduce, dist.all_reduce
+    reducing: list[bool] = []
+
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        reducing.append(True)
+        try:
+            return real(*args, **kwargs)
+        finally:
+            reducing.pop()
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real(tensor.clone(), *args, **kwargs)
+        return real_all_reduce(tensor.clone() if reducing else tensor, *args, **kwargs)
 
-    with replaced(dist, "all_reduce", all_reduce):
+    with replaced(fsdp_param_group, "foreach_reduce", reduce), replaced(dist, "all_reduce", all_reduce):
         yield
 
 
