@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mgpu_check.gates.batches import has_padding, samples_in
-from mgpu_check.gates.observing import observe
+from mgpu_check.gates.observing import observe, parameters_of
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Alternative, Division, Hypotheses, Other
@@ -64,22 +64,17 @@ def run_hypotheses(rank: Rank, program: Program, scenario: Scenario, windows: in
 def _biases(program: Program) -> list[tuple[str, ...]]:
     """Return groups of biases that one line of code adds: those of one name in the same place of each block; and all."""
     groups: dict[str, list[str]] = {}
-    for name, value in _parameters(program.build()):
+    for name, value in parameters_of(modules_of(program.build())):
         if name.rpartition(".")[2] == "bias" and value.dim() == 1 and value.is_floating_point():
             groups.setdefault(".".join(name.split(".")[-2:]), []).append(name)
     found = [tuple(group) for group in groups.values()][:_GROUPS]
     return found if len(groups) < 2 else [*found, tuple(itertools.chain.from_iterable(groups.values()))]
 
 
-def _parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in modules_of(model).items():
-        yield from ((prefix + name, value) for name, value in module.named_parameters())
-
-
 def _build_with(build: Callable[[], Any], names: Sequence[str], times: int) -> Any:
     """Build the model with some parameters as many times as large."""
     model = build()
-    for name, value in _parameters(model):
+    for name, value in parameters_of(modules_of(model)):
         if name in names:
             value.data = value.data * times
     return model

@@ -28,7 +28,7 @@ from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
 
-__all__ = ["Around", "Nudge", "observe", "plain_copy"]
+__all__ = ["Around", "Nudge", "observe", "parameters_of", "plain_copy"]
 
 Nudge = Callable[[int, Result, torch.Tensor], None]
 Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
@@ -130,6 +130,11 @@ def _state_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Literal["param
     for prefix, module in modules.items():
         yield from (("params", prefix + name, value) for name, value in module.named_parameters())
         yield from (("buffers", prefix + name, value) for name, value in module.named_buffers())
+
+
+def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter of modules that are named by prefixes: its name, its value."""
+    return ((name, value) for kind, name, value in _state_of(modules) if kind == "params")
 
 
 def _widen(modules: Mapping[str, nn.Module]) -> None:
@@ -260,7 +265,7 @@ class _StepRecorder:
                     self._seen.stepped[name] = digest_of(parameter.detach()), digest_of(parameter.grad)
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, value) for kind, name, value in _state_of(self._modules) if kind == "params")
+        return parameters_of(self._modules)
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
