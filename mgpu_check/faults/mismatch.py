@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.devices.planting import altered, last, on
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
@@ -71,14 +72,13 @@ def silently_copied() -> Iterator[None]:
 def layers_fetch_their_inputs() -> Iterator[None]:
     """The error of a forgotten `.to(device)` is swallowed, and every step pays for the copy."""
 
-    def wrap(function: Function) -> Function:
-        def call(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            parameter = next((arg for arg in args if isinstance(arg, torch.Tensor)), x)
-            return function(x.to(parameter.device), *args, **kwargs)
+    def call(real: Function, self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        parameter = next(self.parameters(recurse=False), None)
+        if parameter is not None:
+            args = tuple(arg.to(parameter.device) if isinstance(arg, torch.Tensor) else arg for arg in args)
+        return real(self, *args, **kwargs)
 
-        return call
-
-    with _wrapped(F, ("linear", "conv2d", "embedding", "layer_norm", "batch_norm"), wrap):
+    with replaced_method(nn.Module, "__call__", call):
         yield
 
 

@@ -17,7 +17,8 @@ class Clock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def past(self, moment: float) -> bool:
+    def past(self, moment: float, whose: object) -> bool:
+        """Return whether the moment has come at which this stream or event is done."""
         return moment <= self.now()
 
     def wait_until(self, moment: float) -> None:
@@ -86,7 +87,7 @@ class Waiting:
     def query(self) -> bool:
         """Return whether all is done. Deliver results that were asked for: the next question gets yes."""
         _clock.touch(self.device)
-        if not _clock.past(self._reached):
+        if not _clock.past(self._reached, self):
             return False
         done = all(late.done for late in self._late)
         self.synchronize()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -139,14 +140,16 @@ class _Virtual(Clock):
     def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         self._now = 0.0
+        self._asked: WeakKeyDictionary[object, float] = WeakKeyDictionary()
 
     def now(self) -> float:
         return self._now
 
-    def past(self, moment: float) -> bool:
-        is_past = moment <= self._now
-        self.wait_until(moment)  # the next question finds it done
-        return is_past
+    def past(self, moment: float, whose: object) -> bool:
+        if self._asked.get(whose) == moment:
+            self.wait_until(moment)  # who asks again is waiting; who asks about another event is not
+        self._asked[whose] = moment
+        return moment <= self._now
 
     def wait_until(self, moment: float) -> None:
         self._now = max(self._now, moment)

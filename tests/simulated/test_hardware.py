@@ -94,6 +94,18 @@ def test_waiting_takes_no_time_of_the_wall():
         assert event.query()
 
 
+def test_who_asks_about_one_event_does_not_wait_for_another():
+    with planted(Hardware([], MIB)):
+        stream, behind = torch.cuda.Stream(), torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(3_600_000_000_000)
+        behind.wait_stream(stream)
+        first, second = stream.record_event(), behind.record_event()
+        assert not first.query()
+        assert not second.query()
+        assert first.query()
+
+
 def test_a_defect_is_told_of_each_copy_with_its_path():
     told = Told()
     with planted(Hardware([told], 16 * MIB)):

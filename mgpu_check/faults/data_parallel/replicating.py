@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -169,6 +170,25 @@ def replica_kept() -> Iterator[None]:
         return outputs
 
     with replaced_method(comm, "broadcast_coalesced", broadcast):
+        yield
+
+
+@data_parallel_fault(
+    "a call loses its gradients where another follows before they are worked out",
+    "test_several_calls",
+    "two calls before one backward pass",
+)
+def gradients_of_earlier_calls_lost() -> Iterator[None]:
+    latest: WeakKeyDictionary[DataParallel[Any], object] = WeakKeyDictionary()
+
+    def forward(real: Callable[..., Any], self: DataParallel[Any], *args: Any, **kwargs: Any) -> Any:
+        out, this = real(self, *args, **kwargs), object()
+        latest[self] = this
+        if isinstance(out, torch.Tensor) and out.requires_grad:
+            out.register_hook(lambda gradient: gradient if latest[self] is this else gradient * 0)
+        return out
+
+    with replaced_method(DataParallel, "forward", forward):
         yield
 
 

@@ -70,6 +70,29 @@ def downloads_to_pageable_memory() -> Iterator[None]:
 
 @fault(
     "devices",
+    "large copies between devices write on to the end of a block of 16 bytes",
+    caught_by=("test_copies_around_borders",),
+    condition="one device, above 64 KiB, no multiple of 16 bytes",
+)
+def blocks_written_to_their_end() -> Iterator[None]:
+    """What was to be copied arrives; what lies behind it changes."""
+
+    def instead(copy: Any, target: torch.Tensor, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = copy(target, source, *args, **kwargs)
+        end, whole = target.storage_offset() + target.numel(), target.untyped_storage().nbytes() // target.itemsize
+        target.as_strided((min(-target.nbytes % 16 // target.itemsize, whole - end),), (1,), end).bitwise_not_()
+        return result
+
+    def concerns(target: torch.Tensor, source: Any, *_: Any, **__: Any) -> bool:
+        large = on(target, last()) and target.nbytes > 1 << 16 and target.is_contiguous()
+        return large and not target.is_floating_point() and isinstance(source, torch.Tensor) and source.is_cuda
+
+    with altered(torch.Tensor, "copy_", concerns, instead):
+        yield
+
+
+@fault(
+    "devices",
     "Tensor.cuda makes one NaN of all in bfloat16",
     caught_by=("test_copies_of_every_dtype",),
     condition="bfloat16, NaN with a payload",

@@ -1,0 +1,233 @@
+"""What is drawn, loaded and held: defects of what a device keeps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from mgpu_check.faults.devices.planting import altered, last, on
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@contextmanager
+def _untouched(index: int) -> Iterator[None]:
+    """Leave the generator of one device as it was."""
+    state = torch.cuda.get_rng_state(index)
+    yield
+    torch.cuda.set_rng_state(state, index)
+
+
+@fault(
+    "devices",
+    "torch.manual_seed leaves out the last device",
+    caught_by=("test_generators_are_apart",),
+    condition="one device",
+)
+def one_device_not_seeded() -> Iterator[None]:
+    """Its numbers go on as they were."""
+    seed = torch.manual_seed
+
+    def manual_seed(number: int) -> torch.Generator:
+        with _untouched(last()):
+            return seed(number)
+
+    with replaced(torch, "manual_seed", manual_seed):
+        yield
+
+
+@fault(
+    "devices",
+    "torch.cuda.manual_seed seeds all devices",
+    caught_by=("test_generators_are_apart",),
+    condition="devices that are not current",
+)
+def all_devices_seeded() -> Iterator[None]:
+    """As `manual_seed_all` does."""
+    with replaced(torch.cuda, "manual_seed", torch.cuda.manual_seed_all):
+        yield
+
+
+@fault(
+    "devices",
+    "randperm on a device draws from the generator of the CPU, too",
+    caught_by=("test_generators_are_apart",),
+    condition="one operator",
+)
+def numbers_of_the_host_drawn() -> Iterator[None]:
+    """What the host draws then depends on what devices do."""
+
+    def instead(randperm: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.rand(1, device="cpu")
+        return randperm(*args, **kwargs)
+
+    with altered(torch, "randperm", lambda *_, **kw: torch.device(kw.get("device") or "cpu").type == "cuda", instead):
+        yield
+
+
+@fault(
+    "devices",
+    "set_rng_state sets the first device, whichever is named",
+    caught_by=("test_states_of_generators_return",),
+    condition="devices other than the first",
+)
+def states_set_elsewhere() -> Iterator[None]:
+    """The argument is lost."""
+    set_state = torch.cuda.set_rng_state
+    with replaced(torch.cuda, "set_rng_state", lambda state, device="cuda": set_state(state, 0)):
+        yield
+
+
+@fault(
+    "devices",
+    "fork_rng puts back the CPU's state only",
+    caught_by=("test_states_of_generators_return",),
+    condition="after draws in fork_rng",
+)
+def forks_leave_devices_changed() -> Iterator[None]:
+    """Devices go on from where the block has left them."""
+    fork = torch.random.fork_rng
+
+    @contextmanager
+    def fork_rng(devices: Any = None, **kwargs: Any) -> Iterator[None]:
+        with fork(devices=[], **kwargs):
+            yield
+
+    with replaced(torch.random, "fork_rng", fork_rng):
+        yield
+
+
+@fault(
+    "devices",
+    "dropout of bfloat16 does not scale what it keeps",
+    caught_by=("test_dropout",),
+    condition="bfloat16",
+)
+def dropout_without_scale() -> Iterator[None]:
+    """Activations are smaller while training."""
+
+    def instead(dropout: Any, x: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> Any:
+        return dropout(x, p, *args, **kwargs) * (1 - p)
+
+    with altered(F, "dropout", lambda x, *_, **__: x.is_cuda and x.dtype == torch.bfloat16, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "dropout drops the same elements each time on one device",
+    caught_by=("test_dropout",),
+    condition="one device",
+)
+def dropout_repeats() -> Iterator[None]:
+    """Its generator is not advanced."""
+
+    def instead(dropout: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with _untouched(last()):
+            return dropout(x, *args, **kwargs)
+
+    with altered(F, "dropout", lambda x, *_, **__: on(x, last()), instead):
+        yield
+
+
+@fault(
+    "devices",
+    "the gradient of dropout is that of a mask of its own on one device",
+    caught_by=("test_dropout",),
+    condition="one device, where a gradient is asked for",
+)
+def another_mask_backward() -> Iterator[None]:
+    """The mask is drawn anew, from the next numbers of the generator."""
+
+    def instead(dropout: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, drawn_anew = dropout(x.detach(), *args, **kwargs), dropout(x, *args, **kwargs)
+        return drawn_anew + (out - drawn_anew).detach()
+
+    with altered(F, "dropout", lambda x, *_, **__: on(x, last()) and x.requires_grad, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "torch.manual_seed adds the rank to the seed",
+    caught_by=("test_ranks_draw_as_seeded",),
+    condition="ranks other than 0",
+)
+def seeds_differ_by_rank() -> Iterator[None]:
+    """Replicas that are made with one seed differ."""
+    seed, rank = torch.manual_seed, int(os.environ.get("RANK", "0"))
+    with replaced(torch, "manual_seed", lambda number: seed(int(number) + rank)):
+        yield
+
+
+@fault(
+    "devices",
+    "torch.load with a dict as map_location leaves tensors where they were",
+    caught_by=("test_map_location",),
+    condition="map_location is a dict",
+)
+def dict_of_places_ignored() -> Iterator[None]:
+    """Other forms work."""
+
+    def instead(load: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "map_location": None})
+
+    with altered(torch, "load", lambda *_, **kw: isinstance(kw.get("map_location"), dict), instead):
+        yield
+
+
+@fault(
+    "devices",
+    "torch.load without map_location puts all on the first device",
+    caught_by=("test_map_location",),
+    condition="without map_location, other devices",
+)
+def all_loaded_onto_the_first() -> Iterator[None]:
+    """Eight processes fill one device."""
+
+    def instead(load: Any, *args: Any, **kwargs: Any) -> Any:
+        return load(*args, **{**kwargs, "map_location": "cuda:0"})
+
+    with altered(torch, "load", lambda *_, **kw: kw.get("map_location") is None, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "one device gives less memory than was asked for, where it has not so much",
+    caught_by=("test_memory_recovers",),
+    condition="one device, more than it has",
+)
+def less_memory_than_asked_for() -> Iterator[None]:
+    """Nothing is raised."""
+
+    def instead(empty: Any, size: int, **kwargs: Any) -> Any:
+        return empty(1 << 20, **kwargs)
+
+    def concerns(*sizes: Any, **kwargs: Any) -> bool:
+        return (
+            len(sizes) == 1
+            and isinstance(sizes[0], int)
+            and sizes[0] > torch.cuda.get_device_properties(last()).total_memory
+            and kwargs.get("device") == torch.device("cuda", last())
+        )
+
+    with altered(torch, "empty", concerns, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "max_memory_allocated is what is allocated now",
+    caught_by=("test_memory_recovers",),
+    condition="after memory was freed",
+)
+def peaks_forgotten() -> Iterator[None]:
+    """A peak of the past is not told."""
+    with replaced(torch.cuda, "max_memory_allocated", torch.cuda.memory_allocated):
+        yield
