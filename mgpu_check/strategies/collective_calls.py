@@ -141,7 +141,9 @@ def _drawn(
     op: str | None = None,
     **more: Any,
 ) -> CollectiveCall:
-    """Return a call whose dtype, operation, place and root follow from a number, unless they are given."""
+    """Return a call whose dtype, operation, place and root follow from a number, unless they are given; the dtype is the next that a
+    backend takes.
+    """
     turn = number + seed
     place = place or PLACES[turn % 2]
     if function in REDUCING:
@@ -150,17 +152,23 @@ def _drawn(
     else:
         dtypes = COPIED if place == "device" else REDUCED[:-2]
         op = "SUM"
-    call = CollectiveCall(
-        function,
-        dtype or dtypes[turn * 5 % len(dtypes)],
-        op=op,
-        values="exact" if function in REDUCING else "bits",
-        place=place,
-        root=turn,
-        seed=turn,
-        **more,
-    )
-    return replace(call, op="SUM") if left_out(call) else call
+    first = turn * 5 % len(dtypes)
+    for name in [dtype] if dtype else [*dtypes[first:], *dtypes[:first]]:
+        call = CollectiveCall(
+            function,
+            name,
+            op=op,
+            values="exact" if function in REDUCING else "bits",
+            place=place,
+            root=turn,
+            seed=turn,
+            **more,
+        )
+        if left_out(call):
+            call = replace(call, op="SUM")
+        if not left_out(call):
+            break
+    return call
 
 
 def sizes(seed: int) -> list[CollectiveCall]:
@@ -230,5 +238,16 @@ def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCa
             by = ("global", "group")[(turn + number + seed) % 2]
             if function not in ROOTED and (number + turn + seed) % 2:
                 continue
-            calls.append(_drawn(function, number + turn, seed, elements=41, members=members, root_by=by))
+            calls.append(
+                _drawn(
+                    function,
+                    number + turn,
+                    seed,
+                    elements=41,
+                    members=members,
+                    root_by=by,
+                    place=PLACES[(turn // 2 + number) % 2],
+                    op=None if turn % 3 == 2 else "SUM",
+                )
+            )
     return calls

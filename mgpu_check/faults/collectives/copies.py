@@ -270,6 +270,41 @@ def counted_twice_when_late() -> Iterator[None]:
         yield
 
 
+@fault(
+    "collectives",
+    "an asynchronous all_reduce adds up the first 4,096 elements",
+    caught_by=(_ASYNC,),
+    condition="async, above 4,096 elements",
+)
+def late_up_to_a_page() -> Iterator[None]:
+    def reduce(seen: Seen) -> Any:
+        rest = seen.first.view(-1)[4096:] if seen.late and seen.size > 1 else None
+        own = None if rest is None else rest.clone()
+        work = seen.finish() if own is not None else seen.call()
+        if rest is not None and own is not None:
+            rest.copy_(own)
+        return work
+
+    with around(reduce, "all_reduce"):
+        yield
+
+
+@fault(
+    "collectives",
+    "imaginary parts are lost on the way",
+    caught_by=("test_copies_of_every_dtype",),
+    condition="complex tensors on the CPU, two ranks and more",
+)
+def imaginary_parts_lost_on_the_way() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        for tensor in seen.written if seen.size > 1 else ():
+            if tensor.is_complex() and tensor.device.type == "cpu":
+                tensor.imag.zero_()
+
+    with spoiled(spoil, "broadcast", "all_gather", "scatter"):
+        yield
+
+
 class _Hasty(dist.Work):
     """Work that nobody waits for."""
 
