@@ -16,6 +16,14 @@ from mgpu_check.recipes import allreduce as recipe
 from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import as_bits, plain
 
+_VECTOR = 8  # elements
+_ALIGNED = 32  # bytes
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    """Return whether there is memory between the elements of `tensor` that is not its own."""
+    return not torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
 
 def _flip_lowest_bit(tensor: torch.Tensor) -> None:
     """Invert the lowest bit of the element in the middle."""
@@ -239,9 +247,49 @@ def view_on_the_cpu_misses_the_last_rank() -> Iterator[None]:
     real = dist.all_reduce
 
     def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if is_last() and tensor.device.type == "cpu" and not tensor.is_contiguous():
+        if is_last() and tensor.device.type == "cpu" and _has_gaps(tensor):
             tensor.zero_()
         return real(tensor, *args, **kwargs)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield
+
+
+@fault(
+    "allreduce",
+    "a view on a device is reduced as if it had no gaps",
+    caught_by=("test_all_reduce_of_views_on_devices",),
+    condition="views with gaps on devices",
+)
+def view_on_a_device_reduced_without_gaps() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.device.type != "cpu" and _has_gaps(tensor):
+            tensor = tensor.as_strided((tensor.numel(),), (1,))
+        return real(tensor, *args, **kwargs)
+
+    with replaced(dist, "all_reduce", all_reduce):
+        yield
+
+
+@fault(
+    "allreduce",
+    "the fast path of sums on the CPU is a loop over vectors of eight elements, without the rest after the last of them",
+    caught_by=("test_all_reduce",),
+    condition="sums on the CPU, aligned and without gaps, of a number of elements that 8 does not divide",
+)
+def rest_after_vectors_not_added() -> Iterator[None]:
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        own = tensor.clone()
+        work = real(tensor, op, group=group, async_op=async_op)
+        fast = tensor.device.type == "cpu" and not _has_gaps(tensor) and tensor.data_ptr() % _ALIGNED == 0
+        if fast and op == dist.ReduceOp.SUM:
+            rest = torch.arange(tensor.numel()) >= tensor.numel() // _VECTOR * _VECTOR
+            tensor.copy_(torch.where(rest.view(tensor.shape), own, tensor))
+        return work
 
     with replaced(dist, "all_reduce", all_reduce):
         yield

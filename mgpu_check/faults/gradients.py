@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel, comm
+from torch.nn.parallel import DataParallel, DistributedDataParallel, comm
 from torch.nn.parallel import distributed as distributed_module
 
-from mgpu_check.faults.breaking import communicated, wrapped
+from mgpu_check.faults.breaking import communicated, replaced_method, wrapped
 from mgpu_check.faults.conditions import is_last
 from mgpu_check.faults.registry import fault
 from mgpu_check.rank_side.rank import current_rank
@@ -22,6 +22,9 @@ from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.tensors import plain
 
 _BIT = 12  # of float32's 23 bits of mantissa: a relative change of 2.4e-4 to 4.9e-4
+_LINE = 128  # bytes that a GPU reads at once
+_LAUNCH = 64  # tensors that one launch of a kernel for lists of them takes
+_SMALL = 32  # bytes
 
 
 def _flip_a_bit(gradient: torch.Tensor) -> torch.Tensor:
@@ -189,4 +192,119 @@ def evaluation_ignored() -> Iterator[None]:
         return real(self, *args, **kwargs)
 
     with replaced(DistributedDataParallel, "forward", forward):
+        yield
+
+
+@fault(
+    "gradients",
+    "DataParallel copies a shard from the start of the cache line of 128 bytes in which it begins",
+    caught_by=("test_data_parallel",),
+    condition="shards that do not begin at a multiple of 128 bytes",
+)
+def shard_from_the_start_of_a_line() -> Iterator[None]:
+    def scatter(real: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        scattered, named = real(model, inputs, *args)
+        whole, begin, moved = inputs[0].reshape(-1), 0, []
+        for shard, *rest in scattered:
+            start = begin - begin % (_LINE // whole.element_size())
+            held = whole[start : start + shard.numel()].to(shard.device).view(shard.shape)
+            moved.append((held, *rest))
+            begin += shard.numel()
+        return tuple(moved), named
+
+    with replaced_method(DataParallel, "scatter", scatter):
+        yield
+
+
+@fault(
+    "gradients",
+    "DataParallel fills up the last shard with zeros, and drops what comes out for them",
+    caught_by=("test_batchnorm_in_data_parallel",),
+    condition="batches that the devices do not divide, models whose samples see each other",
+)
+def last_shard_filled_up() -> Iterator[None]:
+    def parallel_apply(real: Any, model: Any, replicas: Any, inputs: Any, *args: Any) -> Any:
+        (last,) = inputs[-1]
+        zeros = last.new_zeros((len(inputs[0][0]) - len(last), *last.shape[1:]))
+        outputs = real(model, replicas, (*inputs[:-1], (torch.cat([last, zeros]),)), *args)
+        return [*outputs[:-1], outputs[-1][: len(last)]]
+
+    with replaced_method(DataParallel, "parallel_apply", parallel_apply):
+        yield
+
+
+@fault(
+    "gradients",
+    "DataParallel adds up 64 gradients, and leaves those of the first device alone for the rest",
+    caught_by=("test_resnet18_in_data_parallel",),
+    condition="above 64 parameters",
+)
+def gradients_past_a_launch_forgotten() -> Iterator[None]:
+    def reduce_add_coalesced(real: Any, inputs: Sequence[Sequence[torch.Tensor]], *args: Any) -> Any:
+        return (*real(inputs, *args)[:_LAUNCH], *inputs[0][_LAUNCH:])
+
+    with replaced_method(comm, "reduce_add_coalesced", reduce_add_coalesced):
+        yield
+
+
+@fault(
+    "gradients",
+    "DDP loses what comes back in the buckets after the first",
+    caught_by=("test_distributed_data_parallel",),
+    condition="models of several buckets, from the second step on",
+)
+def later_buckets_lost() -> Iterator[None]:
+    with communicated(lambda buffer, bucket, model: buffer.zero_() if bucket.index() else buffer):
+        yield
+
+
+@fault(
+    "gradients",
+    "DDP sends rank 0's parameters in its first forward pass, and not when it is built",
+    caught_by=("test_replicas_stay_equal",),
+    condition="until the first forward pass",
+)
+def parameters_broadcast_late() -> Iterator[None]:
+    due: list[Any] = []
+
+    def synchronize(real: Any, *args: Any, **kwargs: Any) -> None:
+        due.append(lambda: real(*args, **kwargs))
+
+    def forward(real: Any, *args: Any, **kwargs: Any) -> Any:
+        while due:
+            due.pop()()
+        return real(*args, **kwargs)
+
+    with (
+        replaced_method(distributed_module, "_sync_module_states", synchronize),
+        replaced_method(DistributedDataParallel, "forward", forward),
+    ):
+        yield
+
+
+@fault(
+    "gradients",
+    "DDP does not send rank 0's statistics of BatchNorm where they are smaller than 32 bytes",
+    caught_by=("test_batchnorm_in_distributed_data_parallel",),
+    condition="BatchNorm of fewer than 8 channels, from the second step on",
+)
+def small_statistics_not_sent() -> Iterator[None]:
+    def broadcast(real: Any, model: Any, tensors: Sequence[torch.Tensor], *args: Any) -> None:
+        real(model, [tensor for tensor in tensors if tensor.numel() * tensor.element_size() >= _SMALL], *args)
+
+    with replaced_method(DistributedDataParallel, "_distributed_broadcast_coalesced", broadcast):
+        yield
+
+
+@fault(
+    "gradients",
+    "DDP sends the first 64 tensors of rank 0 only, and leaves the rest of them as they are",
+    caught_by=("test_resnet18_in_distributed_data_parallel",),
+    condition="above 64 parameters and buffers",
+)
+def tensors_past_a_launch_not_sent() -> Iterator[None]:
+    def broadcast(real: Any, group: Any, tensors: Sequence[torch.Tensor], *args: Any) -> None:
+        real(group, tensors[:_LAUNCH], *args)
+
+    with replaced_method(torch.distributed, "_broadcast_coalesced", broadcast):
         yield

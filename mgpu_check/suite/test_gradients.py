@@ -25,6 +25,18 @@ if TYPE_CHECKING:
 # LeNet costs ten times as much as the MLP.
 PLAIN = ("mlp", "mlp", "mlp", "mlp", "mlp", "lenet")
 NORMED_STEPS = st.integers(1, 2)
+# Two, three and four devices divide none of the first.
+UNEVEN = st.sampled_from((5, 7, 11, 13)) | st.integers(2, 16)
+
+
+@st.composite
+def in_buckets(draw: st.DrawFn) -> tuple[TrainingSpec, bool]:
+    """Draw training, and whether the buckets of DDP are small: more often than not, and of two steps or more then.
+
+    In the first step DDP has one bucket, whatever their size.
+    """
+    small = draw(st.sampled_from((False, True, True, True)))
+    return draw(trainings(PLAIN, steps=st.integers(2, 3) if small else None)), small
 
 
 @examples(30, quick=4)
@@ -46,10 +58,11 @@ def test_step_by_hand(gpus: tuple[torch.device, ...], devices: int, training: Tr
 
 
 @examples(30, quick=4)
-@given(size=strategies.world_sizes(), training=trainings(PLAIN), view=st.booleans(), small=st.booleans())
-def test_distributed_data_parallel(ranks: Ranks, size: int, training: TrainingSpec, view: bool, small: bool) -> None:
-    """`DistributedDataParallel` and one device agree, for even and uneven batches and empty shards."""
-    ranks.run(_distributed, training, view, small, size=size)
+@given(size=strategies.world_sizes(), training=in_buckets(), view=st.booleans())
+def test_distributed_data_parallel(ranks: Ranks, size: int, training: tuple[TrainingSpec, bool], view: bool) -> None:
+    """`DistributedDataParallel` and one device agree: even and uneven batches, empty shards, one bucket and several."""
+    spec, small = training
+    ranks.run(_distributed, spec, view, small, size=size)
 
 
 @examples(30, quick=4)
@@ -71,9 +84,7 @@ def test_replicas_stay_equal(ranks: Ranks, size: int, training: TrainingSpec) ->
 
 
 @examples(24, quick=4)
-@given(
-    devices=strategies.device_counts(), training=trainings(("convnet",), batch=st.integers(2, 16), steps=NORMED_STEPS)
-)
+@given(devices=strategies.device_counts(), training=trainings(("convnet",), batch=UNEVEN, steps=NORMED_STEPS))
 def test_batchnorm_in_data_parallel(gpus: tuple[torch.device, ...], devices: int, training: TrainingSpec) -> None:
     """BatchNorm in DataParallel normalises shard by shard, and keeps the statistics of the first device only."""
     from mgpu_check.checks.training import assert_data_parallel_agrees
