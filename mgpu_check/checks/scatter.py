@@ -187,7 +187,8 @@ def _devices(devices: Sequence[Device]) -> list[torch.device]:
 
 def _assert_replicated(name: str, leaf: Any, parts: Sequence[Any], devices: Sequence[torch.device]) -> None:
     for index, part in enumerate(parts):
-        if part is not leaf and part != leaf:
+        # 1, 1.0 and True are equal.
+        if part is not leaf and (type(part) is not type(leaf) or part != leaf):
             raise ShardError(
                 f"{name} is no tensor and must reach every device as it is, but shard {index}, for {devices[index]}, "
                 f"got {part!r} instead of {leaf!r}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mgpu_check import strategies
@@ -43,7 +43,7 @@ def test_shards_cover_the_batch(gpus: tuple[torch.device, ...], split: Split) ->
     assert_shards_cover(batch, nn.parallel.scatter(batch, devices, split.dim), devices, split.dim)
 
 
-@examples(60)
+@examples(60, quick=24)
 @given(split=strategies.splits(kinds=()))
 def test_shards_have_the_sizes_of_chunk(gpus: tuple[torch.device, ...], split: Split) -> None:
     """An uneven batch is split as `torch.chunk` splits it: the last shard is smaller, or shards are fewer."""
@@ -90,6 +90,7 @@ def test_tutorial_shapes(gpus: tuple[torch.device, ...], size: int, count: int, 
 
 @examples(90)
 @given(split=strategies.splits(values=("distinct", "random", "special", "bits")))
+@example(split=Split(TensorSpec((3, 2)), 3, target="cpu"))
 def test_gather_restores_the_batch(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Gathering the shards of a batch gives the batch, bit for bit, on the device that was asked for."""
     from torch import nn
@@ -115,12 +116,14 @@ def test_inputs_and_labels_stay_aligned(gpus: tuple[torch.device, ...], inputs: 
 
 
 @examples(60)
-@given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")), way=st.sampled_from(WAYS))
-def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split, way: str) -> None:
+@given(split=strategies.splits(kinds=(), dims=(0,), values=("distinct", "bits")))
+def test_batches_split_by_hand(gpus: tuple[torch.device, ...], split: Split) -> None:
     """Slices, chunks or every n-th row give every device its part of the batch; collected they are it again."""
     from mgpu_check.checks.scatter import assert_split_by_hand
 
-    assert_split_by_hand(way, split.build(), split.on(gpus))
+    batch, devices = split.build(), split.on(gpus)
+    for way in WAYS:
+        assert_split_by_hand(way, batch, devices)
 
 
 def test_every_container(gpus: tuple[torch.device, ...]) -> None:

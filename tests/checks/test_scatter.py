@@ -119,6 +119,14 @@ def test_nested_batches() -> None:
         assert_shards_cover(batch, shards, CPUS)
 
 
+@pytest.mark.parametrize(("leaf", "got"), [(True, 1), (7, 7.0), (frozenset({1}), {1})])
+def test_a_leaf_of_another_type_is_named_even_if_it_is_equal(leaf: Any, got: Any) -> None:
+    assert leaf == got
+    assert_leaves_replicated([leaf], [[leaf]], ["cpu"])
+    with pytest.raises(ShardError, match=r"batch\[0\] .* shard 0, for cpu, got .* instead of"):
+        assert_leaves_replicated([leaf], [[got]], ["cpu"])
+
+
 @pytest.mark.parametrize(
     ("shard", "words"),
     [

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mgpu_check.faults.scatter import conditional, shards
+from mgpu_check.faults.scatter import conditional, gathering, shards
 
-__all__ = ["conditional", "shards"]
+__all__ = ["conditional", "gathering", "shards"]

@@ -113,6 +113,27 @@ def columns_of_the_first_shard() -> Iterator[None]:
 
 @fault(
     "scatter",
+    "shards along a dim that is counted from the end go to the devices backwards",
+    caught_by=("test_shards_cover_the_batch",),
+    condition="negative dims, two shards or more",
+    least_gpus=2,
+)
+def negative_dims_turn_the_devices() -> Iterator[None]:
+    """The list of devices is walked from its end, too: gathered, the shards are the batch again."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        shards = scatter(x, devices)
+        if dim >= 0:
+            return shards
+        backwards = reversed(devices[: len(shards)])
+        return tuple(shard.to(torch.device("cuda", place)) for shard, place in zip(shards, backwards, strict=True))
+
+    with scatter_changed(change):
+        yield
+
+
+@fault(
+    "scatter",
     "payloads of NaN are lost: all are the one that the CPU makes",
     caught_by=("test_every_dtype_and_order",),
     condition="NaN with a payload, float32 and float64",

@@ -23,7 +23,8 @@ def scatter_changed(change: Callable[[Callable[..., Shards], torch.Tensor, list[
     def changed(
         tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
     ) -> Shards:
-        if chunk_sizes is not None or tensor.dim() == 0:
+        given = devices is None or chunk_sizes is not None  # without devices there are tensors to fill, of a size each
+        if given or tensor.dim() == 0:
             return scatter(tensor, devices, chunk_sizes, dim, *rest, **named)
         return change(lambda x, to, sizes=None: scatter(x, to, sizes, dim, *rest, **named), tensor, list(devices), dim)
 
@@ -157,6 +158,43 @@ def sizes_evened_out() -> Iterator[None]:
         yield
 
 
+@fault(
+    "scatter",
+    "fewer samples than devices leave the last devices empty shards, not none",
+    caught_by=("test_shards_have_the_sizes_of_chunk",),
+    condition="fewer samples than devices",
+    least_gpus=2,
+)
+def empty_shards_at_the_end() -> Iterator[None]:
+    """Replicas there run on nothing, and the mean of their losses is NaN."""
+
+    def change(scatter: Callable[..., Shards], x: torch.Tensor, devices: list[Any], dim: int) -> Shards:
+        few, none = x.shape[dim], len(devices) - x.shape[dim]
+        return scatter(x, devices, [1] * few + [0] * none) if few and none > 0 else scatter(x, devices)
+
+    with scatter_changed(change):
+        yield
+
+
+@fault(
+    "scatter",
+    "DataParallel uses its first device only, whose model sees the whole batch",
+    caught_by=("test_tutorial_shapes",),
+    condition="in DataParallel, on two devices or more",
+    least_gpus=2,
+)
+def other_devices_left_out() -> Iterator[None]:
+    """All that it returns is right; the other devices are idle."""
+    real = nn.DataParallel.__init__
+
+    def changed(self: Any, module: nn.Module, device_ids: Any = None, *rest: Any, **named: Any) -> None:
+        every = range(torch.cuda.device_count()) if device_ids is None else device_ids
+        real(self, module, list(every)[:1], *rest, **named)
+
+    with replaced(nn.DataParallel, "__init__", changed):
+        yield
+
+
 @fault("scatter", "numbers and strings reach the first device only", caught_by=("test_leaves_reach_every_device",))
 def leaves_reach_one_device() -> Iterator[None]:
     """Every other shard has None in their place."""
@@ -171,6 +209,24 @@ def leaves_reach_one_device() -> Iterator[None]:
         ]
 
     with replaced(scatter_gather, "scatter", changed), replaced(nn.parallel, "scatter", changed):
+        yield
+
+
+@fault(
+    "scatter",
+    "numbers and strings in keyword arguments reach the last device as None",
+    caught_by=("test_leaves_reach_every_device",),
+    condition="keyword arguments, the last device only",
+)
+def last_device_without_keywords() -> Iterator[None]:
+    """Its replica runs with the defaults."""
+    real = scatter_gather.scatter_kwargs
+
+    def changed(inputs: Any, kwargs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
+        args, named = real(inputs, kwargs, target_gpus, dim)
+        return args, (*named[:-1], *map(_without_leaves, named[-1:]))
+
+    with replaced(scatter_gather, "scatter_kwargs", changed):
         yield
 
 
@@ -213,8 +269,10 @@ def gathered_elsewhere() -> Iterator[None]:
     """The destination is ignored."""
     gather: Callable[..., torch.Tensor] = comm.gather
 
-    def changed(tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None, **named: Any) -> torch.Tensor:
-        return gather(tensors, dim, 0, **named)
+    def changed(
+        tensors: Sequence[torch.Tensor], dim: int = 0, destination: Any = None, *, out: Any = None
+    ) -> torch.Tensor:
+        return gather(tensors, dim, 0) if out is None else gather(tensors, dim, out=out)
 
     with replaced(comm, "gather", changed):
         yield
@@ -275,14 +333,10 @@ def gradient_of_a_shard_lost() -> Iterator[None]:
 @fault("scatter", "shards get the gradients of their neighbours", caught_by=("test_gradient_returns_through_gather",))
 def gradients_to_the_wrong_shard() -> Iterator[None]:
     """The backward of gather hands out the parts of the gradient backwards."""
-    scatter: Callable[..., Shards] = comm.scatter
+    backward = _functions.Gather.backward
 
-    def changed(
-        tensor: torch.Tensor, devices: Any = None, chunk_sizes: Any = None, dim: int = 0, *rest: Any, **named: Any
-    ) -> Shards:
-        if chunk_sizes is not None:
-            tensor = tensor.flip(dim)
-        return scatter(tensor, devices, chunk_sizes, dim, *rest, **named)
+    def changed(context: Any, gradient: torch.Tensor) -> Any:
+        return backward(context, gradient.flip(context.dim))
 
-    with replaced(comm, "scatter", changed):
+    with replaced(_functions.Gather, "backward", staticmethod(changed)):
         yield

@@ -1,0 +1,108 @@
+"""Defects that strike some of what is gathered only: a single shard, a mask, complex numbers, plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import scatter_gather
+
+from mgpu_check.faults.registry import fault
+from mgpu_check.faults.scatter.shards import gather_changed
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@contextmanager
+def _gathered(change: Callable[[Callable[..., Any], Sequence[Any], Any, int], Any]) -> Iterator[None]:
+    """`nn.parallel.gather`, changed: `change` is given the real one, and what that is called with."""
+    real = scatter_gather.gather
+
+    def gather(outputs: Any, target_device: Any, dim: int = 0) -> Any:
+        return change(real, outputs, target_device, dim)
+
+    with replaced(scatter_gather, "gather", gather), replaced(nn.parallel, "gather", gather):
+        yield
+
+
+@fault(
+    "scatter",
+    "a single shard is handed back as it is, and stays on its device",
+    caught_by=("test_gather_restores_the_batch",),
+    condition="a single shard",
+)
+def single_shard_handed_back() -> Iterator[None]:
+    """A way round the copy, for what has nothing to be put together with."""
+
+    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
+        first = outputs[0]
+        # A number would have to become a vector even so.
+        alone = len(outputs) == 1 and isinstance(first, torch.Tensor) and first.dim() > 0
+        return first if alone else gather(outputs, target, dim)
+
+    with _gathered(change):
+        yield
+
+
+@fault(
+    "scatter",
+    "a mask in a dict within a named tuple is gathered as bytes",
+    caught_by=("test_every_container",),
+    condition="bool, in a dict within a named tuple",
+)
+def nested_masks_gathered_as_bytes() -> Iterator[None]:
+    """What is indexed by it then takes the first two rows, many times."""
+
+    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
+        whole = gather(outputs, target, dim)
+        return type(whole)(*map(_masks_as_bytes, whole)) if hasattr(whole, "_fields") else whole
+
+    with _gathered(change):
+        yield
+
+
+def _masks_as_bytes(part: Any) -> Any:
+    if type(part) is not dict:
+        return part
+    return {
+        key: value.byte() if isinstance(value, torch.Tensor) and value.dtype == torch.bool else value
+        for key, value in part.items()
+    }
+
+
+@fault(
+    "scatter",
+    "payloads of NaN in complex numbers are lost when they are gathered",
+    caught_by=("test_every_dtype_and_order",),
+    condition="NaN with a payload, complex64 and complex128",
+)
+def gathered_complex_payloads_lost() -> Iterator[None]:
+    """As where complex numbers are made of a real and an imaginary part by arithmetic."""
+
+    def of_one_kind(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_complex():
+            return tensor
+        parts = torch.view_as_real(tensor)
+        return torch.view_as_complex(torch.where(parts.isnan(), torch.full_like(parts, float("nan")), parts))
+
+    with gather_changed(lambda tensors, dim: [of_one_kind(tensor) for tensor in tensors]):
+        yield
+
+
+@fault(
+    "scatter",
+    "numbers from the devices are gathered as their mean",
+    caught_by=("test_losses_gather_to_a_vector",),
+    condition="numbers, one from each device",
+)
+def losses_averaged() -> Iterator[None]:
+    """The mean of losses that are means already leaves out that the last shard is smaller."""
+
+    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
+        numbers = all(isinstance(one, torch.Tensor) and one.dim() == 0 for one in outputs)
+        return torch.stack([one.to(target) for one in outputs]).mean() if numbers else gather(outputs, target, dim)
+
+    with _gathered(change):
+        yield
