@@ -9,10 +9,12 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from mgpu_check.devices import inventory
 from mgpu_check.faults.devices.planting import altered, last, on, unit
 from mgpu_check.faults.registry import fault
 from mgpu_check.recipes import devices
@@ -25,12 +27,30 @@ VISIBILITY = "mgpu_check.checks.visibility"
     "fixtures",
     "two names stand for one device: cuda:1 has the UUID of cuda:0",
     caught_by=("test_gpus_are_those_asked_for",),
+    condition="the second device",
+    least_gpus=2,
 )
 def two_names_for_one_device() -> Iterator[None]:
-    """Every device reports the properties of cuda:0, as where one physical device is listed twice."""
+    """As where one physical device is listed twice, for each process that looks."""
+    first, second = (device.uuid for device in inventory.visible_devices()[:2])
+    names = (1, "cuda:1", torch.device("cuda", 1))
     properties = torch.cuda.get_device_properties
-    with replaced(torch.cuda, "get_device_properties", lambda device=None: properties(0)):
+    with (
+        replaced(torch.cuda, "get_device_properties", lambda device=None: properties(0 if device in names else device)),
+        _looking(f"look_doubly({first!r}, {second!r})"),
+    ):
         yield
+
+
+def look_doubly(first: str, second: str) -> None:
+    """In the child of `two_names_for_one_device`: the program asked for, for which the device of UUID `second` is `first`."""
+    real = inventory.visible_devices
+
+    def visible_devices() -> list[inventory.Device]:
+        return [replace(device, uuid=first) if device.uuid == second else device for device in real()]
+
+    with replaced(inventory, "visible_devices", visible_devices):
+        runpy.run_module(VISIBILITY, run_name="__main__")
 
 
 @fault(
@@ -228,14 +248,21 @@ def try_all_gpus_repeats_the_first() -> Iterator[None]:
 )
 def visible_devices_ignored() -> Iterator[None]:
     """The variable is lost on the way to a new process."""
+    with _looking("look_blindly()"):
+        yield
+
+
+@contextmanager
+def _looking(call: str) -> Iterator[None]:
+    """Have processes that say which devices they see do it by a call of a function of this module."""
     run = subprocess.run
 
-    def run_blind(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    def run_otherwise(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         if VISIBILITY in command:
-            command = [sys.executable, "-c", f"from {__name__} import look_blindly; look_blindly()"]
+            command = [sys.executable, "-c", f"import {__name__} as faults; faults.{call}"]
         return run(command, **options)
 
-    with replaced(subprocess, "run", run_blind):
+    with replaced(subprocess, "run", run_otherwise):
         yield
 
 

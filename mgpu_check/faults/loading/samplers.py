@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -215,16 +216,53 @@ def last_sample_stays_behind() -> Iterator[None]:
 )
 def devices_counted_for_ranks() -> Iterator[None]:
     """Samples of GPUs without a rank are missed."""
+    # With a single GPU there is none without a rank.
+    with _world_counted(lambda world: max(torch.cuda.device_count(), world, 2)):
+        yield
+
+
+@contextmanager
+def _world_counted(count: Callable[[int], int]) -> Iterator[None]:
+    """`DistributedSampler`, which is told by `count` how many ranks there are of so many, where it is told nothing."""
     real = DistributedSampler.__init__
 
     def changed(self: Any, dataset: Any, num_replicas: Any = None, rank: Any = None, *rest: Any, **named: Any) -> None:
-        devices = torch.cuda.device_count()
-        count = max(devices, dist.get_world_size()) if num_replicas is None and dist.is_initialized() else num_replicas
-        if count == 1:  # with a single GPU there is none without a rank
-            count = 2
-        real(self, dataset, count, rank, *rest, **named)
+        if num_replicas is None and dist.is_initialized():
+            num_replicas = count(dist.get_world_size())
+        real(self, dataset, num_replicas, rank, *rest, **named)
 
     with replaced(DistributedSampler, "__init__", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "a sampler that is told nothing counts the machine's GPUs as soon as there are two ranks",
+    caught_by=("test_samplers_know_their_rank",),
+    condition="worlds of two ranks and more that are smaller than the number of GPUs",
+    least_gpus=3,
+)
+def devices_counted_for_several_ranks() -> Iterator[None]:
+    """A job on one GPU is right, one on all of them too; a job on some of them misses samples."""
+    with _world_counted(lambda world: 1 if world == 1 else max(torch.cuda.device_count(), world)):
+        yield
+
+
+@fault(
+    "loading",
+    "a batch has each sample once, also where the sampler has named it twice",
+    caught_by=("test_batch_samplers_cut_in_batches",),
+    condition="samplers that name a sample twice, such as those that draw with replacement",
+)
+def repeated_samples_left_out() -> Iterator[None]:
+    """Rare classes that are drawn more often to make up for it are as rare again."""
+    real = BatchSampler.__iter__
+
+    def changed(self: Any) -> Iterator[list[int]]:
+        # For each sample of an iterable dataset None is named.
+        return (batch if None in batch else list(dict.fromkeys(batch)) for batch in real(self))
+
+    with replaced(BatchSampler, "__iter__", changed):
         yield
 
 
