@@ -93,10 +93,20 @@ def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) ->
                 own = replace(run, small=dtype == torch.float16)
                 replica = Replica(own, rank, findings, what=hook.__name__)
                 replica.parallel.register_comm_hook(None, hook)
-                # Gradients of a few hundred: bfloat16 has no odd numbers above 256.
-                shards = [(x, targets * 15) for x, targets in replica.shards(replica.next_batch())]
+                shards = _filling(replica, replica.shards(replica.next_batch()), dtype)
                 replica.backward(shards[rank.index])
                 _judge_compressed(replica, replica.one.parts(shards), dtype)
+
+
+def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
+    """Multiply targets, and so gradients, by an odd number: up to where sums in `dtype` are still exact, and need all its bits."""
+    parts = replica.one.parts(shards)
+    largest = max(float(torch.stack(terms_of(parts, name)).abs().sum(0).max()) for name in parts[0])
+    # Each rank's own are those times the number of ranks, until the hook divides: float16 ends at 65504.
+    limits = torch.finfo(dtype)
+    most = int(min(2 / limits.eps, limits.max / replica.place.size) / max(largest, 1.0))
+    factor = (most - 1) | 1 if most > 1 else 1
+    return [(x, targets * factor) for x, targets in shards]
 
 
 def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dtype) -> None:
