@@ -59,10 +59,17 @@ def wrapped(
 
 
 @contextlib.contextmanager
-def communicated(change: Change) -> Iterator[None]:
-    """Have DDP communicate a copy of each bucket that `change` has changed."""
+def communicated(
+    change: Change, where: Callable[[DistributedDataParallel], bool] = lambda model: True
+) -> Iterator[None]:
+    """Have DDP communicate a copy of each bucket that `change` has changed, for models `where` it strikes.
+
+    Others are left alone: a model takes one communication hook only, and with one `join` divides otherwise.
+    """
 
     def register(model: DistributedDataParallel) -> None:
+        if not where(model):
+            return
         group = model.process_group
 
         def communicate(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+import torch
 
 from mgpu_check.faults.registry import PROPERTIES, all_faults, fault, planted
 
@@ -62,3 +63,13 @@ def test_two_faults_of_one_name_are_refused():
     with pytest.raises(ValueError, match="'shards-swapped' is registered already"):
         all_faults()
         fault("scatter", "another", caught_by=())(shards_swapped)
+
+
+def test_a_fault_of_adam_does_not_stay_behind_in_adamw():
+    """torch wraps `step` in the class of an optimizer that is built, and keeps that."""
+    parameters = [torch.zeros(1, requires_grad=True)]
+    torch.optim.Adam(parameters)
+    before = torch.optim.AdamW.step
+    with planted("adam-in-bfloat16"):
+        assert torch.optim.AdamW(parameters).step.__func__ is not before
+    assert torch.optim.AdamW.step is before

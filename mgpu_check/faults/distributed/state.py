@@ -150,12 +150,20 @@ def buffers_always_sent() -> Iterator[None]:
 # Dtypes and layouts
 
 
+def _is_half(values: torch.Tensor) -> bool:
+    return values.dtype in (torch.float16, torch.bfloat16)
+
+
+def _is_channels_last(parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 4 and not parameter.is_contiguous()
+
+
 @ddp_fault("gradients in float64 are reduced in float32", "test_mixed_dtypes", condition="float64 only")
 def float64_reduced_in_float32() -> Iterator[None]:
     def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         return buffer.float().double() if buffer.dtype == torch.float64 else buffer
 
-    with communicated(narrow):
+    with communicated(narrow, where=lambda model: any(p.dtype == torch.float64 for p in model.parameters())):
         yield
 
 
@@ -166,12 +174,12 @@ def float64_reduced_in_float32() -> Iterator[None]:
 )
 def half_precision_rounded() -> Iterator[None]:
     def narrow(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
-        if buffer.dtype.itemsize != 2 or not is_last():
+        if not _is_half(buffer) or not is_last():
             return buffer
         mantissa, exponent = torch.frexp(buffer.float())
         return torch.ldexp((mantissa * 8).round() / 8, exponent).to(buffer.dtype)
 
-    with communicated(narrow):
+    with communicated(narrow, where=lambda model: any(map(_is_half, model.parameters()))):
         yield
 
 
@@ -183,11 +191,11 @@ def half_precision_rounded() -> Iterator[None]:
 def layout_taken_as_contiguous() -> Iterator[None]:
     def reorder(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
         for parameter, part in slices(buffer, bucket):
-            if parameter.dim() == 4 and not parameter.is_contiguous():
+            if _is_channels_last(parameter):
                 part.copy_(part.clone().view(parameter.shape).permute(0, 2, 3, 1).reshape(-1))
         return buffer
 
-    with communicated(reorder):
+    with communicated(reorder, where=lambda model: any(map(_is_channels_last, model.parameters()))):
         yield
 
 
