@@ -53,6 +53,8 @@ class NcclGroup:
 
 
 _groups: dict[str, NcclGroup] = {}
+_destroyed: list[NcclGroup] = []
+"""Those that were destroyed last. See `_forgetting`."""
 
 
 def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
@@ -135,6 +137,7 @@ def _helper(
         *args: object,
         **kwargs: object,
     ) -> tuple[dist.ProcessGroup, c10d.Store]:
+        _destroyed.clear()
         given = (group_size, group_rank, global_ranks_in_group)
         backends: dict[str, str] = {}
         if active_node() is not None:
@@ -183,16 +186,19 @@ def _constructed(store: c10d.Store, rank: int, size: int, options: NcclOptions) 
 
 
 def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
-    """Let go of groups that are destroyed: the threads of each are there as long as anything refers to it."""
+    """Let go of groups that were destroyed when others are, or are made: their threads are there as long as the group is.
+
+    Not at once: a model under DistributedDataParallel may hold the last reference then. Where it is freed just after the
+    last collective, gloo ends its thread while it keeps Python's lock, for which that thread may wait.
+    """
 
     @functools.wraps(original)
     def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        world = dist.group.WORLD
-        given = [group] if group is not None and group is not world else [*c10d._world.pg_map]
+        every = group is None or group is dist.group.WORLD
+        given = [*c10d._world.pg_map] if every else [group]
         names = [one.group_name for one in given if isinstance(one, _pg)]
         original(group)
-        for name in names:
-            _groups.pop(name, None)
+        _destroyed[:] = [_groups.pop(name) for name in names if name in _groups]
 
     return destroy_process_group
 
@@ -281,6 +287,7 @@ def install_groups(patches: Patches) -> None:
     _groups.clear()
     on_construction(_constructed)
     patches.at_exit(_groups.clear)
+    patches.at_exit(_destroyed.clear)
     patches.wrap(c10d, "_new_process_group_helper", _helper)
     patches.replace(dist.destroy_process_group, _forgetting(dist.destroy_process_group))
     patches.replace(dist.is_nccl_available, _is_nccl_available)
