@@ -12,7 +12,7 @@ from mgpu_check.acceptance import watch
 from mgpu_check.acceptance.account import Gpu
 from mgpu_check.acceptance.watch import Watch
 from mgpu_check.checks.health import examine_health
-from mgpu_check.devices.telemetry.simulated import Override, SimulatedTelemetry
+from mgpu_check.devices.telemetry.simulated import LAG, Override, SimulatedTelemetry
 from mgpu_check.devices.telemetry.visit import Visit
 from mgpu_check.errors import RankFailure
 
@@ -43,13 +43,23 @@ def watching(pool: Any, *overrides: Override) -> Watch:
     return Watch(GPUS, pool, SimulatedTelemetry(overrides=overrides), 0.02, time.monotonic())
 
 
+def later(of: Watch) -> None:
+    """Let the time pass in which simulated counters grow between calls."""
+    until = of.now() + 2 * LAG
+    while of.now() < until:
+        of.samples()
+
+
 def test_gpus_of_another_host_are_asked_in_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters go on growing from one call to the next; an Xid is told once."""
     monkeypatch.setattr(watch, "_EVERY", 0.0)
     told = Override(2, "xid", 48), Override(3, "pcie_replays", 0, grows=50), Override(1, "nvlink_replay", 0, grows=1)
     of = watching(pool, *told)
     try:
-        taken = [of.snapshot(), of.snapshot(full=False)]
+        taken = [of.snapshot()]
+        later(of)
+        taken.append(of.snapshot(full=False))
+        later(of)
         monkeypatch.setattr(watch, "keep_busy", lambda rank, seconds: None)
         of.under_load(SimpleNamespace(numbers=[0, 1, 2, 3], on_ranks=on_ranks), "health", 0.1)  # type: ignore[arg-type]
         while len({sample.gpu for sample in of.samples()}) < len(GPUS) or not of.troubles():
