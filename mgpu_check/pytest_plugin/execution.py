@@ -27,6 +27,7 @@ from mgpu_check.pytest_plugin.requirements import Needs
 from mgpu_check.pytest_plugin.second_look import Failed, is_packaged, look_again
 from mgpu_check.pytest_plugin.serialization import bare, by_value
 from mgpu_check.pytest_plugin.session import FirstFailure, GpuSession
+from mgpu_check.torch_hooks.patches import replaced
 
 __all__ = ["Absent", "modules_of", "running"]
 
@@ -37,6 +38,7 @@ BOUND_TO_PYTEST = frozenset(
 """Fixtures that act on the pytest process; in another one they would be silent, or wrong."""
 
 _COPIES = "generate_mutations_from"
+"""The method of Hypothesis that makes examples of others. It is no part of its interface."""
 
 
 class Absent(protocol.Placeholder):
@@ -243,12 +245,8 @@ def _each_example_for_itself() -> Iterator[None]:
     """
     from hypothesis.internal.conjecture.engine import ConjectureRunner
 
-    copied = getattr(ConjectureRunner, _COPIES, None)
-    if copied is None:
+    if not hasattr(ConjectureRunner, _COPIES):
         yield  # this Hypothesis does not do it
         return
-    setattr(ConjectureRunner, _COPIES, lambda runner, data: None)
-    try:
+    with replaced(ConjectureRunner, _COPIES, lambda runner, data: None):
         yield
-    finally:
-        setattr(ConjectureRunner, _COPIES, copied)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -33,19 +32,26 @@ class _Machine:
         else:
             self._destroy_group()
 
-    def _move(self, kind: str, **given: Any) -> CollectiveStep:
+    def _move(
+        self,
+        kind: str,
+        *,
+        target: int | None = None,
+        source: int | None = None,
+        group: int | None = None,
+        asynchronous: bool | None = None,
+    ) -> CollectiveStep:
         """Add a step that moves data; what is not given is drawn."""
-        target = given.pop("target", None)
         if target is None:
             target = self._draw(st.integers(0, BUFFERS - 1))
-        if "source" not in given:
-            given["source"] = (target + self._draw(st.integers(1, BUFFERS - 1))) % BUFFERS
-        if "asynchronous" not in given:
-            given["asynchronous"] = self._draw(st.booleans())
-        if "group" not in given:
-            given["group"] = self._draw(st.sampled_from((0, *self._alive)))
+        if source is None:
+            source = (target + self._draw(st.integers(1, BUFFERS - 1))) % BUFFERS
+        if asynchronous is None:
+            asynchronous = self._draw(st.booleans())
+        if group is None:
+            group = self._draw(st.sampled_from((0, *self._alive)))
         op = self._draw(st.sampled_from(("SUM", "MIN", "MAX")))
-        step = CollectiveStep(kind, target, root=self._draw(st.integers(0, 63)), op=op, **given)
+        step = CollectiveStep(kind, target, source, self._draw(st.integers(0, 63)), op, asynchronous, group)
         self.steps.append(step)
         return step
 

@@ -146,7 +146,7 @@ def threads_inherit_the_device() -> Iterator[None]:
             torch.cuda.set_device(device)
             run()
 
-        thread.run = run_there  # type: ignore[method-assign]
+        thread.run = run_there  # type: ignore[method-assign]  # of this thread alone, which runs what it has
         real(thread)
 
     with replaced_method(threading.Thread, "start", start):
