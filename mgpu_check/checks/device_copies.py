@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.links import Copies, examine_copies, examine_host_copies
 from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
 from mgpu_check.checks.operating.values import ALL, anything, significands
@@ -98,6 +99,14 @@ def _assigned(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return target[1:-1]
 
 
+def _repeated(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy into three tensors of its shape at once, which must be alike."""
+    target = torch.zeros(3, *x.shape, dtype=x.dtype, device=device).copy_(x)
+    if any(not same_bits(target[0], one) for one in target[1:]):
+        raise RuntimeError("what is copied to three places is not the same in each")
+    return target[2]
+
+
 def _unwaited(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     copy = x.to(device, non_blocking=True)
     for one in (x.device, device):
@@ -115,6 +124,7 @@ _CALLS: dict[str, Call] = {
     "cuda() or cpu()": lambda x, device: x.cuda(device) if device.type == "cuda" else x.cpu(),
     "copy_": lambda x, device: torch.empty_like(x, device=device).copy_(x),
     "copy_ into gaps": _into_gaps,
+    "copy_ to three places": _repeated,
     "assignment to a slice": _assigned,
     "as_tensor": lambda x, device: torch.as_tensor(x, device=device),
     "Module.to": lambda x, device: _module(x).to(device).get_buffer("held"),
@@ -159,7 +169,8 @@ def _names(wrong: Found, devices: Sequence[torch.device], cases: int) -> DeviceM
 def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that every call that copies keeps every bit of every dtype and layout, between any two of devices and host.
 
-    Four dtypes of each pair and call, which differ from pair to pair; all in all each dtype meets each call and each pair.
+    Four dtypes of each pair and call, which differ from pair to pair; all in all each dtype meets each call and each pair. So does what
+    torch conjugates or negates only when it is read.
 
     Returns:
         how many copies were made.
@@ -184,9 +195,28 @@ def assert_copies_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:
                 if what := _arrived(call, held[key], target, data):
                     wrong.append(((source, target), case, what))
                 count += 1
+    for source, target in _pairs(devices):
+        for kind, made, data in _lazy(seed):
+            there = made(source)
+            for name, call in _CALLS.items():
+                if what := _arrived(call, there, target, data):
+                    wrong.append(((source, target), f"{name} of {kind} from {source} to {target}", what))
+                count += 1
     if wrong:
         raise _names(wrong, devices, count)
     return count
+
+
+def _lazy(seed: int) -> Iterator[tuple[str, Callable[[torch.device], torch.Tensor], torch.Tensor]]:
+    """Yield what is to be conjugated or negated when it is read: its name, what makes it on a device, and what it reads as.
+
+    Of finite numbers, because the sign of a NaN need not change.
+    """
+    data = significands((4, 6), torch.complex64, seed)
+    kept, real = data.conj().resolve_conj(), data.real.contiguous()
+    yield "complex64, to be conjugated", lambda device: kept.to(device).conj(), data
+    lifted = torch.complex(torch.zeros_like(real), -real)
+    yield "float32, to be negated", lambda device: lifted.to(device).conj().imag, real
 
 
 def _arrived(call: Call, source: torch.Tensor, target: torch.device, expected: torch.Tensor) -> str:

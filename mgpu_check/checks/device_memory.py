@@ -18,6 +18,13 @@ __all__ = ["assert_loads_arrive", "assert_memory_recovers"]
 
 _BLOCK = (4 << 20) + 4096
 
+_FIGURES: dict[str, Callable[[Any], object]] = {
+    "memory_allocated": lambda device: torch.cuda.memory_allocated(device),
+    "max_memory_allocated": lambda device: torch.cuda.max_memory_allocated(device),
+    "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
+    "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
+}
+
 
 def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
     """Assert that each device counts what it holds and held at most, refuses what it cannot hold, and goes on after that.
@@ -39,6 +46,7 @@ def _recovers(device: torch.device) -> None:
         if not condition:
             raise DeviceMismatch(f"{device}: {text}", ranks=(device.index,))
 
+    forms: tuple[Any, ...] = (device, device.index, str(device))
     free, total = torch.cuda.mem_get_info(device)
     said = torch.cuda.get_device_properties(device).total_memory
     require(0 <= free <= total and total <= said, f"{free} bytes are free of {total}, and its properties say {said}")
@@ -60,12 +68,26 @@ def _recovers(device: torch.device) -> None:
         bool((after == 9).all()) and bool((held == 7).all()),
         "two blocks are the same memory, after an allocation failed",
     )
+    for form in forms[1:]:
+        for name, figure in _FIGURES.items():
+            first, told, last = figure(device), figure(form), figure(device)
+            # Others may allocate between two calls: what stands still is compared.
+            require(first != last or told == first, f"{name}({form!r}) is {told}, and of torch.device it is {first}")
     now = torch.cuda.memory_allocated(device)
     require(now - before >= 2 * _BLOCK, f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}")
     del held, after
     peak = torch.cuda.max_memory_allocated(device)
     require(peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")
     left = torch.cuda.memory_allocated(device)
+    for form in forms:
+        # What a peak begins anew from is what is allocated then.
+        torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
+        torch.cuda.reset_peak_memory_stats(form)
+        peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
+        require(
+            peak == now,
+            f"max_memory_allocated is {peak} after reset_peak_memory_stats({form!r}), and {now} is allocated",
+        )
     require(left <= before, f"all was freed, and {left - before} bytes still count as allocated")
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mgpu_check.checks.device_context import current_device_kept
 from mgpu_check.checks.devices import indices_of
@@ -196,7 +198,22 @@ def assert_states_return(devices: Sequence[torch.device], seed: int = 0) -> int:
             torch.cuda.set_rng_state_all(every)
             _own_generator(device, seed)
             _require_same(first, _draws(device), "a generator of one's own has drawn", device)
+        _forks(devices, seed)
     return len(devices)
+
+
+def _forks(devices: Sequence[torch.device], seed: int) -> None:
+    """Require that `fork_rng` puts back the states of all devices that it is told of."""
+    torch.cuda.manual_seed_all(seed)
+    every = torch.cuda.get_rng_state_all()
+    first = {device: _draws(device) for device in devices}
+    torch.cuda.set_rng_state_all(every)
+    with torch.random.fork_rng(devices=devices):
+        torch.cuda.manual_seed_all(seed + 78)
+        for device in devices:
+            torch.rand(_COUNT, device=device)
+    for device in devices:
+        _require_same(first[device], _draws(device), "fork_rng of several devices has been left", device)
 
 
 def _own_generator(device: torch.device, seed: int) -> None:
@@ -218,6 +235,8 @@ def _own_generator(device: torch.device, seed: int) -> None:
 def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> int:
     """Assert that dropout drops what its seed says, scales what stays, drops anew each time, and gives the gradient of its own mask.
 
+    So it does where `torch.utils.checkpoint` works it out a second time, whatever device is current.
+
     Raises:
         DeviceMismatch: naming the device and what is wrong.
     """
@@ -226,6 +245,7 @@ def assert_dropout_as_seeded(devices: Sequence[torch.device], seed: int = 0) -> 
         for device in devices:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 _dropout(device, dtype, seed)
+            _recomputed(device)
     return len(devices)
 
 
@@ -254,3 +274,27 @@ def _dropout(device: torch.device, dtype: torch.dtype, seed: int) -> None:
         raise _wrong(f"{device}: dropout of {dtype} drops other elements with the same seed", device)
     if any(torch.equal(first, second) for first, second in pairwise(masks[1:])):
         raise _wrong(f"{device}: dropout of {dtype} drops the same elements each time", device)
+
+
+_RECOMPUTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "use_reentrant=True": lambda x: checkpoint(F.dropout, x, use_reentrant=True),
+    "use_reentrant=False": lambda x: checkpoint(F.dropout, x, use_reentrant=False),
+    "use_reentrant=False, of a list": lambda x: checkpoint(lambda xs: F.dropout(xs[0]), [x], use_reentrant=False),
+    "use_reentrant=False, of a dict": lambda x: checkpoint(
+        lambda batch: F.dropout(batch["x"]), {"x": x}, use_reentrant=False
+    ),
+}
+
+
+def _recomputed(device: torch.device) -> None:
+    """Require that what is worked out again backward drops the same elements as forward, and takes no numbers from the generator."""
+    for name, call in _RECOMPUTED.items():
+        x = torch.ones(_COUNT, device=device, requires_grad=True)
+        out = call(x)
+        after = torch.cuda.get_rng_state(device)
+        out.sum().backward()
+        assert x.grad is not None
+        if not torch.equal(out, x.grad):
+            raise _wrong(f"{device}: dropout in a checkpoint, {name}, drops other elements backward", device)
+        if not torch.equal(after, torch.cuda.get_rng_state(device)):
+            raise _wrong(f"{device}: a checkpoint, {name}, has left another state of the generator behind", device)

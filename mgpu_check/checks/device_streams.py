@@ -55,6 +55,7 @@ def assert_host_waits(devices: Sequence[torch.device], seed: int = 0) -> int:
             target = torch.empty_like(data, pin_memory=True)
             stream, event = torch.cuda.Stream(device), torch.cuda.Event()
             stream.wait_stream(torch.cuda.current_stream(device))
+            event.record(stream)  # it is the last record that counts
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(_CYCLES)
                 target.copy_(source * 2, non_blocking=True)

@@ -122,6 +122,9 @@ class SimulatedTensor(torch.Tensor):
                 "moment.  If you were attempting to deepcopy a module, this may be because of a torch.nn.Module "
                 "attribute's value being a computed tensor"
             )
+        if isinstance(self, torch.nn.Parameter):  # without gradient and attributes, as `Parameter.__deepcopy__`
+            memo[id(self)] = twin = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            return twin
         with torch.no_grad():
             if self.layout is _strided:
                 storage = copy.deepcopy(self.untyped_storage(), memo)

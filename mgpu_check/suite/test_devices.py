@@ -127,6 +127,24 @@ def test_copies_of_pinned_memory(gpus: tuple[torch.device, ...], seed: int) -> N
     assert_pinned_copies_arrive(gpus, seed)
 
 
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """A module takes all that it holds to another device: parameters, gradients, buffers that are not saved, ties and modes."""
+    from mgpu_check.checks.device_modules import assert_modules_move
+
+    assert_modules_move(gpus, seed)
+
+
+@examples(4, quick=1)
+@given(seed=strategies.seeds())
+def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """What is documented as a copy is not written to with its source; what is documented as a view is."""
+    from mgpu_check.checks.device_modules import assert_memory_owned
+
+    assert_memory_owned(gpus, seed)
+
+
 def test_cuda_follows_the_current_device(gpus: tuple[torch.device, ...]) -> None:
     """What "cuda" names without an index is the device that was made current, in any order of devices."""
     from mgpu_check.checks.device_context import assert_cuda_follows

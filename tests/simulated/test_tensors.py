@@ -229,7 +229,10 @@ def test_deepcopy_and_pickle():
         assert twin.weight.device == torch.device("cuda:2")
         assert torch.equal(twin.weight, net.weight) and twin.weight is not net.weight
         assert twin.tied is twin.weight
-    assert torch.equal(copy.deepcopy(net).weight.grad, net.weight.grad)
+    assert copy.deepcopy(net).weight.grad is None  # as of any Parameter; of other leaves it is copied
+    leaf = torch.ones(2, device="cuda:1", requires_grad=True)
+    (leaf * 3).sum().backward()
+    assert copy.deepcopy(leaf).grad.tolist() == [3.0, 3.0]
     with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
         copy.deepcopy(net.weight * 2)
 

@@ -15,6 +15,18 @@ __all__ = ["layer_cases"]
 
 _ROWS, _COLUMNS = 12, 16
 
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """Return indices of rows, each twice and in no order."""
+    return torch.arange(2 * _ROWS, device=x.device) * 5 % _ROWS
+
+
+def _weighed_loss(x: torch.Tensor) -> torch.Tensor:
+    """Work out a loss with classes of unequal weight, targets that do not count, and smoothed labels."""
+    targets = torch.arange(_ROWS, device=x.device) % 5
+    return F.cross_entropy(x, targets, x[0].detach().abs() + 0.5, ignore_index=2, label_smoothing=0.25)
+
+
 _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("softmax", lambda x: F.softmax(x, dim=1)),
     ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
@@ -34,6 +46,8 @@ _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("rms_norm", lambda x: F.rms_norm(x, (_COLUMNS,))),
     ("var", lambda x: torch.var(x, dim=1)),
     ("std", lambda x: x.std(dim=0)),
+    ("var without correction", lambda x: torch.var(x, dim=1, correction=0)),
+    ("std with a correction of 2", lambda x: x.std(dim=0, correction=2)),
     ("norm 2", lambda x: torch.linalg.vector_norm(x, dim=1)),
     ("logsumexp", lambda x: torch.logsumexp(x, dim=1)),
     ("normalize", lambda x: F.normalize(x, dim=1)),
@@ -47,6 +61,8 @@ _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("smooth_l1_loss", lambda x: F.smooth_l1_loss(x, x.flip(0))),
     ("binary_cross_entropy_with_logits", lambda x: F.binary_cross_entropy_with_logits(x, (x > 0).to(x.dtype))),
     ("cross_entropy", lambda x: F.cross_entropy(x, torch.arange(_ROWS, device=x.device))),
+    ("cross_entropy with all its options", lambda x: _weighed_loss(x)),
+    ("embedding with padding", lambda x: F.embedding(_words(x), x, padding_idx=5)),
     ("nll_loss", lambda x: F.nll_loss(-x.abs(), torch.arange(_ROWS, device=x.device), reduction="sum")),
     ("dropout of an evaluation", lambda x: F.dropout(x, 0.5, training=False)),
 )

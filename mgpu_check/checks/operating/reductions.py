@@ -56,9 +56,25 @@ _PLACES: tuple[tuple[str, Function], ...] = (
     ("searchsorted", lambda a: torch.searchsorted(a.sort(dim=1).values, a[:, :5].contiguous())),
 )
 
+_TIES: tuple[tuple[str, Function], ...] = (
+    ("argmax", lambda a: torch.argmax(a, dim=1)),
+    ("argmin", lambda a: torch.argmin(a)),
+    ("max", lambda a: torch.max(a, dim=0).indices),
+    ("min", lambda a: torch.min(a, dim=1).indices),
+    ("stable argsort", lambda a: torch.argsort(a, dim=1, stable=True)),
+    ("stable sort of columns", lambda a: torch.sort(a, dim=0, descending=True, stable=True).indices),
+    ("unique", lambda a: torch.unique(a, return_inverse=True, return_counts=True)),
+    (
+        "searchsorted from the right",
+        lambda a: torch.searchsorted(a.sort(dim=1).values, a[:, :5].contiguous(), right=True),
+    ),
+)
+"""What says which of equal elements it takes: the first, all in their order, or how many there are.
+Source: documentation of `torch.argmax`, `torch.max`, `torch.sort` and `torch.searchsorted`."""
+
 
 def reduction_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each reduction in each dtype: of whole numbers, of one sharp number among zeros, of extremes."""
+    """Yield each reduction in each dtype: of whole numbers, of one sharp number among zeros, of extremes, of equal elements."""
     shape = _ROWS, _COLUMNS
     for name, call, dtypes in _SUMS:
         for dtype in dtypes:
@@ -82,6 +98,9 @@ def reduction_cases(seed: int = 0) -> Iterator[Case]:
     for name, call in _PLACES:
         for dtype in (*FLOATS[:2], *INTEGERS[:2]):
             yield Case(f"{name} of {name_of(dtype)}", call, (significands(shape, dtype, seed),))
+    for name, call in _TIES:
+        for dtype in (*FLOATS[:2], *INTEGERS[:2]):
+            yield Case(f"{name} of equal elements of {name_of(dtype)}", call, (whole(shape, dtype, seed),))
     yield Case("bincount", lambda a: torch.bincount(a, minlength=9), (whole((99,), torch.int64, seed, 8).abs(),))
     gaps = Window(significands((_ROWS, 2 * _COLUMNS), torch.int64, seed), lambda storage: storage[:, ::2])
     yield Case("sum of int64 with gaps", lambda a: a.sum(dim=0), (gaps,))

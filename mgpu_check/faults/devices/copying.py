@@ -224,3 +224,42 @@ def pinned_copies_cut_off() -> Iterator[None]:
 
     with replaced(torch.Tensor, "pin_memory", pin_memory):
         yield
+
+
+@fault(
+    "devices",
+    "what is to be conjugated when it is read goes to another device as it is in memory",
+    caught_by=("test_copies_of_every_dtype",),
+    condition="lazily conjugated, from device to device",
+)
+def conjugates_lost_on_the_way() -> Iterator[None]:
+    """`resolve_conj` first is right."""
+
+    def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return to(x.conj(), *args, **kwargs)
+
+    def concerns(x: torch.Tensor, *args: Any, **_: Any) -> bool:
+        return x.is_cuda and x.is_conj() and bool(args) and args[0] not in (x.device, torch.device("cpu"))
+
+    with altered(torch.Tensor, "to", concerns, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "copy_ from another device to several places leaves out the last",
+    caught_by=("test_copies_of_every_dtype",),
+    condition="a source that is repeated",
+)
+def last_repetition_left_out() -> Iterator[None]:
+    """Shapes that are alike are right."""
+
+    def instead(copy_: Any, target: torch.Tensor, source: torch.Tensor, *args: Any) -> Any:
+        copy_(target[:-1], source, *args)
+        return target
+
+    def concerns(target: torch.Tensor, source: torch.Tensor, *_: Any) -> bool:
+        return target.device != source.device and target.dim() > source.dim() > 0 and len(target) > 1
+
+    with altered(torch.Tensor, "copy_", concerns, instead):
+        yield

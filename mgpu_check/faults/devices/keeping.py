@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpoint_module
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.devices.planting import altered, last, on
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
@@ -230,4 +232,63 @@ def less_memory_than_asked_for() -> Iterator[None]:
 def peaks_forgotten() -> Iterator[None]:
     """A peak of the past is not told."""
     with replaced(torch.cuda, "max_memory_allocated", torch.cuda.memory_allocated):
+        yield
+
+
+@fault(
+    "devices",
+    "fork_rng puts back the first of the devices that it is told of",
+    caught_by=("test_states_of_generators_return",),
+    condition="several devices",
+)
+def one_device_of_a_fork() -> Iterator[None]:
+    """With one device it is right."""
+    fork = torch.random.fork_rng
+
+    def fork_rng(devices: Any = None, **kwargs: Any) -> Any:
+        return fork(devices=None if devices is None else list(devices)[:1], **kwargs)
+
+    with replaced(torch.random, "fork_rng", fork_rng):
+        yield
+
+
+@fault(
+    "devices",
+    "torch.utils.checkpoint keeps no state of devices whose tensors are in a list or dict",
+    caught_by=("test_dropout",),
+    condition="tensors within an argument",
+)
+def states_of_nested_tensors_lost() -> Iterator[None]:
+    """Backward draws another mask than forward."""
+
+    def states(real: Any, *args: Any) -> Any:
+        return real(*(one for one in args if isinstance(one, torch.Tensor)))
+
+    with replaced_method(checkpoint_module, "get_device_states", states):
+        yield
+
+
+@fault(
+    "devices",
+    "reset_peak_memory_stats resets the current device, whichever is named",
+    caught_by=("test_memory_recovers",),
+    condition="devices that are not current",
+)
+def peaks_of_another_device_reset() -> Iterator[None]:
+    """What a step needs at most is then told too high."""
+    reset = torch.cuda.reset_peak_memory_stats
+    with replaced(torch.cuda, "reset_peak_memory_stats", lambda device=None: reset()):
+        yield
+
+
+@fault(
+    "devices",
+    "mem_get_info of a device given as text tells of the current one",
+    caught_by=("test_memory_recovers",),
+    condition="devices given as text",
+)
+def memory_of_the_current_device_told() -> Iterator[None]:
+    """The index after the colon is lost."""
+    info = torch.cuda.mem_get_info
+    with replaced(torch.cuda, "mem_get_info", lambda device=None: info(None if isinstance(device, str) else device)):
         yield

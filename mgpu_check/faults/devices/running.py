@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -228,4 +229,23 @@ def events_done_too_early() -> Iterator[None]:
 def no_time_passes() -> Iterator[None]:
     """The clock of the device stands."""
     with replaced(torch.cuda.Event, "elapsed_time", lambda self, end: 0.0):
+        yield
+
+
+@fault(
+    "devices",
+    "an event that is recorded again keeps its first record",
+    caught_by=("test_host_waits_for_streams",),
+    condition="from its second record on",
+)
+def events_recorded_once() -> Iterator[None]:
+    """Loops that use one event for each step wait for the first."""
+    recorded: WeakSet[torch.cuda.Event] = WeakSet()
+
+    def record(real: Any, event: torch.cuda.Event, *stream: Any) -> None:
+        if event not in recorded:
+            recorded.add(event)
+            real(event, *stream)
+
+    with replaced_method(torch.cuda.Event, "record", record):
         yield

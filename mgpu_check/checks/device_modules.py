@@ -1,0 +1,182 @@
+"""Modules that go from device to device with all that they hold, and tensors that share memory or do not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.operating.agreement import Wrong, difference, named_wrong
+from mgpu_check.checks.operating.values import anything, significands
+
+__all__ = ["assert_memory_owned", "assert_modules_move"]
+
+_HOST = torch.device("cpu")
+
+
+class _Holding(nn.Module):
+    """A module with each kind of thing that a module holds."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(significands((3, 4), torch.float32, seed).clone())
+        self.frozen = nn.Parameter(significands((5,), torch.bfloat16, seed).clone(), requires_grad=False)
+        self.inner = nn.Linear(2, 3, bias=False)
+        with torch.no_grad():
+            self.inner.weight.copy_(significands((3, 2), torch.float32, seed + 1))
+        self.tied = self.inner.weight
+        self.register_buffer("saved", anything(7, torch.int64, seed).clone())
+        self.register_buffer("unsaved", anything(9, torch.float32, seed).clone(), persistent=False)
+        self.register_buffer("missing", None)
+        self.trained.grad = significands((3, 4), torch.float32, seed + 2).clone()
+        self.inner.eval()
+
+
+_MOVES: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
+    "Module.to": lambda module, device: module.to(device),
+    "Module.cuda or cpu": lambda module, device: module.cuda(device) if device.type == "cuda" else module.cpu(),
+    "Module.to, non_blocking": lambda module, device: _waited(module.to(device, non_blocking=True)),
+    "Module.to, by name": lambda module, device: module.to(str(device)),
+}
+
+_TWINS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
+    "Module.to of a deepcopy": lambda module, device: copy.deepcopy(module).to(device),
+    "deepcopy after Module.to": lambda module, device: copy.deepcopy(module.to(device)),
+}
+"""What copies parameters, which leaves their gradients where they are."""
+
+
+def _waited(module: nn.Module) -> nn.Module:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
+    return module
+
+
+def assert_modules_move(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that a module that goes from device to device, and to the host, takes all that it holds with it.
+
+    Parameters, frozen ones, gradients, and buffers, also those that a state dict leaves out, arrive bit for bit; what is tied stays
+    tied, and modes stay what they are.
+
+    Returns:
+        how many moves were made.
+
+    Raises:
+        DeviceMismatch: naming the move, the devices, and what is wrong with what.
+    """
+    __tracebackhide__ = True
+    wrong: list[Wrong] = []
+    ways = [*zip([_HOST, *devices], [*devices, _HOST], strict=True), *zip(devices[1:], devices, strict=False)]
+    for source, target in ways:
+        for name, move in (_MOVES | _TWINS).items():
+            module, expected = _Holding(seed).to(source), _Holding(seed)
+            if name in _TWINS:
+                expected.zero_grad()
+            if what := _lost(move(module, target), expected, target):
+                named = target if target.type == "cuda" else source
+                wrong.append(Wrong(named, f"{name} from {source} to {target}", what))
+    if wrong:
+        raise named_wrong(wrong, devices, len(ways) * len(_MOVES | _TWINS), "what was sent")
+    return len(ways) * len(_MOVES | _TWINS)
+
+
+def _held(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            yield f"the gradient of {name}", parameter.grad
+
+
+def _lost(module: nn.Module, expected: nn.Module, device: torch.device) -> str:
+    got, right = dict(_held(module)), dict(_held(expected))
+    if list(got) != list(right):
+        return f"it holds {', '.join(got)}; expected {', '.join(right)}"
+    for name, tensor in right.items():
+        if got[name].device != device:
+            return f"{name} is on {got[name].device}"
+        if got[name].requires_grad != tensor.requires_grad:
+            return f"requires_grad of {name} is {got[name].requires_grad}"
+        if what := difference(got[name].detach(), tensor.detach(), "bits"):
+            return f"{name}: {what}"
+    if module.tied is not module.get_submodule("inner").weight:
+        return "a parameter with two names has become two"
+    if module.state_dict().keys() != expected.state_dict().keys():
+        return f"its state dict has {', '.join(module.state_dict())}; expected {', '.join(expected.state_dict())}"
+    if [part.training for part in module.modules()] != [part.training for part in expected.modules()]:
+        return "its parts are in other modes of training"
+    return ""
+
+
+Taken = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+
+_COPIES: Taken = {
+    "to(its device, copy=True)": lambda x: x.to(x.device, copy=True),
+    "to(its dtype, copy=True)": lambda x: x.to(x.dtype, copy=True),
+    "to(itself, copy=True)": lambda x: x.to(x, copy=True),
+    "clone": lambda x: x.clone(),
+    "deepcopy": lambda x: copy.deepcopy(x),
+    "asarray(copy=True)": lambda x: torch.asarray(x, copy=True),
+    "contiguous, of transposed": lambda x: x.t().contiguous(),
+    "reshape, of transposed": lambda x: x.t().reshape(-1),
+    "flatten, of transposed": lambda x: x.t().flatten(),
+    "cat of one": lambda x: torch.cat([x]),
+    "stack of one": lambda x: torch.stack([x]),
+    "repeat once": lambda x: x.repeat(1, 1),
+    "indexed by a list": lambda x: x[[0, 1, 2]],
+    "index_select": lambda x: x.index_select(0, torch.arange(3, device=x.device)),
+    "adding nothing": lambda x: x + 0,
+    "gone and come back": lambda x: x.cpu().to(x.device),
+}
+"""What makes a tensor with memory of its own."""
+
+_VIEWS: Taken = {
+    "to(its device)": lambda x: x.to(x.device),
+    "to(str(its device))": lambda x: x.to(str(x.device)),
+    "cuda(its device)": lambda x: x.cuda(x.device),
+    "to(its dtype)": lambda x: x.to(x.dtype),
+    "contiguous": lambda x: x.contiguous(),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "view": lambda x: x.view(-1),
+    "reshape": lambda x: x.reshape(2, -1),
+    "flatten": lambda x: x.flatten(),
+    "t": lambda x: x.t(),
+    "a slice": lambda x: x[0:],
+    "chunk": lambda x: x.chunk(2)[0],
+    "expand": lambda x: x.expand(3, 4),
+    "as_tensor": lambda x: torch.as_tensor(x, device=x.device),
+    "asarray(copy=False)": lambda x: torch.asarray(x, copy=False),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[0])[0],
+    "Parameter": lambda x: nn.Parameter(x, requires_grad=False),
+}
+"""What has the memory of the tensor that it was made of. Source of both: documentation of `torch.Tensor.to`, and of tensor views."""
+
+
+def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
+    """Assert that what is a copy on a device is not written to with its source, and that what is none is.
+
+    Returns:
+        how many ways were looked at.
+
+    Raises:
+        DeviceMismatch: naming the device and the call.
+    """
+    __tracebackhide__ = True
+    wrong: list[Wrong] = []
+    data = significands((3, 4), torch.float32, seed)
+    for device in devices:
+        for owned, calls in ((True, _COPIES), (False, _VIEWS)):
+            for name, call in calls.items():
+                source = data.to(device)
+                made = call(source)
+                source.zero_()
+                changed = not bool(made.any())
+                if changed == owned:
+                    what = "it is written to with its source" if owned else "it has memory of its own"
+                    wrong.append(Wrong(device, f"a tensor that is made by {name}", what))
+    if wrong:
+        raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "what is documented")
+    return len(devices) * (len(_COPIES) + len(_VIEWS))

@@ -1,0 +1,89 @@
+"""Modules that leave something behind when they go to another device, and copies that are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.faults.breaking import replaced_method
+from mgpu_check.faults.devices.planting import altered
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@fault(
+    "devices",
+    "a module that goes to another device has no gradients there",
+    caught_by=("test_modules_move",),
+    condition="where there are gradients",
+)
+def gradients_left_behind() -> Iterator[None]:
+    """An optimizer steps by nothing."""
+
+    def apply(real: Any, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> Any:
+        before = [(parameter, parameter.device) for parameter in module.parameters(recurse=False)]
+        moved = real(module, fn, *rest)
+        for parameter, device in before:
+            if parameter.device != device:
+                parameter.grad = None
+        return moved
+
+    with replaced_method(nn.Module, "_apply", apply):
+        yield
+
+
+@fault(
+    "devices",
+    "buffers that a state dict leaves out come as zeros to another device",
+    caught_by=("test_modules_move",),
+    condition="persistent=False",
+)
+def unsaved_buffers_lost() -> Iterator[None]:
+    """Their memory is made anew, and not filled."""
+
+    def apply(real: Any, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *rest: Any) -> Any:
+        names = module._non_persistent_buffers_set
+        before = {name: held.device for name in names if (held := module._buffers[name]) is not None}
+        moved = real(module, fn, *rest)
+        for name, device in before.items():
+            held = module._buffers[name]
+            if held is not None and held.device != device:
+                module._buffers[name] = torch.zeros_like(held)
+        return moved
+
+    with replaced_method(nn.Module, "_apply", apply):
+        yield
+
+
+@fault(
+    "devices",
+    "to(copy=True) gives the tensor itself where nothing is to be changed",
+    caught_by=("test_copies_have_memory_of_their_own",),
+    condition="on the device where it is",
+)
+def copies_that_are_none() -> Iterator[None]:
+    """What is kept of a step changes with the next."""
+
+    def instead(to: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return to(x, *args, **{**kwargs, "copy": False})
+
+    with altered(torch.Tensor, "to", lambda x, *_, **kwargs: x.is_cuda and bool(kwargs.get("copy")), instead):
+        yield
+
+
+@fault(
+    "devices",
+    "flatten copies what is contiguous",
+    caught_by=("test_copies_have_memory_of_their_own",),
+    condition="contiguous tensors on a device",
+)
+def views_that_are_copies() -> Iterator[None]:
+    """What is written to the view does not come back."""
+    flatten = torch.Tensor.flatten
+    with replaced(
+        torch.Tensor, "flatten", lambda x, *args: flatten(x, *args).clone() if x.is_cuda else flatten(x, *args)
+    ):
+        yield
