@@ -37,6 +37,66 @@ def test_a_message_in_pieces(ends):
     assert channel.receive() is None
 
 
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_large_buffers_go_as_a_file(ends):
+    channel, theirs = ends
+    rank = RankEnd(theirs.detach())
+    before = _open_files()
+    content = [bytearray(os.urandom(300_000)), bytearray(os.urandom(1)), bytearray(bytes(16 << 20) + b"last")]
+    rank.send([*map(pickle.PickleBuffer, content), 7])
+    rank.send("next")
+    *got, seven = channel.receive()
+    assert [bytes(one) for one in got] == content and seven == 7 and channel.receive() == "next"
+    got[0][0] ^= 1  # it is writable, as what was sent
+    assert bytes(got[0]) != content[0] and bytes(got[1]) == content[1]
+    assert _open_files() == before + 1
+    del got
+    assert _open_files() == before, "nothing is kept of what nobody uses"
+    rank.close()
+
+
+def test_buffers_go_through_the_socket_where_no_file_can_be_made(ends, monkeypatch):
+    channel, theirs = ends
+    rank = RankEnd(theirs.detach())
+
+    def refuses(name: str) -> int:
+        raise OSError("no files here")
+
+    monkeypatch.setattr(os, "memfd_create", refuses)
+    large = bytes(16 << 20)
+    sender = threading.Thread(target=rank.send, args=([pickle.PickleBuffer(large), 7],))
+    sender.start()
+    while (message := channel.receive()) is None:
+        pass
+    sender.join()
+    assert bytes(message[0]) == large and message[1] == 7
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size"),
+    [((4,), None), ((), 64), ((1 << 62,), 64), ((4,), 63), ((0,), 0)],
+    ids=["no file", "no lengths", "beyond all memory", "cut off", "empty"],
+)
+def test_files_that_are_not_what_is_said_are_no_message(ends, lengths, size):
+    channel, theirs = ends
+    body = b"".join(length.to_bytes(8, "big") for length in lengths)
+    files = [] if size is None else [os.memfd_create("planted")]
+    before = _open_files() - len(files)
+    for file in files:
+        os.ftruncate(file, size)
+    socket.send_fds(theirs, [b"MGPF" + len(body).to_bytes(8, "big") + body], files)
+    for file in files:
+        os.close(file)
+    with pytest.raises(Garbled):
+        channel.receive()
+    channel.close()
+    assert _open_files() == before - 1  # the end of the channel itself
+
+
 @pytest.mark.parametrize("at_once", [1, 100_000])
 def test_large_buffers_go_apart(ends, at_once):
     channel, theirs = ends
@@ -142,10 +202,10 @@ class Flood:
     def setblocking(self, flag: bool) -> None:
         pass
 
-    def recv(self, count: int) -> bytes:
+    def recvmsg(self, count: int, ancillary: int) -> tuple[bytes, list[object], int, None]:
         data, self.next = (self.next + bytes(count))[:count], b""
         self.given += count
-        return data
+        return data, [], 0, None
 
 
 def test_a_message_without_end_lets_the_clock_be_looked_at():
