@@ -22,7 +22,7 @@ from mgpu_check.gates.measuring import measure, measure_provisionally
 from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import CHANGES, Scenario
-from mgpu_check.gates.trial import Trials
+from mgpu_check.gates.trial import Effort, Trials
 from mgpu_check.mistakes.results import KINDS
 
 HERE = Path(__file__).parent
@@ -245,11 +245,13 @@ def cost(ranks: Any, examples: int, in_full: bool) -> dict[str, Any]:
             parts.setdefault(part, []).append(time.perf_counter() - start)
             return result
 
-        trials = Trials(ranks, right, frozenset(KINDS), None, name)
+        measuring, trials = (Trials(ranks, right, frozenset(KINDS), None, name) for _ in range(2))
         for number in range(examples + 1):
             of_case = right, Scenario(4, cost_of.SAMPLES, seed=number)
             alone = ranks.run(cost_of.timed, *of_case, size=1)[0]
-            expected = timed("measuring", lambda of=of_case: ranks.run(measure_provisionally, *of, size=1)[0])
+            expected = timed(
+                "measuring", lambda of=of_case, by=measuring: by.expected(of[1], effort=Effort.PROVISIONAL)
+            )
             seen = timed("on ranks", lambda of=of_case: ranks.run(run_step, *of, size=4))
             holds = timed("comparing", lambda one=expected, all_=seen: relations_of(one, all_, KINDS, None).holds)
             full = None

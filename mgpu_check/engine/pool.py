@@ -16,8 +16,8 @@ from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.own_environment import own_environment
 from mgpu_check.engine.warm import WarmWorlds, WorldKey
-from mgpu_check.engine.world import Function, World
-from mgpu_check.errors import AgentLost, StartupFailure
+from mgpu_check.engine.world import Begun, Function, World
+from mgpu_check.errors import AgentLost, RankHang, StartupFailure
 from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.unpicklable import culprit, culprit_of
 
@@ -144,6 +144,40 @@ class RankPool:
             self.function(fn), args, kwargs, size=size, timeout=timeout, devices=devices, environment=environment
         )
 
+    def run_apart(
+        self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
+    ) -> list[Any]:
+        """Call ``fn(*args)`` for each of `arguments`, all at a time, each on a rank that is alone in its world.
+
+        The i-th runs on device i; there are `devices` of them at most.
+
+        Returns:
+            One result for each, in their order.
+
+        Raises:
+            What `run` raises: if several calls fail, the error of the first, once all have ended.
+        """
+        timeout = self._seconds(timeout)
+        function = self.function(fn)
+        begun: list[tuple[World, Begun]] = []
+        results: list[Any] = []
+        errors: list[BaseException] = []
+        with self._lock:
+            for index, args in enumerate(arguments):
+                try:
+                    begun.append(self._begin(self._key(1, None, 0, [index]), function, *_with_rank(fn, args, {})))
+                except Exception as error:
+                    errors.append(error)
+                    break
+            for world, call in begun:
+                try:
+                    results += self._finish(world, call, timeout)
+                except (Exception, RankHang) as error:  # the others are waited for
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+        return results
+
     def run_in_node_process(
         self, fn: Callable[..., Any], /, *args: Any, host: int = 0, timeout: float | None = None
     ) -> list[Any]:
@@ -168,25 +202,37 @@ class RankPool:
         Args:
             devices: the size of the world is that of `devices`, where they are given.
         """
+        timeout = self._seconds(timeout)
+        with self._lock:
+            key = self._key(size, backend, host, devices, environment)
+            return self._finish(*self._begin(key, function, args, kwargs), timeout)
+
+    def _seconds(self, timeout: float | None) -> float:
         timeout = self.timeout if timeout is None else timeout
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout={timeout!r} is not valid; choose a finite number of seconds above 0")
+        return timeout
+
+    def _begin(
+        self, key: WorldKey, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[World, Begun]:
         try:
             arguments = pickling.dumps((args, dict(kwargs)))
         except Exception as error:
             raise NotPicklable(
                 f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
             ) from error
-        with self._lock:
-            key = self._key(size, backend, host, devices, environment)
-            world = self._world(key)
-            if key.slots:
-                self.sizes.add(len(key.slots))
-            try:
-                results = world.run(function, arguments, self._call_context(self._simulate), timeout)
-            finally:
-                if world.told:
-                    self.hear(world.told)
+        world = self._world(key)
+        if key.slots:
+            self.sizes.add(len(key.slots))
+        return world, world.begin(function, arguments, self._call_context(self._simulate))
+
+    def _finish(self, world: World, call: Begun, timeout: float) -> list[Any]:
+        try:
+            results = world.finish(call, timeout)
+        finally:
+            if world.told:
+                self.hear(world.told)
         return [world.loaded(index, result) for index, result in enumerate(results)]
 
     def in_fresh_process(self, fn: Callable[[], Any], host: int = 0) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.answers import agree
@@ -28,7 +28,7 @@ from mgpu_check.processes import pickling, protocol
 from mgpu_check.processes.channel import Garbled, frame
 from mgpu_check.processes.clock import Clock, ready
 
-__all__ = ["Abandoned", "Function", "World"]
+__all__ = ["Abandoned", "Begun", "Function", "World"]
 
 _MEET_TIMEOUT = 1.0
 _REST_TIMEOUT = 10.0  # for what the engine itself asks of a rank that should be idle, or the timeout of calls
@@ -55,6 +55,15 @@ class Abandoned(Exception):
     def __init__(self, failure: protocol.Failure) -> None:
         super().__init__(failure.headline)
         self.failure = failure
+
+
+class Begun(NamedTuple):
+    """A call that every process has begun: its number, the function's name, since when, and who is gone."""
+
+    number: int
+    name: str
+    started: float
+    unsent: Sequence[int]
 
 
 class World(WorldProcesses):
@@ -104,21 +113,30 @@ class World(WorldProcesses):
             RankFailure, RankDied, RankHang: see there.
             Abandoned: every rank skipped the test, or rejected the example.
         """
+        return self.finish(self.begin(function, arguments, call_context), timeout)
+
+    def begin(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> Begun:
+        """Have every process begin a call, of which `finish` takes the results. Raises `RankDied` if one has ended before."""
         self.check_alive("before " + function.name)
         call = self._prepare(function, arguments, call_context)
         started = Clock.now()
         self._running = function.name, started
-        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=self._send(lambda _: call))
+        return Begun(call.number, function.name, started, self._send(lambda _: call))
+
+    def finish(self, call: Begun, timeout: float) -> list[pickling.Pickled]:
+        """Wait for what `begin` has begun, `timeout` seconds from now at most; returns and raises as `run` does."""
+        waiting = Clock.now()
+        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=call.unsent)
         settling = not late and not all(outcome.settled for outcome in _outcomes(answers).values())
         if settling:
-            answers, late = self._settle(answers, call.number, started + timeout)
+            answers, late = self._settle(answers, call.number, waiting + timeout)
         self._running = None
-        timed_out = bool(late) and Clock.now() - started >= timeout
+        timed_out = bool(late) and Clock.now() - waiting >= timeout
         # Before any is killed, because that makes those fail that wait for it.
         fine = not late and all(_went_well(answer, call.number) for answer in answers.values())
         records = {} if fine else self._records()
         endings = self._endings(answers, call.number)
-        for index, stopped in self._interrupt(late, since=started).items():
+        for index, stopped in self._interrupt(late, since=call.started).items():
             endings[index] = dataclasses.replace(stopped, settling=settling)
         outcomes = _outcomes({index: answers.get(index) for index in self.processes})
         if any(outcome.told for outcome in outcomes.values()):
@@ -131,7 +149,7 @@ class World(WorldProcesses):
             self._check_agreement(outcomes, left)
             return [outcome.value for outcome in outcomes.values() if outcome.value is not None]
         self._check_abandoned(endings)
-        account = Account(endings, self.who, function.name, timeout if timed_out else None, records)
+        account = Account(endings, self.who, call.name, timeout if timed_out else None, records)
         error = account.error()
         self._failed = (error, account)
         raise error

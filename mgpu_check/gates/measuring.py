@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from mgpu_check.gates.draws import Notes, entered
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
-from mgpu_check.gates.rounding import Measured, measured, measured_provisionally, rounding_seen
+from mgpu_check.gates.rounding import (
+    Measured,
+    Part,
+    Provisional,
+    joined,
+    measured,
+    measured_in_part,
+    measured_provisionally,
+    slightly_moved,
+)
 from mgpu_check.gates.scenario import Scenario
-from mgpu_check.mistakes.observed import Expected
+from mgpu_check.mistakes.observed import Expected, Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import Measurement, full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
 
-__all__ = ["largest_factor", "measure", "measure_provisionally", "measure_rounding"]
+__all__ = [
+    "largest_factor",
+    "measure",
+    "measure_in_parts",
+    "measure_provisionally",
+    "measure_slightly_moved",
+    "of_parts",
+]
 
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
@@ -87,27 +105,51 @@ def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alon
             except Exception:
                 return None
     main.single.initial = {}
+    return _provisional(program, main, own, notes.drawn, notes.seen)
+
+
+def measure_in_parts(
+    rank: Rank, program: Program, scenario: Scenario, runs: Sequence[int], elements: int
+) -> list[Part]:
+    """Do some of the runs of `measure_provisionally`, while other ranks do others; see `rounding.measured_in_part`."""
+    with full_precision(), one_thread():
+        return [measured_in_part(rank, program, scenario, program.reference is not None, run, elements) for run in runs]
+
+
+def of_parts(program: Program, parts: Sequence[Part], elements: int) -> Expected | None:
+    """Return what `measure_provisionally` does, of the parts of all `rounding.RUNS`; None where they do not tell."""
+    main = joined(parts, elements)
+    return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
+
+
+def _provisional(
+    program: Program,
+    main: Provisional,
+    own: Observation | None,
+    drawn: Iterable[tuple[int, ...]],
+    narrow: Iterable[torch.dtype],
+) -> Expected:
     return Expected(
         main.single,
         own,
-        by_reference,
+        program.reference is not None,
         {name: main.single.values[name] for name in main.tolerance},
         main.tolerance,
-        drawn=tuple(notes.drawn),
-        narrow=tuple(sorted(map(name_of, notes.seen))),
+        drawn=tuple(drawn),
+        narrow=tuple(sorted(map(name_of, narrow))),
         provisional=True,
     )
 
 
-def measure_rounding(rank: Rank, program: Program, scenario: Scenario) -> dict[Result, float] | None:
-    """Run the reference, or the step, twice as it is: what rounding within operators brings, which perturbing their results
-    does not.
+def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> Observation:
+    """Run the reference, or the step, as it is, once more; see `rounding.slightly_moved`.
 
-    Returns:
-        The largest error of each result, as a fraction of its element's size; None where that is not told.
+    Against the first run it tells what rounding within operators brings, which perturbing their results does not.
     """
     with full_precision(), one_thread() as threads:
-        return rounding_seen(rank, program, scenario, program.reference is not None, threads)
+        seen = slightly_moved(rank, program, scenario, program.reference is not None, threads)
+    seen.initial = {}
+    return seen
 
 
 def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | None:

@@ -25,10 +25,24 @@ from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import all_finite
 from mgpu_check.torch_hooks.threads import some_threads
 
-__all__ = ["Measured", "Provisional", "measured", "measured_provisionally", "rounding_seen"]
+__all__ = [
+    "LARGE",
+    "RUNS",
+    "Measured",
+    "Part",
+    "Provisional",
+    "joined",
+    "measured",
+    "measured_in_part",
+    "measured_provisionally",
+    "rounding_seen",
+    "slightly_moved",
+]
 
-_LARGE = 1_000_000
+LARGE = 1_000_000
 """Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
+RUNS = (0, 1, -1)
+"""What is run to tell provisionally: as it is, and perturbed in two directions."""
 _OF_PARTS = 4.0
 """What ranks round in a narrow dtype is their own parts, which may be larger than the sum that one device rounds."""
 
@@ -72,14 +86,63 @@ def measured_provisionally(
     return _Runs(rank, program, scenario, of_reference, threads).provisional(notes)
 
 
-def rounding_seen(
-    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int
-) -> dict[Result, float] | None:
-    """Run the step, or the reference, as it is, twice; see `numerics.steps.errors_seen`.
+@dataclass(frozen=True)
+class Part:
+    """One of `RUNS`.
+
+    Attributes:
+        seen: what it has left; None where it fails with perturbed numbers, or leaves what is not finite.
+        simple: neither a recurrent network in one operator nor an optimizer that is not linear has run, which ask for other runs.
+        drawn, narrow: see `Notes`, of the run as it is.
+    """
+
+    seen: Observation | None
+    simple: bool
+    drawn: tuple[tuple[int, ...], ...] = ()
+    narrow: frozenset[torch.dtype] = frozenset()
+
+
+def measured_in_part(
+    rank: Rank, program: Program, scenario: Scenario, of_reference: bool, run: int, elements: int
+) -> Part:
+    """Do one of the runs of `measured_provisionally`, of a step that is known to be simple, with one thread.
+
+    Args:
+        run: one of `RUNS`.
+        elements: about as many as the results have.
+    """
+    return _Runs(rank, program, scenario, of_reference, 1).part(run, elements)
+
+
+def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
+    """Return what `measured_provisionally` does, of all of `RUNS` in their order; None where they do not tell.
+
+    Args:
+        elements: that which `measured_in_part` was given.
+    """
+    seen = [part.seen for part in parts if part.seen is not None and part.simple]
+    if len(seen) < len(RUNS) or not all(_left_alike(seen[0], other) for other in seen[1:]):
+        return None
+    single, *moved = seen
+    granted = granted_at_least(
+        _wide(single.values), [_wide(one.values) for one in moved], ROUNDOFF, deviations(elements)
+    )
+    return Provisional(single, granted)
+
+
+def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> Observation:
+    """Run the step, or the reference, as it is, on a batch whose elements are moved by one roundoff: what is rounded is
+    rounded otherwise.
+    """
+    return _Runs(rank, program, scenario, of_reference, threads).slightly_moved()
+
+
+def rounding_seen(single: Observation, again: Observation) -> dict[Result, float] | None:
+    """Return how large errors of a run as it is are, by what `slightly_moved` leaves; see `numerics.steps.errors_seen`.
 
     None where the two have not left the same things.
     """
-    return _Runs(rank, program, scenario, of_reference, threads).rounding_seen()
+    return errors_seen(_wide(single.values), _wide(again.values)) if _alike(single, again) else None
 
 
 def measured(
@@ -138,7 +201,7 @@ class _Runs:
         @contextlib.contextmanager
         def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
             elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
-            large = 2 * elements >= _LARGE  # there are gradients, too
+            large = 2 * elements >= LARGE  # there are gradients, too
             with some_threads(self._threads, large), around(model, batches):
                 yield
 
@@ -150,7 +213,7 @@ class _Runs:
 
     @property
     def large(self) -> bool:
-        return self.elements >= _LARGE
+        return self.elements >= LARGE
 
     def provisional(self, notes: Notes) -> Provisional | None:
         """Run as it is, and perturbed in the same precision; see `measured_provisionally`."""
@@ -174,16 +237,22 @@ class _Runs:
         single.snapshots = []
         return Provisional(single, tolerance)
 
-    def rounding_seen(self) -> dict[Result, float] | None:
-        """Return how large errors are as it is; see the function of this name."""
-        single, again = self._run(), self._slightly_moved()
-        if not _alike(single, again):
-            return None
-        with some_threads(self._threads, 2 * sum(value.numel() for value in single.values.values()) >= _LARGE):
-            return errors_seen(_wide(single.values), _wide(again.values))
+    def part(self, run: int, elements: int) -> Part:
+        """Do one run; see `measured_in_part`."""
+        notes = Notes()
+        if run:
+            self._copies, self._in_double, self._spread = False, False, deviations(elements)
+            seen = self._perturbed(0, run)
+        else:
+            seen = self._once(notes, digests=False)
+            seen.initial = {}
+        if seen is not None and not all(map(all_finite, seen.values.values())):
+            seen = None
+        simple = not self._fused and not (seen is not None and seen.nonlinear)
+        return Part(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
 
-    def _slightly_moved(self) -> Observation:
-        """Run as it is, on a batch whose elements are moved by one roundoff: what is rounded is rounded otherwise."""
+    def slightly_moved(self) -> Observation:
+        """Run as it is, moved; see the function of this name."""
         return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
@@ -210,7 +279,7 @@ class _Runs:
         single = self._once(notes, digests=True)
         # The gradients of each optimizer step are needed to tell which parameters they do not decide.
         self._deep = deep or ("gradients" if single.optimizer_steps else False)
-        self._singles = [single, self._slightly_moved()]
+        self._singles = [single, self.slightly_moved()]
         self._spread = deviations(self.elements)
 
     def _once(self, notes: Notes, digests: bool) -> Observation:
@@ -251,27 +320,33 @@ class _Runs:
     ) -> None:
         """Run twice, perturbed in opposite directions."""
         for direction in directions:
-            generator, by = generator_of(pair + 1), direction * self._spread
-            try:
-                found = self._run(
-                    double=self._in_double,
-                    deep=self._deep,
-                    nudge=None if nudge is None else nudge(direction),
-                    alter=functools.partial(moved, spread=by, generator=generator),
-                    around=functools.partial(
-                        perturbed,
-                        spread=by,
-                        generator=generator,
-                        coherent=coherent,
-                        copies=self._copies,
-                        fused=self._fused,
-                    ),
-                )
-            except Exception as error:  # a perturbed count is none, for instance
-                self._failure = error
-                continue
-            if _alike(self._exact, found):
+            found = self._perturbed(pair, direction, None if nudge is None else nudge(direction), coherent)
+            if found is not None and _alike(self._exact, found):
                 self._moved.append(found)
+
+    def _perturbed(
+        self, pair: int, direction: int, nudge: Nudge | None = None, coherent: bool = False
+    ) -> Observation | None:
+        """Run perturbed; None where that fails."""
+        generator, by = generator_of(pair + 1), direction * self._spread
+        try:
+            return self._run(
+                double=self._in_double,
+                deep=self._deep,
+                nudge=nudge,
+                alter=functools.partial(moved, spread=by, generator=generator),
+                around=functools.partial(
+                    perturbed,
+                    spread=by,
+                    generator=generator,
+                    coherent=coherent,
+                    copies=self._copies,
+                    fused=self._fused,
+                ),
+            )
+        except Exception as error:  # a perturbed count is none, for instance
+            self._failure = error
+            return None
 
     def undecided(self) -> Callable[[int], Nudge] | None:
         """Return what moves gradients within their tolerance, in either direction; None if nowhere that changes their
@@ -371,12 +446,15 @@ def _wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
 
 def _alike(one: Observation, other: Observation) -> bool:
     """Return whether two runs have left the same things, finite in the same places, after as many steps."""
+    return _left_alike(one, other) and all(
+        _finite_alike(value, other.values[name]) for name, value in one.values.items()
+    )
+
+
+def _left_alike(one: Observation, other: Observation) -> bool:
     if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
         return False
-    return all(
-        value.shape == other.values[name].shape and _finite_alike(value, other.values[name])
-        for name, value in one.values.items()
-    )
+    return all(value.shape == other.values[name].shape for name, value in one.values.items())
 
 
 def _finite_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

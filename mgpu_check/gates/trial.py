@@ -8,9 +8,17 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gates.measuring import largest_factor, measure, measure_provisionally, measure_rounding
+from mgpu_check.gates.measuring import (
+    largest_factor,
+    measure,
+    measure_in_parts,
+    measure_provisionally,
+    measure_slightly_moved,
+    of_parts,
+)
 from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
 from mgpu_check.gates.relations import relations_of, repeats
+from mgpu_check.gates.rounding import LARGE, RUNS, rounding_seen
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
@@ -20,7 +28,7 @@ from mgpu_check.numerics.steps import granted_with
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import digest_of
 
-__all__ = ["Trial", "Trials"]
+__all__ = ["Effort", "Trial", "Trials"]
 
 _KEPT = 64
 """Scenarios whose expected results are kept for other world sizes, …"""
@@ -102,6 +110,8 @@ class Trials:
         self._refusals: dict[int, str] = {}
         self._cause: RankFailure | None = None
         self._told = 0
+        self._elements: int | None = None
+        """How many the results of a step have that ranks measure together; 0 where one does, None where that is not known yet."""
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
@@ -277,7 +287,8 @@ class Trials:
     ) -> Expected | RankFailure | None:
         known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
         if effort is Effort.WIDENED and isinstance(known, Expected) and not known.widened:
-            errors = self.ranks.run(measure_rounding, self.program, scenario, size=1)[0]
+            again = self.ranks.run(measure_slightly_moved, self.program, scenario, size=1)[0]
+            errors = rounding_seen(known.single, again)
             if errors is None:
                 return None
             known.tolerance = granted_with(known.tolerance, known.exact, errors)
@@ -302,6 +313,8 @@ class Trials:
         return found
 
     def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
+        if measuring is measure_provisionally and (together := self._measured_together(scenario)) is not None:
+            return together
         try:
             found: Expected | None = self.ranks.run(measuring, self.program, scenario, *how, self._alone, size=1)[0]
         except (RankDied, RankHang):
@@ -310,6 +323,28 @@ class Trials:
             # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
             self._alone = False
             return self._measured(scenario, measuring, *how)
+        if measuring is measure_provisionally and found is not None and self._elements is None:
+            elements = sum(value.numel() for value in found.single.values.values())
+            large = elements >= LARGE and not found.single.nonlinear and self.ranks._at_once > 1
+            self._elements = elements if large else 0
+        return found
+
+    def _measured_together(self, scenario: Scenario) -> Expected | None:
+        """Return what `measure_provisionally` does, by runs that ranks share; None where one has to do them."""
+        elements = self._elements
+        if not elements or (self.program.reference is not None and scenario.change):
+            return None
+        count = min(len(RUNS), self.ranks._at_once)
+        shares = [RUNS[first::count] for first in range(count)]
+        done = self.ranks._run_apart(measure_in_parts, [(self.program, scenario, runs, elements) for runs in shares])
+        parts = {
+            run: part
+            for runs, of_rank in zip(shares, done, strict=True)
+            for run, part in zip(runs, of_rank, strict=True)
+        }
+        found = of_parts(self.program, [parts[run] for run in RUNS], elements)
+        if found is None:
+            self._elements = 0
         return found
 
     def finish(self, world_sizes: Sequence[int]) -> None:

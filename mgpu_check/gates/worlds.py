@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from mgpu_check.errors import RankFailure, RankHang
@@ -29,6 +29,15 @@ class RanksFixture(Protocol):
         **kwargs: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on each of `size` ranks; return what they return, in rank order."""
+        ...
+
+    @property
+    def _at_once(self) -> int:
+        """How many calls `_run_apart` takes."""
+        ...
+
+    def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run ``fn(*args)`` for each of `arguments`, all at a time, on ranks that are each alone; return what each returns."""
         ...
 
 

@@ -69,6 +69,17 @@ class Ranks:
         except (NotPicklable, ValueError) as misuse:
             raise misuse.with_traceback(None) from None  # of the caller: the engine's lines help nobody
 
+    @property
+    def _at_once(self) -> int:
+        """How many calls `_run_apart` takes: on real devices one, whose results no other device decides."""
+        return self.size if self._session.settings.simulate == "cpu" else 1
+
+    def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call ``fn(*args)`` for each of `arguments` on a rank that is alone, all at a time: see `RankPool.run_apart`."""
+        self._session.on_ranks()
+        with abandoning(self._session), self._session.some_devices(len(arguments)):
+            return self._session.pool.run_apart(fn, arguments)
+
     def __repr__(self) -> str:
         return f"<{self.size} ranks>"
 

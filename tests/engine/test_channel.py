@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import signal
 import socket
 import threading
@@ -70,7 +71,7 @@ def test_buffers_go_through_the_socket_where_no_file_can_be_made(ends, monkeypat
     sender = threading.Thread(target=rank.send, args=([pickle.PickleBuffer(large), 7],))
     sender.start()
     while (message := channel.receive()) is None:
-        pass
+        select.select([channel], [], [])
     sender.join()
     assert bytes(message[0]) == large and message[1] == 7
     rank.close()

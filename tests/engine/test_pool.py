@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import NotPicklable, RankPool
-from mgpu_check.engine.world import Abandoned
+from mgpu_check.engine.world import Abandoned, World
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
 
 
@@ -767,3 +767,71 @@ def test_a_fork_server_that_still_imports_ends_with_its_parent(tmp_path):
     parent.kill()
     parent.wait()
     assert gone(server)
+
+
+class TestApart:
+    """Several ranks, each alone in its world, that compute at a time."""
+
+    def test_each_has_its_arguments_and_its_device(self, pool):
+        def body(rank, first, second):
+            return rank.size, rank.index, rank.device.index, first + second
+
+        found = pool.run_apart(body, [(1, 2), (3, 4), (5, 6)])
+        assert found == [(1, 0, 0, 3), (1, 0, 1, 7), (1, 0, 2, 11)]
+        assert pool.run_apart(body, []) == []
+
+    def test_they_compute_at_a_time(self, pool, tmp_path):
+        os.mkfifo(tmp_path / "fifo")
+
+        def meet(path, mode):
+            with open(path, mode) as file:  # waits for the other
+                return file.write("met") if mode == "w" else file.read()
+
+        assert pool.run_apart(meet, [(tmp_path / "fifo", "r"), (tmp_path / "fifo", "w")]) == ["met", 3]
+
+    def test_the_first_error_is_raised_when_all_have_ended(self, pool):
+        def body(number):
+            if number:
+                raise ArithmeticError(f"planted {number}")
+            return os.getpid()
+
+        before = pool.run_apart(body, [(0,), (0,), (0,)])
+        with pytest.raises(RankFailure, match="planted 1"):
+            pool.run_apart(body, [(0,), (1,), (2,)])
+        assert pool.run_apart(body, [(0,), (0,), (0,)]) == before
+
+    def test_one_that_hangs_is_ended_and_replaced(self, pool):
+        def body(hangs):
+            if hangs:
+                threading.Event().wait()
+            return os.getpid()
+
+        first, second = pool.run_apart(body, [(False,), (False,)])
+        with pytest.raises(RankHang, match=r"did not finish body within 0\.5 s"):
+            pool.run_apart(body, [(True,), (False,)], timeout=0.5)
+        assert gone(first)
+        again = pool.run_apart(body, [(False,), (False,)])
+        assert again[0] != first and again[1] == second
+
+    def test_more_than_there_are_devices(self, pool):
+        with pytest.raises(ValueError, match="devices"):
+            pool.run_apart(os.getpid, [()] * 9)
+        assert len(pids(pool, 2)) == 2
+
+    def test_from_outside(self, pool, monkeypatch):
+        """What ends the test from outside, as Ctrl-C does, leaves none that would answer the next call."""
+        before = pool.run_apart(os.getpid, [(), ()])
+
+        def hangs():
+            threading.Event().wait()
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(World, "finish", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.run_apart(hangs, [(), ()])
+        assert isinstance(pool.stopped(), RankHang)
+        after = pool.run_apart(os.getpid, [(), ()])
+        assert set(after).isdisjoint(before)

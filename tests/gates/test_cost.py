@@ -12,9 +12,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check.errors import RankHang
-from mgpu_check.gates.measuring import measure, measure_provisionally, measure_rounding
+from mgpu_check.gates.measuring import (
+    measure,
+    measure_in_parts,
+    measure_provisionally,
+    measure_slightly_moved,
+    of_parts,
+)
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.relations import allowed_for, relations_of
+from mgpu_check.gates.rounding import LARGE, RUNS, rounding_seen
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
@@ -36,6 +43,14 @@ class Counted:
     def run(self, fn: Any, /, *args: Any, **how: Any) -> list[Any]:
         self.ran[fn.__name__] += 1
         return self._ranks.run(fn, *args, **how)
+
+    @property
+    def _at_once(self) -> int:
+        return self._ranks._at_once
+
+    def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
+        self.ran[f"{fn.__name__} apart"] += 1
+        return self._ranks._run_apart(fn, arguments)
 
 
 def _trials(ranks: RanksFixture, step: Any, tolerance: float | None = None, **how: Any) -> tuple[Trials, Counted]:
@@ -60,8 +75,11 @@ class Narrow(Counted):
         found = super().run(fn, *args, **how)
         if fn.__name__ == "measure_provisionally":
             found[0].tolerance = {name: torch.zeros_like(value) for name, value in found[0].tolerance.items()}
-        elif fn.__name__ == "measure_rounding":
-            found[0] = dict.fromkeys(found[0], 1e-5)
+        elif fn.__name__ == "measure_slightly_moved":
+            found[0].values = {
+                name: value * (1 + 2e-5) if value.is_floating_point() else value
+                for name, value in found[0].values.items()
+            }
         return found
 
 
@@ -70,7 +88,7 @@ def test_rounding_within_operators_is_granted_without_float64(ranks):
     trials = Trials(narrow, Program(right, build, batch), frozenset(KINDS), None, "step")
     for seed in range(3):
         assert trials.run(Scenario(2, 6, seed=seed)) is None
-    assert narrow.ran["measure_provisionally"] == narrow.ran["measure_rounding"] == 3
+    assert narrow.ran["measure_provisionally"] == narrow.ran["measure_slightly_moved"] == 3
     assert not narrow.ran["measure"]
 
 
@@ -100,11 +118,11 @@ def test_wrong_steps_are_refuted_by_what_is_measured_in_full(ranks):
     assert failed is not None
     assert not failed.expected.provisional
     assert failed.expected.exact[Result("grads", "0.bias")].dtype == torch.float64
-    assert counted.ran["measure"] == counted.ran["measure_rounding"] == 1
+    assert counted.ran["measure"] == counted.ran["measure_slightly_moved"] == 1
     # It is not tried any longer where it told nothing several times.
     for seed in range(1, 4):
         trials.run(Scenario(2, 5, seed=seed))
-    assert counted.ran["measure_provisionally"] == counted.ran["measure_rounding"] == 2
+    assert counted.ran["measure_provisionally"] == counted.ran["measure_slightly_moved"] == 2
     assert counted.ran["measure"] == 4
 
 
@@ -162,7 +180,7 @@ def test_what_is_granted_provisionally_is_granted_in_full(ranks, seed):
 def test_rounding_within_operators_is_granted_in_full_too(ranks, step):
     program, scenario = Program(step, build, batch), Scenario(2, 6)
     provisional, full = (ranks.run(way, program, scenario, size=1)[0] for way in (measure_provisionally, measure))
-    errors = ranks.run(measure_rounding, program, scenario, size=1)[0]
+    errors = rounding_seen(provisional.single, ranks.run(measure_slightly_moved, program, scenario, size=1)[0])
     assert errors.keys() == provisional.tolerance.keys()
     assert any(errors.values())
     wider = granted_with(provisional.tolerance, provisional.exact, errors)
@@ -186,3 +204,97 @@ def test_what_is_not_finite_is_measured_in_full(ranks):
     trials, counted = _trials(ranks, _unstable)
     trials.run(Scenario(2, 6))
     assert counted.ran["measure_provisionally"] == counted.ran["measure"] == 1
+
+
+_WIDE = LARGE // 20
+"""Neurons of a layer whose model, with its gradients, is large."""
+
+
+def _large() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, _WIDE), nn.Tanh(), nn.Linear(_WIDE, 3))
+
+
+def _of_large(ranks: RanksFixture, step: Any, **how: Any) -> tuple[Trials, Counted]:
+    counted = Counted(ranks)
+    return Trials(counted, Program(step, _large, batch, **how), frozenset(KINDS), None, "step"), counted
+
+
+def test_ranks_measure_large_steps_together(ranks):
+    trials, counted = _of_large(ranks, right)
+    for seed in range(3):
+        assert trials.run(Scenario(2, 5, seed=seed)) is None
+    assert counted.ran["measure_in_parts apart"] == 2, "all but the first, by which it is known to be large"
+    assert counted.ran["measure_provisionally"] == 1
+    assert not counted.ran["measure"]
+
+
+def test_what_ranks_measure_together_is_what_one_measures(ranks):
+    program, scenario = Program(right, _large, batch), Scenario(2, 5, seed=3)
+    alone = ranks.run(measure_provisionally, program, scenario, size=1)[0]
+    elements = sum(value.numel() for value in alone.single.values.values())
+    done = ranks._run_apart(measure_in_parts, [(program, scenario, [run], elements) for run in RUNS[:2]])
+    done += ranks._run_apart(measure_in_parts, [(program, scenario, RUNS[2:], elements)])
+    together = of_parts(program, [part for parts in done for part in parts], elements)
+    assert together is not None
+    assert together.provisional and together.drawn == alone.drawn and together.narrow == alone.narrow
+    assert together.single.rng == alone.single.rng and together.single.touched == alone.single.touched
+    assert together.tolerance.keys() == alone.tolerance.keys()
+    for name, value in alone.tolerance.items():
+        assert torch.equal(together.exact[name], alone.exact[name])
+        assert torch.allclose(together.tolerance[name], value, rtol=1e-3), name
+    # Without one of the runs nothing is told.
+    assert of_parts(program, [*(part for parts in done[:2] for part in parts)], elements) is None
+
+
+def test_wrong_large_steps_are_refuted(ranks):
+    trials, counted = _of_large(ranks, tutorial)
+    for seed in range(2):
+        failed = trials.run(Scenario(2, 5, seed=seed))
+        assert failed is not None and not failed.expected.provisional
+    assert counted.ran["measure_in_parts apart"] == 1
+
+
+class Adaptive:
+    """A step with an optimizer that is not linear in the gradient: it is measured by more runs, each of which needs others."""
+
+    def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
+        right(model, batch, rank)
+        torch.optim.Adam(model.parameters(), lr=0.01).step()
+
+
+def test_one_rank_measures_large_steps_that_ask_for_more_runs(ranks):
+    trials, counted = _of_large(ranks, Adaptive())
+    for seed in range(2):
+        assert trials.run(Scenario(2, 5, seed=seed)) is None
+    assert counted.ran["measure_provisionally"] == 2
+    assert not counted.ran["measure_in_parts apart"]
+
+
+class Unstable:
+    """A step whose results are not finite for the second of several seeds."""
+
+    def __call__(self, model: nn.Module, batch: Any, rank: Any) -> Any:
+        right(model, batch, rank)
+        return {"size": batch[0].new_tensor(torch.inf if torch.initial_seed() == 2 else 1.0)}
+
+
+def test_what_ranks_cannot_tell_together_is_measured_by_one(ranks):
+    trials, counted = _of_large(ranks, Unstable())
+    for seed in range(3):
+        trials.run(Scenario(2, 5, seed=seed))
+    assert counted.ran["measure_in_parts apart"] == 1, "and it is not tried again"
+    assert counted.ran["measure_provisionally"] == 3
+    assert counted.ran["measure"] == 1
+
+
+def test_a_large_step_that_one_device_refuses_is_not_judged(ranks):
+    def even_only(model: nn.Module, batch: Any, rank: Any) -> None:
+        if len(batch[0]) % 2:
+            raise ValueError("batches of this step are even")
+        right(model, batch, rank)
+
+    trials, counted = _of_large(ranks, even_only)
+    for seed, samples in enumerate((6, 5, 6)):
+        assert trials.run(Scenario(2, samples, seed=seed)) is None
+    assert trials.completed[2] == 2 and trials._refusals.keys() == {2}
+    assert counted.ran["measure_in_parts apart"] == 2
