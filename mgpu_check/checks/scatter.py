@@ -166,7 +166,7 @@ def assert_gathered(batch: Any, gathered: Any, device: Device) -> None:
     (wanted,) = _devices([device])
     for name, whole, (got,) in columns(batch, [gathered]):
         if not isinstance(whole, torch.Tensor):
-            if got is not whole and got != whole:
+            if got is not whole and (type(got) is not type(whole) or got != whole):  # 1, 1.0 and True are equal
                 raise ShardError(f"gathered {name}: expected {whole!r}, got {got!r}")
             continue
         if got.device != wanted:

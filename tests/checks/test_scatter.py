@@ -193,3 +193,5 @@ def test_a_gathering_elsewhere_is_named(node: list[torch.device]) -> None:
         assert_gathered(X, X.to(node[0]), node[1])
     with pytest.raises(ShardError, match="expected None, got 3"):
         assert_gathered((X, None), (X.to(node[1]), 3), node[1])
+    with pytest.raises(ShardError, match="expected 1, got True"):
+        assert_gathered((X, 1), (X.to(node[1]), True), node[1])
