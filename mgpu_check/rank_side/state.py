@@ -51,6 +51,8 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "deterministic"),
 )
 
+_MOMENT = 0.2  # seconds
+
 _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
 
@@ -132,9 +134,9 @@ class Baseline:
     def left_behind(self) -> tuple[str, ...]:
         """Return what is left behind and cannot be undone in a living process."""
         found = []
+        threads = [one.name for one in threading.enumerate() if one not in self.threads and not _ends(one)]
         # More than `threading` knows, where one was started by `_thread`.
         strangers = _thread._count() - self.count
-        threads = [one.name for one in threading.enumerate() if one not in self.threads and one.is_alive()]
         if threads or strangers > 0:
             shown = ", ".join(threads) or f"{strangers} that threading does not know"
             found.append(f"threads that still run: {shown}")
@@ -142,6 +144,14 @@ class Baseline:
             how = "destroyed" if group is None else "left initialized" if self.group is None else "replaced by another"
             found.append(f"the default process group was {how}")
         return (*found, *self.replaceable.changed(), *self.process.left_behind())
+
+
+def _ends(thread: threading.Thread) -> bool:
+    """Return whether a thread has ended, or ends in a moment, as that of a queue does when nobody needs it any more."""
+    if isinstance(thread, threading._DummyThread):  # of C, which nobody can wait for
+        return False
+    thread.join(_MOMENT)
+    return not thread.is_alive()
 
 
 def _destroy_extra_groups() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from mgpu_check.errors import RankDied
 from mgpu_check.pytest_plugin.serialization import by_value
+from mgpu_check.rank_side.state import _ends
 
 SHARED = Path("/dev/shm")
 
@@ -158,3 +159,18 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_thread_that_ends_in_a_moment_is_not_left_behind(monkeypatch):
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    assert not _ends(thread)
+    join = threading.Thread.join
+
+    def joined(self: threading.Thread, timeout: float | None = None) -> None:
+        ends.set()  # as what it has to do is done just then
+        join(self, timeout)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    assert _ends(thread)
