@@ -7,6 +7,7 @@ Sends and receives, and the collectives in which ranks may well have tensors of 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -82,7 +83,8 @@ def _all_to_all_single(get: Get, me: int, count: int, root: int) -> Parts:
     given = get("input")
     if not isinstance(given, torch.Tensor) or given.dim() == 0:
         return
-    row = given.numel() // max(1, given.shape[0])
+    # By its dimensions: a rank that gives nothing has rows of that size too.
+    row = math.prod(given.shape[1:])
     for giving, tensor, splits in (
         (True, given, get("input_split_sizes")),
         # The functional one makes what it returns itself.

@@ -242,6 +242,9 @@ def test_what_is_balanced_is_no_failure(pool):
         if torch.__version__ >= "2.12":  # before, gloo has none
             dist.all_to_all([torch.zeros(2)] * 4, [torch.ones(2)] * 4)
         dist.all_to_all_single(torch.zeros(4), torch.ones(4), [1] * 4, [1] * 4)
+        # Rank 0 has nothing for anybody, and takes a row of each other rank.
+        rows = [int(rank.index > 0)] * 4
+        dist.all_to_all_single(torch.zeros(3, 2), torch.ones(sum(rows), 2), [0, 1, 1, 1], rows)
         return os.getpid()
 
     assert pool.run(body) == pool.run(body)
