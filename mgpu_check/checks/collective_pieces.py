@@ -17,8 +17,10 @@ STEP = 13
 
 
 def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
-    """Return how many elements one member gives another, of parts of different sizes."""
+    """Return how many elements one member gives another, of parts of different sizes; of no elements some, and every third giver has none."""
     length = call.elements if call.elements is not None else 29
+    if length == 0 and (giver + call.seed) % 3 == 0:
+        return 0
     return max(0, length - 3) + (giver * 3 + getter * 5 + call.seed) % 7
 
 

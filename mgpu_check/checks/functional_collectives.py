@@ -13,6 +13,7 @@ from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
+from mgpu_check.checks.collective_runner import of_one_tensor
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
@@ -149,7 +150,7 @@ _Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tenso
 
 
 def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
-    size, root = rank.size, seed % rank.size
+    size = rank.size
     world: Any = dist.group.WORLD
 
     def shares(parts: _Parts) -> list[torch.Tensor]:
@@ -169,11 +170,8 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
         lambda parts: [torch.cat(list(parts))] * size,
         lambda mine: torch.cat(differentiable.all_gather(mine, world)),
     )
-    yield (
-        f"differentiable broadcast from {root}",
-        lambda parts: [parts[root] + 0 * parts[other] for other in range(size)],
-        lambda mine: differentiable.broadcast(mine.clone(), root, world),
-    )
+    for root in sorted({seed % size, (seed + 1) % size}):
+        yield _broadcast_from(root, world)
     yield (
         "differentiable reduce_scatter",
         shares,
@@ -204,6 +202,14 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
     )
 
 
+def _broadcast_from(root: int, world: Any) -> _Case:
+    return (
+        f"differentiable broadcast from {root}",
+        lambda parts: [parts[root] + 0 * part for part in parts],
+        lambda mine: differentiable.broadcast(mine.clone(), root, world),
+    )
+
+
 def assert_coalesced_match(rank: Rank, seed: int) -> None:
     """Assert that coalesced collectives treat each tensor as one by one they would.
 
@@ -225,6 +231,8 @@ def assert_coalesced_match(rank: Rank, seed: int) -> None:
             for number, got in enumerate(held):
                 right = torch.stack([parts[other][number] for other in range(size)]).sum(0, dtype=dtype)
                 account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, right)
+    for asynchronous in (False, True):
+        _in_one_call(account, seed, asynchronous)
     # NCCL has none for lists, and gloo takes tensors of the CPU.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -234,6 +242,39 @@ def assert_coalesced_match(rank: Rank, seed: int) -> None:
             for number, got in enumerate(lists[other]):
                 account.compare(f"all_gather_coalesced, tensor {number} of rank {other}", got, parts[other][number])
     account.done()
+
+
+def _in_one_call(account: _Account, seed: int, asynchronous: bool) -> None:
+    """Make two collectives of each kind, of tensors of one shape, in a coalescing manager."""
+    rank, world = account.rank, dist.group.WORLD
+    size, me = rank.size, rank.index
+    parts = [[_given(other, size, seed + 5 * number, torch.float32) for number in range(2)] for other in range(size)]
+    whole = [torch.cat([parts[other][number] for other in range(size)]) for number in range(2)]
+    total = [torch.stack([parts[other][number] for other in range(size)]).sum(0) for number in range(2)]
+    mine = [part.to(rank.device) for part in parts[me]]
+    makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
+        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got)),
+        "all_gather_into_tensor": (
+            [torch.empty_like(one, device=rank.device) for one in whole],
+            whole,
+            lambda got, given: of_one_tensor("all_gather")(got, given),
+        ),
+        "reduce_scatter_tensor": (
+            [torch.empty_like(part[:_ROWS]) for part in mine],
+            [one.chunk(size)[me] for one in total],
+            lambda got, given: of_one_tensor("reduce_scatter")(got, given),
+        ),
+    }
+    late = ", async" if asynchronous else ""
+    for name, (taken, right, call) in makes.items():
+        # It has no public name yet, and is what libraries use.
+        with dist.distributed_c10d._coalescing_manager(world, rank.device, async_ops=asynchronous) as manager:
+            for got, given in zip(taken, mine, strict=True):
+                call(got, given)
+        if asynchronous:
+            manager.wait()
+        for number, (got, expected) in enumerate(zip(taken, right, strict=True)):
+            account.compare(f"{name} in a coalescing manager{late}, tensor {number}", got, expected.contiguous())
 
 
 def _wait(work: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from mgpu_check.checks.collective_buffers import Memory, shaped
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_values import differing, given_blocks, stretched
+from mgpu_check.checks.collectives import groups_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.messages import Message
 from mgpu_check.torch_hooks.tensors import as_bits
@@ -95,25 +97,40 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
     raise_findings(findings, len(mine), rank)
 
 
-def assert_any_source_tells_the_sender(rank: Rank, target: int, tag: int, dtype: str, elements: int) -> None:
-    """Assert that a `recv` without source takes one message of each other rank, and returns whose it was."""
+def assert_any_source_tells_the_sender(
+    rank: Rank, target: int, tag: int, dtype: str, elements: int, members: tuple[int, ...] = ()
+) -> None:
+    """Assert that a `recv` without source takes one message of each other rank, and returns whose it was.
+
+    Args:
+        members: of a group in which they are sent; none for all ranks.
+
+    Raises:
+        CollectiveMismatch: with all messages that went wrong on this rank.
+    """
     __tracebackhide__ = True
-    messages = [Message(source, target, tag, dtype, elements, 0) for source in range(rank.size) if source != target]
+    sources = [source for source in members or range(rank.size) if source != target]
+    messages = [Message(source, target, tag, dtype, elements, 0) for source in sources]
     findings: list[WrongResult] = []
-    if rank.index != target:
-        own = next(message for message in messages if message.source == rank.index)
-        dist.send(_content(own), target, tag=tag)
-    else:
-        left = {message.source: message for message in messages}
-        for _ in messages:
-            received = _Received(rank, Message(-1, target, tag, dtype, elements, 0), "cpu")
-            sender = dist.recv(received.tensor, tag=tag)
-            message = left.pop(sender, None)
-            if message is None:
-                findings.append(
-                    WrongResult(received.message, f"recv says that rank {sender} has sent it, of which none was due")
-                )
-                continue
-            received.message, received.right = message, _content(message)
-            findings += received.findings()
+    with groups_of(rank, [members]) as groups:
+        group = groups[members]
+        if rank.index == target:
+            findings += _taken_from_any(rank, messages, group)
+        for own in messages:
+            if own.source == rank.index:
+                dist.send(_content(own), target, tag=tag, group=group)
     raise_findings(findings, len(messages), rank)
+
+
+def _taken_from_any(rank: Rank, messages: Sequence[Message], group: dist.ProcessGroup | None) -> Iterator[WrongResult]:
+    left = {message.source: message for message in messages}
+    for due in messages:
+        received = _Received(rank, replace(due, source=-1), "cpu")
+        sender = dist.recv(received.tensor, tag=due.tag, group=group)
+        message = left.pop(sender, None)
+        if message is None:
+            text = f"recv says that rank {sender} has sent it, of which none was due"
+            yield WrongResult(received.message, text)
+            continue
+        received.message, received.right = message, _content(message)
+        yield from received.findings()

@@ -53,21 +53,26 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
         if got != right:
             findings.append(WrongResult(what, f"got {_short(got)}, expected {_short(right)}"))
 
+    def apart(what: str, got: list[object]) -> None:
+        # What is changed in one later must not change the other.
+        if any(one is all_of[me] for one in got):
+            findings.append(WrongResult(what, "it gives this rank's own object back, expected a copy"))
+
     gathered: list[object] = [None] * size
     dist.all_gather_object(gathered, all_of[me], group=group)
     compare("all_gather_object", gathered, all_of)
+    apart("all_gather_object", gathered)
     collected: list[object] | None = [None] * size if me == root else None
     dist.gather_object(all_of[me], collected, dst=root, group=group)
     compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
+    apart("gather_object", collected or [])
     spread: list[object] = [f"nothing for rank {me}"]
     parts = [object_of(seed, root, to) for to in range(size)] if me == root else None
     dist.scatter_object_list(spread, parts, src=root, group=group)
     compare(f"scatter_object_list from rank {root}", spread, [object_of(seed, root, me)])
-    told = [object_of(seed, me, number) for number in range(_KINDS)]
+    told = _told(seed, me, root)
     dist.broadcast_object_list(told, src=root, group=group)
-    compare(
-        f"broadcast_object_list from rank {root}", told, [object_of(seed, root, number) for number in range(_KINDS)]
-    )
+    compare(f"broadcast_object_list from rank {root}", told, _told(seed, root, root))
     if size > 1:
         target = (root + 1) % size
         carried = [object_of(seed, me, 7), object_of(seed, me, 8)]
@@ -78,6 +83,11 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             compare(f"send_object_list of rank {root} to rank {target}", carried, right)
     raise_findings(findings, 5, rank)
+
+
+def _told(seed: int, rank: int, root: int) -> list[object]:
+    """Return what a rank has before a broadcast: one of each kind, and what rank `root` has nothing for."""
+    return [*(object_of(seed, rank, number) for number in range(_KINDS)), None if rank == root else "something"]
 
 
 def _short(value: object) -> str:

@@ -204,6 +204,8 @@ def layouts(seed: int) -> list[CollectiveCall]:
             if layout in ("in place", "uneven", "matrix"):
                 calls.append(_drawn(function, number + turn + 1, seed, elements=24, layout=layout, place="cpu"))
         calls.append(_drawn(function, number, seed, elements=1, layout="scalar"))
+        if function in ("all_to_all", "all_to_all_single"):
+            calls += [_drawn(function, number, seed, elements=0, layout="uneven", place=place) for place in PLACES]
     return _right(calls)
 
 
@@ -236,6 +238,8 @@ def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCa
     for turn, members in enumerate(groups):
         for number, function in enumerate(_FUNCTIONS):
             by = ("global", "group")[(turn + number + seed) % 2]
+            # What an average is divided by is the size of the group.
+            mean = turn % 3 == 1 and function in REDUCING
             if function not in ROOTED and (number + turn + seed) % 2:
                 continue
             calls.append(
@@ -247,7 +251,8 @@ def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCa
                     members=members,
                     root_by=by,
                     place=PLACES[(turn // 2 + number) % 2],
-                    op=None if turn % 3 == 2 else "SUM",
+                    op="AVG" if mean else None if turn % 3 == 2 else "SUM",
+                    dtype=FLOATING[(turn + number + seed) % 4] if mean else None,
                 )
             )
     return calls

@@ -82,15 +82,26 @@ def test_asynchronous_collectives(ranks: Ranks, size: int, seed: int) -> None:
 @examples(12, quick=2)
 @given(data=st.data(), size=calls.worlds(), seed=calls.seeds)
 def test_groups(ranks: Ranks, data: st.DataObject, size: int, seed: int) -> None:
-    """In a group every collective is one of its members; all other ranks keep what they have."""
+    """In a group every collective is one of its members; all other ranks keep what they have. Subgroups are those asked for."""
     groups = data.draw(calls.partitions(size), label="groups")
-    ranks.run(_matching, calls.in_groups(groups, seed), size=size)
+    ranks.run(_in_groups, calls.in_groups(groups, seed), size=size)
 
 
 def _matching(rank: Rank, wanted: list[CollectiveCall]) -> list[tuple[str, str]]:
     from mgpu_check.checks.collective_calls import assert_collectives_match
 
     return assert_collectives_match(rank, wanted)
+
+
+def _in_groups(rank: Rank, wanted: list[CollectiveCall]) -> None:
+    from mgpu_check.checks.findings import Findings
+    from mgpu_check.checks.subgroups import assert_subgroups_divide
+
+    with Findings() as findings:
+        with findings.collected():
+            _matching(rank, wanted)
+        with findings.collected():
+            assert_subgroups_divide(rank)
 
 
 @pytest.mark.gpus(least=2)
@@ -184,6 +195,7 @@ def _messages(rank: Rank, seed: int) -> None:
     with Findings() as findings:
         for way, place, messages in (
             ("batched", "device", steps.messages(rank.size, seed, "device", tags=False)),
+            ("batched", "device", steps.messages(rank.size, seed + 3, "device", tags=False, alike=True)),
             ("blocking", "device", steps.messages(rank.size, seed + 1, "device", tags=False)),
             ("batched", "cpu", steps.messages(rank.size, seed, "cpu", tags=False)),
             ("blocking", "cpu", steps.messages(rank.size, seed + 1, "cpu", tags=True)),
@@ -202,6 +214,11 @@ def _any_source(rank: Rank, seed: int) -> None:
             target = (seed + turn) % rank.size
             with findings.collected():
                 assert_any_source_tells_the_sender(rank, target, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1)
+        # In it ranks have other numbers than in the world.
+        others = tuple(range(1, rank.size))
+        if len(others) > 1:
+            with findings.collected():
+                assert_any_source_tells_the_sender(rank, others[seed % len(others)], 1, "float32", 9, others)
 
 
 def _objects(rank: Rank, seed: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional as differentiable
 
 from mgpu_check.faults.registry import fault
@@ -157,4 +159,42 @@ def coalesced_ranks_mixed_up() -> Iterator[None]:
         return real(list(reversed(output)), given, *args, **kwargs)
 
     with replaced(dist, "all_gather_coalesced", gather):
+        yield
+
+
+@fault(
+    "collectives",
+    "the source of a differentiable broadcast gets the gradient of its own use",
+    caught_by=(_GRADIENTS,),
+    condition="another source than rank 0",
+)
+def source_gets_its_own_gradient() -> Iterator[None]:
+    real = differentiable.broadcast
+
+    def broadcast(tensor: torch.Tensor, src: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        sent: torch.Tensor = real(tensor if src == 0 else tensor.detach(), src, *args, **kwargs)
+        return sent + (tensor - tensor.detach()) * (dist.get_rank() == src) if src else sent
+
+    with replaced(differentiable, "broadcast", broadcast):
+        yield
+
+
+@fault(
+    "collectives",
+    "a coalescing manager takes the inputs of two collectives one for the other",
+    caught_by=(_COALESCED,),
+    condition="two of one shape, with outputs of their own",
+)
+def coalesced_inputs_exchanged() -> Iterator[None]:
+    real = c10d._coalescing_manager
+
+    @contextlib.contextmanager
+    def manager(group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with real(group, *args, **kwargs) as managed:
+            yield managed
+            calls = c10d._world.pg_coalesce_state.get(group or c10d._get_default_group(), [])
+            if len(calls) > 1 and calls[0].tensor.shape == calls[1].tensor.shape and calls[0].dst_tensor is not None:
+                calls[0].tensor, calls[1].tensor = calls[1].tensor, calls[0].tensor
+
+    with replaced(c10d, "_coalescing_manager", manager):
         yield

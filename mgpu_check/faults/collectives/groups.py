@@ -77,6 +77,38 @@ def member_counted_twice() -> Iterator[None]:
 
 @fault(
     "collectives",
+    "a mean in a group is divided by the number of all ranks",
+    caught_by=(_GROUPS,),
+    condition="AVG, groups of some ranks",
+)
+def group_mean_of_the_world() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        if seen.op == "AVG" and 1 < seen.size < dist.get_world_size():
+            seen.first.mul_(seen.size / dist.get_world_size())
+
+    with spoiled(spoil, "all_reduce", "reduce_scatter", "reduce_scatter_tensor"):
+        yield
+
+
+@fault(
+    "collectives",
+    "new_subgroups tells them in the order in which they were made last",
+    caught_by=(_GROUPS,),
+    condition="two subgroups and more",
+)
+def subgroups_last_first() -> Iterator[None]:
+    real = dist.new_subgroups
+
+    def make(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+        own, groups = real(*args, **kwargs)
+        return own, [*reversed(groups)]
+
+    with replaced(dist, "new_subgroups", make):
+        yield
+
+
+@fault(
+    "collectives",
     "a rank outside of a group loses what it has",
     caught_by=(_GROUPS,),
     condition="ranks that are not in the group",

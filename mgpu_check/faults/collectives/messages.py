@@ -1,4 +1,4 @@
-"""Planted faults of messages, of collectives of objects, and of barriers."""
+"""Planted faults of messages, of exchanges in parts, of collectives of objects, and of barriers."""
 
 from __future__ import annotations
 
@@ -222,4 +222,91 @@ def open_barrier() -> Iterator[None]:
 @fault("collectives", "a monitored barrier holds nobody up", caught_by=(_BARRIERS,), condition="monitored_barrier")
 def open_monitored_barrier() -> Iterator[None]:
     with replaced(dist, "monitored_barrier", lambda *args, **kwargs: None):
+        yield
+
+
+@fault(
+    "collectives",
+    "of two messages of one size in a batch the later arrives first",
+    caught_by=(_MESSAGES,),
+    condition="two from one rank, of one dtype and size",
+)
+def alike_messages_exchanged() -> Iterator[None]:
+    def batch(real: Real, operations: Any) -> Any:
+        waiting: dict[Any, Any] = {}
+        for one in operations:
+            if one.op is not dist.irecv:
+                continue
+            other = waiting.setdefault((one.peer, one.tensor.shape, one.tensor.dtype), one)
+            if other is not one:
+                one.tensor, other.tensor = other.tensor, one.tensor
+        return real(operations)
+
+    with replaced_method(dist, "batch_isend_irecv", batch):
+        yield
+
+
+@fault(
+    "collectives",
+    "recv from any rank tells the sender's number in the group",
+    caught_by=(_ANY,),
+    condition="groups of some ranks",
+)
+def sender_by_its_place() -> Iterator[None]:
+    def recv(real: Real, *args: Any, group: Any = None, **kwargs: Any) -> int:
+        sender: int = real(*args, group=group, **kwargs)
+        return sender if group is None else dist.get_group_rank(group, sender)
+
+    with replaced_method(dist, "recv", recv):
+        yield
+
+
+@fault(
+    "collectives",
+    "all_gather_object puts this rank's own object among the others, not a copy",
+    caught_by=(_OBJECTS,),
+    condition="each rank's own",
+)
+def own_object_not_copied() -> Iterator[None]:
+    def gather(real: Real, objects: list[Any], own: Any, group: Any = None) -> None:
+        real(objects, own, group=group)
+        objects[dist.get_rank(group)] = own
+
+    with replaced_method(dist, "all_gather_object", gather):
+        yield
+
+
+@fault(
+    "collectives",
+    "broadcast_object_list leaves in place what None should take",
+    caught_by=(_OBJECTS,),
+    condition="None",
+)
+def nothing_not_broadcast() -> Iterator[None]:
+    def broadcast(real: Real, objects: list[Any], *args: Any, **kwargs: Any) -> None:
+        before = list(objects)
+        real(objects, *args, **kwargs)
+        objects[:] = [old if new is None else new for old, new in zip(before, objects, strict=True)]
+
+    with replaced_method(dist, "broadcast_object_list", broadcast):
+        yield
+
+
+@fault(
+    "collectives",
+    "all_to_all_single takes what follows an empty part from one element too early",
+    caught_by=("test_layouts",),
+    condition="parts of different sizes, one of them empty",
+)
+def part_behind_an_empty_one() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        sizes = seen.args[2] if len(seen.args) > 2 else None
+        begin, before = 0, 1
+        for size in sizes or ():
+            if size and not before:
+                part = seen.first[begin : begin + size]
+                part.copy_(part.roll(1, 0))
+            begin, before = begin + size, size
+
+    with spoiled(spoil, "all_to_all_single"):
         yield
