@@ -16,9 +16,15 @@ from mgpu_check.recipes.training import weighted
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied
 
-__all__ = ["SCHEDULES", "assert_parallelized_modules_agree", "assert_schedule_agrees"]
+__all__ = [
+    "SCHEDULES",
+    "assert_parallelized_embedding_agrees",
+    "assert_parallelized_modules_agree",
+    "assert_schedule_agrees",
+]
 
-SCHEDULES = ("ScheduleGPipe", "Schedule1F1B")
+SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble")
+"""The last one takes the gradients of inputs and of weights apart."""
 
 
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
@@ -62,6 +68,40 @@ def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> No
                 assert_gradients_agree(got, expected, tolerance=tolerance, rank=rank.index, what=what)
 
 
+def assert_parallelized_embedding_agrees(training: ExactTraining, rank: Rank) -> None:
+    """Assert that an embedding that `parallelize_module` divides, by its rows and by its columns, gives every row, and the
+    gradient of each, as on one device. A collective.
+
+    The last rank has less than the others, but not nothing, which torch refuses. Every row is looked up, some of them twice.
+
+    Raises:
+        GradientMismatch: outputs, or the gradient, differ.
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    rows = columns = 3 * rank.size - 1
+    values = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
+    tokens = torch.cat((torch.arange(rows), torch.arange(0, rows, 2)))
+    factors = (torch.arange(len(tokens) * columns) * 7 + training.seed) % 11 - 5.0
+    factors = factors.reshape(len(tokens), columns)
+    right = {"outputs": values[tokens], "gradient": torch.zeros_like(values).index_add(0, tokens, factors)}
+    with Findings() as findings:
+        for how, style in (
+            ("rows", RowwiseParallel(input_layouts=Replicate(), use_local_output=False)),
+            ("columns", ColwiseParallel(output_layouts=Replicate(), use_local_output=False)),
+        ):
+            layer = nn.Embedding.from_pretrained(values.clone(), freeze=False).to(rank.device)
+            divided = parallelize_module(layer, mesh, style)
+            outputs = divided(tokens.to(rank.device)).full_tensor()
+            weighted(outputs, factors.to(rank.device)).backward()
+            got = {"outputs": copied(outputs), "gradient": gathered(divided, 1)["step 1: gradient of weight"]}
+            with findings.collected():
+                assert_same(got, right, f"an embedding of {rows} rows, divided by {how}, on {rank.device}", rank.index)
+
+
 def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Train on one device; return the results, and how far off they may be where each rank adds its part of the bias.
 
@@ -85,8 +125,8 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
 
 
 def assert_schedule_agrees(training: ExactTraining, schedule: str, micro_batches: int, rank: Rank) -> None:
-    """Assert that a schedule of `torch.distributed.pipelining`, a stage on each rank, trains as one device does. A
-    collective.
+    """Assert that a schedule of `torch.distributed.pipelining`, a stage on each rank, trains as one device does: that each
+    micro-batch has its part of keyword arguments, and each step its losses. A collective.
 
     The model must have as many linear layers as there are ranks, and `micro_batches` must be a power of two that divides
     the batch: schedules divide gradients by it.
@@ -99,23 +139,50 @@ def assert_schedule_agrees(training: ExactTraining, schedule: str, micro_batches
     __tracebackhide__ = True
     last = rank.index == rank.size - 1
     own = training.layers()[rank.index]
-    module = nn.Sequential(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
+    module = _Stage(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
     optimizer = sgd(training, module)
     stage = pipelining.PipelineStage(module, rank.index, rank.size, rank.device)
 
     def loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         return weighted(outputs, factors) * micro_batches
 
-    runs = getattr(pipelining, schedule)(stage, n_microbatches=micro_batches, loss_fn=loss)
+    kind = getattr(pipelining.schedules, schedule)
+    several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
+    runs = kind([stage] if several else stage, n_microbatches=micro_batches, loss_fn=loss)
     got: dict[str, torch.Tensor] = {}
+    losses: list[torch.Tensor] = []
+    numbers = torch.arange(training.batch, device=rank.device)
     with full_precision():
         for step, (inputs, factors) in enumerate(training.batches(), 1):
             optimizer.zero_grad()
             given = (inputs.to(rank.device),) if rank.index == 0 else ()
-            outputs = runs.step(*given, **({"target": factors.to(rank.device)} if last else {}))
+            target = {"target": factors.to(rank.device), "losses": losses} if last else {}
+            outputs = runs.step(*given, rows=numbers, **target)
             optimizer.step()
             got |= seen(module, step)
+            got[f"step {step}: rows of micro-batches"] = torch.cat(module.rows[-micro_batches:]).cpu()
             if last:
                 got[f"step {step}: outputs"] = copied(outputs)
+                got[f"step {step}: losses"] = torch.stack([copied(one) for one in losses])
     what = f"{schedule} of {micro_batches} micro-batches, on {rank.device}"
-    assert_same(got, stage_of(one_device(training), rank.index, last), what, rank.index)
+    single = one_device(training)
+    expected = stage_of(single, rank.index, last)
+    for step, (_, factors) in enumerate(training.batches(), 1):
+        expected[f"step {step}: rows of micro-batches"] = numbers.cpu()
+        if last:
+            parts = zip(single[f"step {step}: outputs"].chunk(micro_batches), factors.chunk(micro_batches), strict=True)
+            expected[f"step {step}: losses"] = torch.stack([loss(made, own.double()) for made, own in parts])
+    assert_same(got, expected, what, rank.index)
+
+
+class _Stage(nn.Sequential):
+    """Layers that note which rows of the batch each micro-batch has."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.rows: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        self.rows.append(rows)
+        made: torch.Tensor = super().forward(x)
+        return made

@@ -94,7 +94,7 @@ def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], traini
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device."""
+    """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device; embeddings, too."""
     for size in sizes:
         ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
 
@@ -112,7 +112,7 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """The schedules GPipe and 1F1B of `torch.distributed.pipelining` train as one device does."""
+    """Schedules of `torch.distributed.pipelining` train as one device does: GPipe, 1F1B, and one that parts the backward pass."""
     for size in sizes:
         ranks.run(_schedules, replace(_deep(training, size), batch=8), size=size)
 
@@ -141,9 +141,17 @@ def _tensor_parallel(rank: Rank, training: ExactTraining) -> None:
 
 
 def _parallelized(rank: Rank, training: ExactTraining) -> None:
-    from mgpu_check.checks.tensor_pipeline import assert_parallelized_modules_agree
+    from mgpu_check.checks.findings import Findings
+    from mgpu_check.checks.tensor_pipeline import (
+        assert_parallelized_embedding_agrees,
+        assert_parallelized_modules_agree,
+    )
 
-    assert_parallelized_modules_agree(training, rank)
+    with Findings() as findings:
+        with findings.collected():
+            assert_parallelized_modules_agree(training, rank)
+        with findings.collected():
+            assert_parallelized_embedding_agrees(training, rank)
 
 
 def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:

@@ -298,3 +298,85 @@ def activations_of_another_micro_batch() -> Iterator[None]:
 
     with replaced(stage._PipelineStageBase, "_retrieve_recv_activations", retrieve):
         yield
+
+
+@fault(
+    "parallelism",
+    "two micro-batches have each other's keyword arguments",
+    caught_by=("test_pipeline_schedules",),
+    condition="the last two of three and more",
+)
+def keyword_arguments_exchanged() -> Iterator[None]:
+    from torch.distributed.pipelining import microbatch, schedules
+
+    real = microbatch.split_args_kwargs_into_chunks
+
+    def split(*args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        positional, named = real(*args, **kwargs)
+        return positional, [*named[:-2], *named[:-3:-1]]
+
+    with replaced(schedules, "split_args_kwargs_into_chunks", split):
+        yield
+
+
+@fault(
+    "parallelism",
+    "a step adds its losses to those of the step before",
+    caught_by=("test_pipeline_schedules",),
+    condition="from the second step on",
+)
+def losses_of_all_steps() -> Iterator[None]:
+    from torch.distributed.pipelining import schedules
+
+    real = schedules._PipelineSchedule._update_losses
+
+    def update(self: Any, stages: Any, losses: list[torch.Tensor] | None) -> None:
+        before = list(losses or ())
+        real(self, stages, losses)
+        if losses is not None:
+            losses[:0] = before
+
+    with replaced(schedules._PipelineSchedule, "_update_losses", update):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the gradient of a bias is that of the last micro-batch",
+    caught_by=("test_pipeline_schedules",),
+    condition="schedules that take gradients of inputs and weights apart",
+)
+def apart_not_accumulated() -> Iterator[None]:
+    from torch.distributed.pipelining import _backward, stage
+
+    real = _backward.stage_backward_weight
+
+    def backward(weights: Iterator[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+        held = list(weights)
+        for weight in held:
+            if weight.dim() == 1:
+                weight.grad = None
+        return real(iter(held), *args, **kwargs)
+
+    with replaced(stage, "stage_backward_weight", backward):
+        yield
+
+
+@fault(
+    "parallelism",
+    "an embedding that is divided by rows has no first row in any part but the first",
+    caught_by=("test_parallelized_modules",),
+    condition="embeddings, the first row of a part",
+)
+def first_row_of_a_part_masked() -> Iterator[None]:
+    from torch.distributed.tensor import placement_types
+
+    kind = placement_types._MaskPartial
+    real = kind._mask_tensor
+
+    def mask(tokens: torch.Tensor, start: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        outside, local = real(tokens, start, rows)
+        return outside | (tokens == start) & (start > 0), local
+
+    with replaced(kind, "_mask_tensor", staticmethod(mask)):
+        yield
