@@ -39,8 +39,11 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
-            for name, hook in (("allreduce_hook", default_hooks.allreduce_hook), ("a hook", _sum_then_divide)):
-                replica = Replica(run, rank, findings, what=f"{name}, small buckets", bucket_cap_mb=SMALL_BUCKET)
+            for name, hook, megabytes in (
+                ("allreduce_hook, small buckets", default_hooks.allreduce_hook, SMALL_BUCKET),
+                ("a hook, one bucket", _sum_then_divide, 25),
+            ):
+                replica = Replica(run, rank, findings, what=name, bucket_cap_mb=megabytes)
                 seen: list[int] = []
                 replica.parallel.register_comm_hook(rank.group, _noting(hook, seen))
                 for _ in range(run.steps):
@@ -52,7 +55,9 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
 def _noting(hook: Callable[[Any, Any], Any], seen: list[int]) -> Callable[[Any, Any], Any]:
     def noted(group: Any, bucket: Any) -> Any:
         seen.extend(id(parameter) for parameter in bucket.parameters())
-        if sum(g.numel() for g in bucket.gradients()) != bucket.buffer().numel():
+        parts = zip(bucket.gradients(), bucket.parameters(), strict=False)
+        flat = torch.cat([gradient.reshape(-1) for gradient, parameter in parts if gradient.shape == parameter.shape])
+        if not torch.equal(flat, bucket.buffer()):
             seen.append(0)
         return hook(group, bucket)
 
@@ -62,10 +67,10 @@ def _noting(hook: Callable[[Any, Any], Any], seen: list[int]) -> Callable[[Any, 
 
 
 def _judge_buckets(replica: Replica, seen: list[int]) -> None:
-    """Look whether the hook was given each parameter once, with as many gradients as the buffer has."""
+    """Look whether the hook was given each parameter once, and with each its gradient, in the order of the buffer."""
     wanted = sorted(id(parameter) for parameter in replica.module.parameters())
     where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
-    message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once"
+    message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its gradient"
     replica.findings.require(sorted(seen) == wanted, message, ranks=[replica.place.rank.index])
 
 
@@ -123,8 +128,10 @@ def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dty
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that PowerSGD before its first compressed step, and for what it does not compress, is exact; and that ranks agree in it.
 
+    What a compressed step leaves out of a rank's gradient it keeps, and adds to the next one.
+
     Raises:
-        GradientMismatch: a gradient differs from that of one device.
+        GradientMismatch: a gradient differs from that of one device, or what is left out is not kept.
         ReplicaMismatch: compressed gradients differ between ranks.
     """
     __tracebackhide__ = True
@@ -132,17 +139,48 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
         for run in runs:
             replica = Replica(run, rank, findings, what="PowerSGD")
             state = powerSGD_hook.PowerSGDState(rank.group, matrix_approximation_rank=1, start_powerSGD_iter=2)
-            replica.parallel.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            order: list[int] = []
+            replica.parallel.register_comm_hook(state, _noting(powerSGD_hook.powerSGD_hook, order))
             for number in range(1, run.steps + 1):
                 if number <= 2:  # PowerSGD counts steps from 0
                     replica.step()
                     continue
                 shards = replica.shards(replica.next_batch())
                 replica.optimizer.zero_grad()
+                order.clear()
+                before = _left_out(state)
                 replica.backward(shards[rank.index])
+                _judge_left_out(replica, shards[rank.index], order, _left_out(state) - before)
                 held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
                 with findings.collected():
                     assert_replicas_agree(held, group=rank.group, what=f"{replica.what}, gradients of step {number}")
+
+
+def _left_out(state: powerSGD_hook.PowerSGDState) -> torch.Tensor:
+    """Return what PowerSGD keeps for the next step, of the only bucket; 0 before the first compressed step."""
+    return torch.cat([value.clone() for value in state.error_dict.values()] or [torch.zeros(1)]).cpu()
+
+
+def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.Tensor) -> None:
+    """Look whether the gradient of this rank is what came of the step, and what it keeps `more` than before."""
+    exact = replica.one.parts([own])[0]
+    named = {id(parameter): (name, parameter) for name, parameter in replica.module.named_parameters()}
+    sizes = [named[key][1].numel() for key in order]
+    kept = more.expand(sum(sizes)).split(sizes)
+    for key, part in zip(order, kept, strict=True):
+        name, parameter = named[key]
+        expected, got = exact[name], gradient_or_zeros(parameter).cpu() + part.view(parameter.shape)
+        assert expected is not None
+        expected = expected.cpu() * replica.place.size
+        # Sums of three: each is of that order, and rounds to float32.
+        most = float(max(expected.abs().max(), part.abs().max(), 1.0))
+        off = float((got - expected).abs().max())
+        rank = replica.place.rank.index
+        message = (
+            f"{replica.what}, step {replica.number}, rank {rank}, {name}: a gradient, and what is kept for the next step, "
+            f"differ by up to {off:g} from this rank's own gradient and what was kept before"
+        )
+        replica.findings.require(off <= most * 2.0**-18, message, ranks=[rank])
 
 
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -165,6 +203,8 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
     x, targets = shards[replica.place.index]
     half = len(x) // 2
     with replica.parallel.no_sync():
+        with replica.parallel.no_sync():
+            pass  # what is left is the inner one alone
         replica.backward((x[:half], targets[:half]))
     own = replica.one.parts([(x[:half], targets[:half])])[0]
     for name, parameter in replica.module.named_parameters():

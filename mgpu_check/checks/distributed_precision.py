@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_check.checks.distributed_replica import Replica
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.whole import Gradients, judged, total
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.training import weighted
@@ -52,13 +53,14 @@ def assert_autocast_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
 def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that a loss scale changes no gradient, and that an infinity of one rank makes all skip that step and halve the scale.
 
-    The infinity is the last rank's, in every second step.
+    The infinity is the last rank's, in every second step. Of two optimizers the one whose gradients are finite steps.
 
     Raises:
         GradientMismatch: a gradient, parameter or scale is not what it must be, or a rank has stepped alone.
     """
     __tracebackhide__ = True
     with judged() as findings:
+        _judge_two_optimizers(rank, findings)
         for run in runs:
             replica = Replica(run, rank, findings, what="GradScaler")
             scaler = torch.amp.GradScaler(rank.device.type, init_scale=_SCALE, growth_interval=1)
@@ -91,6 +93,27 @@ def assert_scaler_skips_together(rank: Rank, runs: Sequence[WholeRun]) -> None:
                     f"{replica.what}, step {replica.number}, rank {rank.index}: the scale is {got}, expected {expected}"
                 )
                 findings.require(got == expected, message, ranks=[rank.index])
+
+
+def _judge_two_optimizers(rank: Rank, findings: Findings) -> None:
+    """Step two optimizers by one scaler, each in turn with an infinite gradient."""
+    for spoilt in (0, 1):
+        parameters = [nn.Parameter(torch.ones(3, device=rank.device)) for _ in range(2)]
+        optimizers = [torch.optim.SGD([parameter], lr=0.5) for parameter in parameters]
+        scaler = torch.amp.GradScaler(rank.device.type, init_scale=_SCALE)
+        losses = [
+            parameter.sum() * (math.inf if number == spoilt else 1.0) for number, parameter in enumerate(parameters)
+        ]
+        scaler.scale(torch.stack(losses).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        got = (parameters[spoilt][0].item(), parameters[1 - spoilt][0].item(), scaler.get_scale())
+        message = (
+            f"GradScaler with two optimizers, infinite gradients in number {spoilt}, rank {rank.index}: its parameter, the "
+            f"other's, and the scale are {got}, expected {(1.0, 0.5, _SCALE / 2)}"
+        )
+        findings.require(got == (1.0, 0.5, _SCALE / 2), message, ranks=[rank.index])
 
 
 def assert_clipping_takes_the_whole_norm(rank: Rank, runs: Sequence[WholeRun]) -> None:

@@ -56,7 +56,7 @@ def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that each step begins from rank 0's buffers, or from each rank's own without broadcast_buffers.
 
-    Statistics are of int64, float32 and bool, and show in the outputs.
+    Before every second step the module is given other tensors for its buffers. Statistics are of int64, float32 and bool, and show in the outputs.
 
     Raises:
         GradientMismatch: an output, gradient, parameter or buffer is not what it must be.
@@ -78,6 +78,8 @@ def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *
         shards = split(x, rank.size)
         before = first if together else own
         put_buffers(replica.one.exact, before)
+        if number % 2:
+            _assign_anew(replica.module)
         replica.step()
         own, first = counted(before, shards[rank.index]), counted(first, shards[0])
         with findings.collected():
@@ -91,6 +93,12 @@ def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *
             got = replica.parallel(x.to(rank.device))
         with findings.collected():
             replica.agree({"outputs": got}, {"outputs": replica.one.outputs(x)}, "in evaluation")
+
+
+def _assign_anew(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, value in list(module.named_buffers(recurse=False)):
+            setattr(module, name, value.clone())
 
 
 def assert_mixed_dtypes_train(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -151,7 +159,8 @@ class _Spread(nn.Module):
 
 
 def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
-    """Assert that arguments by position and keyword, nested, from the CPU, arrive whole on the rank's device; outputs keep their form.
+    """Assert that arguments by position and keyword, nested, from the CPU, arrive whole on the rank's device; outputs keep their form,
+    and gradients go back to arguments.
 
     Raises:
         GradientMismatch: an argument or output is missing, elsewhere, or has other values.
@@ -171,12 +180,14 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
                     value.copy_(value.mul(8).round())
             if rank.device.type != "cuda":
                 x, y = x.to(rank.device), y.to(rank.device)
+            x.requires_grad_()
             out = parallel((x, 5), more={"list": [y], "text": "a word"}, factor=2)
             out["out"].sum().backward()
             expected = (
                 x.cpu().double() @ model.layer.weight.detach().cpu().double().T
                 + model.layer.bias.detach().cpu().double()
             ) * 2
+            of_x = 2 * model.layer.weight.detach().cpu().sum(0).expand(rows, -1)
             what = f"DDP on {rank.size} ranks, nested arguments, rank {rank.index}"
             with findings.collected():
                 tensors = {
@@ -188,6 +199,7 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
             for name, right in {
                 "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
                 "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
+                "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
                 "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
                 "output out": torch.equal(out["out"].detach().cpu().double(), expected),
                 "output nested": out["nested"][0] is None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,4 +199,44 @@ def delayed_gradients_summed() -> Iterator[None]:
         return real(self, gradient)
 
     with replaced_method(DDP, "_delayed_all_reduce_hook", summed):
+        yield
+
+
+@ddp_fault(
+    "a communication hook is told the gradients of a bucket in the order of another",
+    "test_averaging_hooks",
+    condition="buckets of several parameters",
+)
+def gradients_told_in_reverse() -> Iterator[None]:
+    def gradients(real: Callable[..., Any], self: Any) -> list[torch.Tensor]:
+        return [*reversed(real(self))]
+
+    with replaced_method(c10d.GradBucket, "gradients", gradients):
+        yield
+
+
+@ddp_fault(
+    "PowerSGD adds what it has left out to the next gradient twice",
+    "test_low_rank_hook",
+    condition="from the second compressed step on",
+)
+def left_out_added_twice() -> Iterator[None]:
+    def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
+        for kept in state.error_dict.values():
+            kept.mul_(2)
+        return real(state, bucket)
+
+    with replaced_method(powerSGD_hook, "powerSGD_hook", compress):
+        yield
+
+
+@ddp_fault("the end of a no_sync ends the one around it", "test_accumulation", condition="no_sync within no_sync")
+def inner_no_sync_ends_both() -> Iterator[None]:
+    @contextlib.contextmanager
+    def no_sync(self: DistributedDataParallel) -> Iterator[None]:
+        self.require_backward_grad_sync = False
+        yield
+        self.require_backward_grad_sync = True
+
+    with replaced(DDP, "no_sync", no_sync):
         yield
