@@ -145,6 +145,7 @@ class _Recording(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+        self.part = nn.Identity()
         self.notes: list[dict[str, Any]] = []
         self.lock = threading.Lock()
 
@@ -158,6 +159,7 @@ class _Recording(nn.Module):
             "current": torch.cuda.current_device(),
             "grad": torch.is_grad_enabled(),
             "training": self.training,
+            "training of a part": self.part.training,
             "autocast": torch.is_autocast_enabled("cuda"),
             **more,
         }
@@ -243,6 +245,7 @@ def assert_modes_seen(devices: Devices, seed: int) -> None:
             training, grad, cast = bool(index & 1), bool(index & 2), bool(index & 4)
             model = _Recording().to(order[0])
             parallel = DataParallel(model, device_ids=_indices(order)).train(training)
+            model.part.train(not training)  # as a frozen part of a model that trains
             inference = not grad and bool((seed + number) % 2)
             before = torch.cuda.current_device()
             with (
@@ -256,6 +259,7 @@ def assert_modes_seen(devices: Devices, seed: int) -> None:
                 device = note["device"]
                 for mode, expected in {
                     "training": training,
+                    "training of a part": not training,
                     "grad": grad,
                     "autocast": cast,
                     # A single device is called as it is, from where the caller is.

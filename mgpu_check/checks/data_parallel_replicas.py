@@ -10,6 +10,7 @@ from torch import nn
 
 from mgpu_check.checks.bits import first_difference, same_bits
 from mgpu_check.checks.data_parallel_results import Devices, both_ways
+from mgpu_check.checks.operating.values import significands
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.recipes.everything import Everything
 
@@ -36,6 +37,34 @@ def assert_replicas_hold(devices: Devices, seed: int) -> None:
                     _require_held(what, name, _found(replica, name), expected, device, detach)
                 if replica.twin is not replica.inner or _found(replica, "inner.weight") is not _found(replica, "tied"):
                     raise ReplicaMismatch(f"{what} does not share what the module shares", ranks=[device.index])
+    _many_buffers(devices, seed)
+
+
+_LARGE = (1 << 20) + 3
+"""Elements of float32; four such parameters are more than the 10 MiB that torch copies, and adds up, at a time."""
+
+
+def _many_buffers(order: Devices, seed: int) -> None:
+    """Require that replicas of a model of more than 16 MiB hold it, and that the gradients of all replicas are added up."""
+    __tracebackhide__ = True
+    replicate: Callable[..., Any] = torch.nn.parallel.replicate
+    model = nn.ParameterList(significands((_LARGE,), torch.float32, seed).clone() for _ in range(4)).to(order[0])
+    replicas = replicate(model, [device.index for device in order])
+    terms = []
+    for number, (device, replica) in enumerate(zip(order, replicas, strict=True), start=1):
+        what = f"replicate of more than 16 MiB to {', '.join(map(str, order))}: the replica on {device}"
+        for place, parameter in enumerate(model):
+            held = replica[place]
+            if held.device != device or not torch.equal(held.detach().to(order[0]), parameter.detach()):
+                raise ReplicaMismatch(f"{what} does not hold parameter {place}", ranks=[device.index])
+            terms.append(held.sum().to(order[0]) * number)
+    sum(terms[1:], terms[0]).backward()
+    for place, parameter in enumerate(model):
+        expected = len(order) * (len(order) + 1) // 2
+        if parameter.grad is None or not bool((parameter.grad == expected).all()):
+            raise ReplicaMismatch(
+                f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {place} is not {expected} everywhere"
+            )
 
 
 def _found(replica: nn.Module, name: str) -> Any:

@@ -33,6 +33,7 @@ __all__ = [
     "assert_frozen_parameters_kept",
     "assert_hooks_called",
     "assert_models_train",
+    "assert_second_gradients",
     "assert_statistics_of_the_first_device",
 ]
 
@@ -200,3 +201,34 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
         raise GradientMismatch(f"{what}: the hook of {name} was called {len(seen)} times, expected once")
     assert expected is not None
     assert_same({name: seen[0]}, {name: expected}, f"{what}: what a hook was given")
+
+
+def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
+    """Assert that gradients of gradients, as of a penalty on gradients, are those of one device.
+
+    In float64, in which all of these numbers are whole.
+
+    Raises:
+        GradientMismatch: names the parameter and the element.
+    """
+    __tracebackhide__ = True
+    with exact_arithmetic():
+        for run in runs:
+            x, targets = (part.double() for part in run.batches()[0])
+            expected = _second(run.build().double(), nn.Identity(), x, targets)
+            for order in both_ways(devices):
+                model = run.build().double()
+                got = _second(model, _wrapped(model, order), x, targets.to(order[0]))
+                assert_same(got, expected, _what(run, order, ", gradients of gradients"))
+
+
+def _second(model: nn.Module, wrapped: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradient of a sum of gradients, by the names of the parameters; without a wrapper, that of the model alone."""
+    outputs = (model if isinstance(wrapped, nn.Identity) else wrapped)(x)
+    named = dict(model.named_parameters())
+    first = torch.autograd.grad(
+        (outputs.square() * targets.remainder(4)).sum(), list(named.values()), create_graph=True
+    )
+    penalty = sum((one * (place + 1)).sum() for place, one in enumerate(first))
+    second = torch.autograd.grad(torch.as_tensor(penalty), list(named.values()), allow_unused=True)
+    return {name: one for name, one in zip(named, second, strict=True) if one is not None}

@@ -7,6 +7,7 @@ and ranks too, gives the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -150,6 +151,20 @@ class Heads(nn.Module):
         return torch.as_tensor(self.heads[head](F.relu(self.trunk(x))))
 
 
+class Listed(nn.Module):
+    """Weights in a list and biases in a dict, as models keep them that choose among their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (FEATURES, 6, CLASSES)
+        self.weights = nn.ParameterList(torch.zeros(after, before) for before, after in pairwise(widths))
+        self.biases = nn.ParameterDict({"first": torch.zeros(6), "last": torch.zeros(CLASSES)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(F.linear(x, self.weights[0], self.biases["first"]))
+        return torch.as_tensor(F.linear(hidden, self.weights[1], self.biases["last"]))
+
+
 class Reused(nn.Module):
     """A layer that is used twice, its activations recomputed, and one that is never used."""
 
@@ -227,6 +242,7 @@ BUILDERS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "attention": Attention,
         "tied": Tied,
         "heads": Heads,
+        "listed": Listed,
         "reused": Reused,
         "counting": Counting,
         "float64 inside": lambda: Mixed(torch.float64),

@@ -22,6 +22,7 @@ Runs = tuple[WholeRun, ...]
 Gpus = tuple["torch.device", ...]
 ORDERS = strategies.device_orders()
 SEEDS = st.integers(0, 9999)
+RARE = ("float64 inside", "bfloat16 inside", "listed")
 ROWS = st.sampled_from((9, 40, 1, 2, 8, 13, 4))
 
 
@@ -116,12 +117,12 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 
 
 @examples(14, quick=2)
-@given(order=ORDERS, runs=whole_runs(PLAIN))
-def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """MLPs, LeNet, a residual block, embeddings, attention and tied weights train as on one device."""
+@given(order=ORDERS, runs=whole_runs(PLAIN), rare=whole_runs(RARE, small=True))
+def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> None:
+    """MLPs, LeNet, a residual block, embeddings, attention, tied weights, lists of parameters and mixed dtypes train as on one device."""
     from mgpu_check.checks import data_parallel_training
 
-    data_parallel_training.assert_models_train([gpus[index] for index in order], runs)
+    data_parallel_training.assert_models_train([gpus[index] for index in order], [*runs, *rare])
 
 
 @examples(14, quick=3)
@@ -158,3 +159,12 @@ def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_hooks_called([gpus[index] for index in order], runs)
+
+
+@examples(14, quick=2)
+@given(order=ORDERS, runs=whole_runs(("mlp", "listed")))
+def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
+    """A gradient that is worked out to be differentiated, as a penalty on it is, has the gradient that it has on one device."""
+    from mgpu_check.checks import data_parallel_training
+
+    data_parallel_training.assert_second_gradients([gpus[index] for index in order], runs)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,11 +13,16 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, comm
+from torch.nn.parallel._functions import ReduceAddCoalesced
 
 from mgpu_check.faults.breaking import data_parallel_fault, replaced_method, upper_bits
 from mgpu_check.faults.conditions import Count
+from mgpu_check.torch_hooks.patches import replaced
 
 _MANY = 1 << 16
+
+data_parallel_module = sys.modules["torch.nn.parallel.data_parallel"]
+"""The module, which has the name of a function."""
 
 
 def _copied(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
@@ -252,3 +259,93 @@ def hook_of_half_a_gradient() -> Iterator[None]:
 
     with replaced_method(torch.Tensor, "register_hook", register):
         yield
+
+
+# What few models have
+
+
+def _replicas(change: Callable[[nn.Module, nn.Module], None]) -> Iterator[None]:
+    """Change each part of each replica but the first, which is given with the replica."""
+
+    def replicate(real: Callable[..., Any], network: nn.Module, *args: Any) -> Any:
+        replicas = real(network, *args)
+        for replica in replicas[1:]:
+            for part in replica.modules():
+                change(replica, part)
+        return replicas
+
+    with replaced_method(data_parallel_module, "replicate", replicate):
+        yield
+
+
+@data_parallel_fault(
+    "parameters in lists have the gradient of the first device only", "test_models", "nn.ParameterList, other devices"
+)
+def lists_of_parameters_detached() -> Iterator[None]:
+    def detach(replica: nn.Module, part: nn.Module) -> None:
+        if isinstance(part, nn.ParameterList):
+            for name in [name for name, held in vars(part).items() if isinstance(held, torch.Tensor)]:
+                setattr(part, name, getattr(part, name).detach())
+
+    yield from _replicas(detach)
+
+
+@data_parallel_fault(
+    "all parts of a replica are in the mode of the whole", "test_modes", "parts in another mode, other devices"
+)
+def mode_of_the_whole() -> Iterator[None]:
+    def spread(replica: nn.Module, part: nn.Module) -> None:
+        part.training = replica.training
+
+    yield from _replicas(spread)
+
+
+@data_parallel_fault("gradients of gradients are zero", "test_second_gradients", "create_graph=True")
+def second_gradients_lost() -> Iterator[None]:
+    backward = ReduceAddCoalesced.backward
+
+    def zeros(ctx: Any, *grads: Any) -> Any:
+        return tuple(None if one is None else one * 0 for one in backward(ctx, *grads))
+
+    with replaced(ReduceAddCoalesced, "backward", staticmethod(zeros)):
+        yield
+
+
+@data_parallel_fault(
+    "gradients of another dtype than the first count from the first device only", "test_models", "mixed dtypes"
+)
+def gradients_of_one_dtype() -> Iterator[None]:
+    def change(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        kind = inputs[0][0].dtype
+        return [inputs[0], *([held if held.dtype == kind else held * 0 for held in each] for each in inputs[1:])]
+
+    yield from _added(change)
+
+
+@data_parallel_fault(
+    "what is beyond the first 10 MiB is not copied to the last device", "test_replicas", "above 10 MiB, one device"
+)
+def first_buffer_only() -> Iterator[None]:
+    def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
+        outputs = [list(held) for held in real(tensors, devices, *more)]
+        ends = list(itertools.accumulate(held.numel() * held.itemsize for held in tensors))
+        if len(outputs) > 1:
+            outputs[-1] = [
+                held if end <= 10 << 20 else torch.zeros_like(held) for held, end in zip(outputs[-1], ends, strict=True)
+            ]
+        return outputs
+
+    with replaced_method(comm, "broadcast_coalesced", broadcast):
+        yield
+
+
+@data_parallel_fault(
+    "gradients beyond the first 10 MiB are those of the first device", "test_replicas", "above 10 MiB, other devices"
+)
+def first_buffer_of_gradients_only() -> Iterator[None]:
+    def change(inputs: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+        ends = list(itertools.accumulate(held.numel() * held.itemsize for held in inputs[0]))
+        rest = [[held * (end <= 10 << 20) for held, end in zip(each, ends, strict=True)] for each in inputs[1:]]
+        return [inputs[0], *rest]
+
+    yield from _added(change)
