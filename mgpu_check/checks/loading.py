@@ -184,6 +184,8 @@ def assert_workers_in_order(seed: int) -> None:
             raise ShardError(
                 f"{what}: a worker raised LookupError('sample 6 cannot be read'), but {error!r} came"
             ) from None
+    except StopIteration:
+        raise ShardError(f"{what}: a worker raised LookupError, and the epoch ended as if all were loaded") from None
     else:
         raise ShardError(f"{what}: a worker raised LookupError, but a batch came")
 
@@ -201,7 +203,8 @@ class _Seeds(Numbered):
 def assert_worker_seeds(seed: int) -> None:
     """Assert that workers are seeded with a base seed and their number: anew in each epoch, and again alike by the same generator.
 
-    So augmentations differ between workers and epochs, and a run can be repeated. Python's generator is seeded, too.
+    So augmentations differ between workers and epochs, and a run can be repeated; those of workers that persist go on where they were.
+    Python's generator is seeded, too.
     Source: documentation of `torch.utils.data`, "Randomness in multi-process data loading".
 
     Raises:
@@ -212,8 +215,17 @@ def assert_worker_seeds(seed: int) -> None:
     for run in range(2):
         generator = torch.Generator().manual_seed(seed)
         torch.manual_seed(run)  # it is the generator that counts
-        loader = DataLoader(_Seeds(4), batch_size=1, num_workers=2, collate_fn=_listed, generator=generator)
-        epochs += [[next(iter(batch)) for batch in loader] for _ in range(2 - run)]
+        loader = DataLoader(
+            _Seeds(4),
+            batch_size=1,
+            num_workers=2,
+            collate_fn=_listed,
+            generator=generator,
+            persistent_workers=bool(run),
+        )
+        with workers_ending(loader):
+            epochs += [[next(iter(batch)) for batch in loader] for _ in range(2)]
+    again = epochs.pop()
     for epoch, workers in zip((0, 1, 0), epochs, strict=True):
         base = workers[0][1]
         for number, (worker, told, initial, numbers, _) in enumerate(workers[:2]):
@@ -230,6 +242,13 @@ def assert_worker_seeds(seed: int) -> None:
             raise ShardError(f"epoch {epoch}: Python's random numbers are the same in both workers: {workers[0][4]}")
     if epochs[0] != epochs[2]:
         raise ShardError(f"generators of one seed give workers other seeds or numbers: {epochs[0]}, then {epochs[2]}")
+    for sample, before in zip(again, epochs[2], strict=True):
+        # Workers that persist keep their seed, and draw on.
+        if sample[:3] != before[:3] or sample[3] == before[3] or sample[4] == before[4]:
+            raise ShardError(
+                f"persistent worker {sample[0]} draws {sample[3:]} in its second epoch with seed {sample[2]}, and {before[3:]} with "
+                f"{before[2]} in its first; expected other numbers of the same seed"
+            )
     if epochs[0][0][1] == epochs[1][0][1]:
         raise ShardError(f"epochs 0 and 1 have workers of the same seeds: {epochs[0][0][1]}")
 
@@ -311,6 +330,16 @@ def assert_partitions(seed: int) -> None:
         raise ShardError(
             f"ConcatDataset of 3, 0, 1 and 7 samples, its last and first again: holds {got}, expected those in order"
         )
+    # Parts of parts are asked for whole batches at a time.
+    inner = Subset(Numbered(20), range(19, 3, -2))
+    divided: dict[str, tuple[Any, list[int]]] = {
+        "Subset of a Subset": (Subset(inner, [5, 0, 2]), [9, 19, 15]),
+        "Subset of a ConcatDataset": (Subset(joined, [10, 3, 2, 0]), [10, 3, 2, 0]),
+        "ConcatDataset of Subsets of Subsets": (ConcatDataset([Subset(inner, [1, 6]), Subset(inner, [7])]), [17, 7, 5]),
+    }
+    for name, (divided_dataset, numbers) in divided.items():
+        batches = DataLoader(divided_dataset, batch_size=2)
+        assert_batches(batches, batches_of(numbers, 2, False), Numbered(20), f"loader of a {name}")
 
 
 def assert_resumes(seed: int) -> None:

@@ -35,6 +35,15 @@ def test_sampler_shuffles_by_seed_and_epoch(gpus: tuple[torch.device, ...], worl
     assert_sampler_shuffles(world, seed)
 
 
+@examples(5, quick=1)
+@given(seed=strategies.seeds())
+def test_samplers_draw_from_their_generator(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Samplers and loaders with a generator draw each epoch anew from it, and the same epochs again from the same seed."""
+    from mgpu_check.checks.drawing_samplers import assert_samplers_draw
+
+    assert_samplers_draw(seed)
+
+
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_every_order_is_as_likely(gpus: tuple[torch.device, ...], seed: int) -> None:

@@ -102,3 +102,22 @@ def resumed_a_batch_too_early() -> Iterator[None]:
 
     with replaced(loading.ResumableSampler, "load_state_dict", changed):
         yield
+
+
+@fault(
+    "loading",
+    "batches of a part of a part are those of the outer part alone",
+    caught_by=("test_datasets_are_divided",),
+    condition="Subset of a Subset, batches",
+)
+def inner_parts_skipped() -> Iterator[None]:
+    """Sample by sample it is right."""
+    real = Subset.__getitems__
+
+    def items(self: Any, places: list[int]) -> Any:
+        if isinstance(self.dataset, Subset):
+            return [self.dataset.dataset[self.indices[place]] for place in places]
+        return real(self, places)
+
+    with replaced(Subset, "__getitems__", items):
+        yield

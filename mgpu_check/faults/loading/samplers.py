@@ -12,6 +12,8 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
 )
 
 from mgpu_check.faults.registry import fault
@@ -313,4 +315,57 @@ def len_without_the_last_batch() -> Iterator[None]:
         return full if not self.drop_last else real(self)
 
     with replaced(DataLoader, "__len__", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "a sampler with a generator draws the same order in each epoch",
+    caught_by=("test_samplers_draw_from_their_generator",),
+    condition="a generator is given",
+)
+def generator_begins_anew() -> Iterator[None]:
+    """Samples come in one order for the whole training."""
+    real = RandomSampler.__iter__
+
+    def order(self: Any) -> Iterator[int]:
+        if self.generator is not None:
+            self.generator.manual_seed(self.generator.initial_seed())
+        return real(self)
+
+    with replaced(RandomSampler, "__iter__", order):
+        yield
+
+
+@fault(
+    "loading",
+    "WeightedRandomSampler draws from torch's generator, whichever it is given",
+    caught_by=("test_samplers_draw_from_their_generator",),
+    condition="a generator is given",
+)
+def weights_drawn_globally() -> Iterator[None]:
+    """Ranks draw other samples than they were to."""
+    real = WeightedRandomSampler.__init__
+
+    def init(self: Any, weights: Any, num_samples: int, replacement: bool = True, generator: Any = None) -> None:
+        real(self, weights, num_samples, replacement)
+
+    with replaced(WeightedRandomSampler, "__init__", init):
+        yield
+
+
+@fault(
+    "loading",
+    "set_epoch is of no effect",
+    caught_by=("test_samplers_draw_from_their_generator",),
+    condition="drop_last",
+)
+def epochs_alike_with_a_dropped_tail() -> Iterator[None]:
+    """Every epoch has the order of the first."""
+    real = DistributedSampler.set_epoch
+
+    def set_epoch(self: Any, epoch: int) -> None:
+        real(self, 0 if self.drop_last else epoch)
+
+    with replaced(DistributedSampler, "set_epoch", set_epoch):
         yield

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import (
+    _DatasetKind,
     dataloader,
     get_worker_info,
 )
@@ -252,4 +255,44 @@ def batches_of_the_last_rank_elsewhere() -> Iterator[None]:
         return to(self, *args, **named)
 
     with replaced(torch.Tensor, "to", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "workers that persist are seeded anew, as they were, in each epoch",
+    caught_by=("test_workers_are_seeded_apart",),
+    condition="persistent workers, later epochs",
+)
+def persistent_workers_repeat() -> Iterator[None]:
+    """Every epoch has the same augmentations."""
+    real = _DatasetKind.create_fetcher
+
+    def create(*args: Any) -> Any:
+        told = get_worker_info()
+        if told is not None:
+            torch.manual_seed(told.seed)
+            random.seed(told.seed)
+        return real(*args)
+
+    with replaced(_DatasetKind, "create_fetcher", staticmethod(create)):
+        yield
+
+
+@fault(
+    "loading",
+    "what a worker raises ends the epoch, if it is a LookupError",
+    caught_by=("test_workers_keep_the_order",),
+    condition="IndexError and KeyError of worker processes",
+)
+def lookup_errors_end_the_epoch() -> Iterator[None]:
+    """A model trains on the part before."""
+    real = dataloader._MultiProcessingDataLoaderIter._process_data
+
+    def process(self: Any, data: Any, *rest: Any) -> Any:
+        if isinstance(data, ExceptionWrapper) and issubclass(data.exc_type, LookupError):
+            raise StopIteration
+        return real(self, data, *rest)
+
+    with replaced(dataloader._MultiProcessingDataLoaderIter, "_process_data", process):
         yield
