@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from mgpu_check.checks.exact_training import gathered, one_device, own_part, sgd
@@ -30,6 +30,14 @@ __all__ = [
     "scale_of",
     "sharded",
 ]
+
+
+_WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("resharding on", "set_requires_gradient_sync", {"reshard_after_forward": True}),
+    ("resharding off", "set_requires_all_reduce", {"reshard_after_forward": False}),
+    ("offloaded", "set_requires_all_reduce", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+)
+"""How a model is divided: what it is called, the reduction that only the last micro-batch needs, options of `fully_shard`."""
 
 
 def sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh | None = None, **options: Any) -> nn.Sequential:
@@ -62,9 +70,10 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     """Assert that a model under `fully_shard` trains as one device does, over a mesh of one dimension, or two (HSDP). A
     collective.
 
-    Parameters are freed after the forward pass, and kept until the backward one; gradients are accumulated over two
-    micro-batches in the first step, and only then reduced. Each rank must hold its chunk of the first dimension, before and
-    after each step, and no more.
+    Parameters are freed after the forward pass, kept until the backward one, and offloaded to the CPU; gradients are
+    accumulated over two micro-batches in the first step. They are reduced only then, or, in the last two cases, scattered
+    after each and added up over the dimension that repeats only then. Each rank must hold its chunk of the first dimension,
+    before and after each step, and no more.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
@@ -77,16 +86,20 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     shape, names = ((rank.size,), ("shard",)) if dimensions == 1 else (near_square(rank.size), ("repeat", "shard"))
     mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
     with Findings() as findings:
-        for freed in (True, False):
-            what = f"fully_shard over {tuple(mesh.shape)}, resharding {'on' if freed else 'off'}, on {rank.device}"
-            model = sharded(training, rank, mesh, reshard_after_forward=freed)
+        for how, until_last, options in _WAYS:
+            what = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
+            model = sharded(training, rank, mesh, **options)
             optimizer = sgd(training, model)
+            place = "cpu" if "offload_policy" in options else rank.device.type
             got: dict[str, torch.Tensor] = {}
-            if not _chunks_are_right(model, mesh, rank, what, findings):
+            if not _chunks_are_right(model, mesh, rank, place, what, findings):
                 return
             for step, batch in enumerate(training.batches(), 1):
-                outputs = _step_of_windows(model, optimizer, *own_part(batch, rank), windows=2 if step == 1 else 1)
-                if not _chunks_are_right(model, mesh, rank, what, findings):
+                windows = 2 if step == 1 else 1
+                outputs = _step_of_windows(
+                    model, optimizer, *own_part(batch, rank), windows=windows, until_last=until_last
+                )
+                if not _chunks_are_right(model, mesh, rank, place, what, findings):
                     return
                 got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
             with findings.collected():
@@ -94,33 +107,44 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
 
 
 def _step_of_windows(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, *, windows: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    windows: int,
+    until_last: str,
 ) -> torch.Tensor:
-    """Take a step by gradients that are accumulated over so many micro-batches, and then reduced; return the outputs."""
-    assert isinstance(model, FSDPModule)
+    """Take a step by gradients that are accumulated over so many micro-batches; return the outputs.
+
+    Args:
+        until_last: the method of the model that switches off a reduction, which only the last micro-batch needs.
+    """
     optimizer.zero_grad()
     outputs: list[torch.Tensor] = []
     borders = [len(x) * number // windows for number in range(windows + 1)]
     with full_precision():
         for start, end in itertools.pairwise(borders):
             # Ranks that have no samples left take part with none.
-            model.set_requires_gradient_sync(len(outputs) == windows - 1)
+            getattr(model, until_last)(len(outputs) == windows - 1)
             outputs.append(model(x[start:end]))
             recipe.weighted(outputs[-1], y[start:end]).backward()
         optimizer.step()
     return torch.cat(outputs)
 
 
-def _chunks_are_right(model: nn.Module, mesh: DeviceMesh, rank: Rank, what: str, findings: Findings) -> bool:
+def _chunks_are_right(
+    model: nn.Module, mesh: DeviceMesh, rank: Rank, place: str, what: str, findings: Findings
+) -> bool:
     """Return whether each rank holds its chunks; a collective. All stop where one does not: others could wait for its parts."""
-    wrong = _wrong_chunks(model, mesh, rank)
+    wrong = _wrong_chunks(model, mesh, place)
     with findings.collected():
         if wrong:
             raise ShardError(f"{what}, rank {rank.index}: {wrong}", ranks=[rank.index])
     return not on_any_rank(rank, bool(wrong))
 
 
-def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, rank: Rank) -> str:
+def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: str) -> str:
     """Say which part of a parameter this rank holds is not its chunk; "" if all are."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "all ranks are in the mesh"
@@ -131,7 +155,7 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, rank: Rank) -> str:
         local = value.to_local()
         if local.shape != wanted:
             return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
-        if local.device != rank.device:
+        if local.device.type != place:
             return f"the part of {name} is on {local.device}"
     return ""
 
@@ -140,7 +164,7 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that a mixed precision policy computes in the low precision, reduces in the one that it names, and keeps
     parameters in float32. A collective.
 
-    Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
+    Gradients are accumulated over two micro-batches. Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
     in the parameters, shows. All whole numbers on the way are small enough for bfloat16.
 
     Raises:
@@ -175,11 +199,8 @@ def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, re
     if reduced == torch.float32:
         factors[: len(recipe.split(factors, rank.size)[0])] *= 64
         y = y * 64 if rank.index == 0 else y
-    with full_precision():
-        outputs = model(x)
-        recipe.weighted(outputs, y).backward()
-        optimizer.step()
-        got = gathered(model, 1)
+    outputs = _step_of_windows(model, optimizer, x, y, windows=2, until_last="set_requires_gradient_sync")
+    got = gathered(model, 1)
     got["outputs"] = copied(outputs)
     dtypes = {value.dtype for value in got.values()}
     if dtypes != {torch.float32}:

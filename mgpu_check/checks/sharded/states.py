@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -119,7 +120,7 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     """Train for a step, save model and optimizer by `torch.distributed.checkpoint`; return the directory. A collective.
 
     Beside them are DTensors of uneven parts in several dtypes, one of them over a mesh of two dimensions and one above 64 Ki
-    elements, a tensor that all ranks hold, a number and a text.
+    elements, a tensor that all ranks hold, one without dimensions, a number and a text.
     """
     box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
     dist.broadcast_object_list(box, src=0, device=rank.device)
@@ -146,7 +147,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
 
     Raises:
         GradientMismatch: parameters, or the step after, differ from those of one device.
-        ShardError: something else that was saved has another value.
+        ShardError: something else that was saved has another value, or what was not saved is loaded all the same.
     """
     __tracebackhide__ = True
     what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
@@ -157,6 +158,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         parameters, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": parameters, "optimizer": moments, **_others(rank, 0)}
         state_dict_loader.load(state, checkpoint_id=directory)
+        refused = _refuses_what_was_not_saved(directory)
         dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
     finally:
         if rank.index == 0:
@@ -170,6 +172,8 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     with Findings() as findings:
         with findings.collected():
             assert_same(loaded, {name: expected[name] for name in loaded}, what, rank.index)
+        message = f"{what}, rank {rank.index}: a tensor that was not saved was loaded, expected an error that names it"
+        findings.require(refused, message, ranks=[rank.index])
         others = _others(rank, 1)
         with findings.collected():
             _compare_others(state, others, what, rank)
@@ -177,6 +181,14 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         stepped = gathered(model, 2)
         with findings.collected():
             assert_same(stepped, _after(expected, 2), f"{what}, then one step", rank.index)
+
+
+def _refuses_what_was_not_saved(directory: str) -> bool:
+    try:
+        state_dict_loader.load({"not saved": torch.zeros(2)}, checkpoint_id=directory)
+    except CheckpointException as refusal:
+        return "not saved" in str(refusal)
+    return False
 
 
 def _compare_others(state: Mapping[str, Any], others: Mapping[str, Any], what: str, rank: Rank) -> None:
@@ -199,6 +211,7 @@ def _others(rank: Rank, factor: int) -> dict[str, Any]:
     line = init_device_mesh("cuda", (rank.size,))
     plane = init_device_mesh("cuda", near_square(rank.size))
     made: dict[str, Any] = {"number": _NUMBER * factor, "text": "saved" * factor}
+    made["without dimensions"] = torch.tensor(1.0 * factor, dtype=torch.float64, device=rank.device)
     made["held by all"] = (torch.arange(7.0) * factor).to(rank.device)
     for name, shape, dtype, mesh, placements in (
         ("int64 by rows", (11, 3), torch.int64, line, [Shard(0)]),

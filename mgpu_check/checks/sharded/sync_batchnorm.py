@@ -20,7 +20,8 @@ _CHANNELS = 3
 
 
 def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
-    """Assert that SyncBatchNorm gives outputs, gradients and running statistics of BatchNorm on one device. A collective.
+    """Assert that what `convert_sync_batchnorm` makes of BatchNorm keeps what is frozen and its mode, and gives outputs, gradients
+    and running statistics of BatchNorm on one device. A collective.
 
     Ranks have different numbers of samples: the last one a single one, the second but one many. In float32 and float64,
     with a momentum and with the cumulative average, over two steps; of images in channels_last, too; in a group of the first
@@ -70,8 +71,9 @@ def _compare(
     inputs |= {f"dy{step}": torch.randn(shape, generator=generator) for step in (1, 2)}
     inputs |= {name: torch.rand(_CHANNELS, generator=generator) + 0.5 for name in ("weight", "bias", "mean", "var")}
 
-    layer = nn.SyncBatchNorm(_CHANNELS, eps=_EPS, momentum=momentum, process_group=group, dtype=dtype)
-    layer.load_state_dict(
+    of_images = len(rest) == 2
+    plain = (nn.BatchNorm2d if of_images else nn.BatchNorm1d)(_CHANNELS, eps=_EPS, momentum=momentum, dtype=dtype)
+    plain.load_state_dict(
         {
             "weight": inputs["weight"],
             "bias": inputs["bias"],
@@ -80,13 +82,16 @@ def _compare(
             "num_batches_tracked": torch.tensor(0),
         }
     )
-    layer = layer.to(rank.device)
-    got: dict[str, torch.Tensor] = {}
+    plain.weight.requires_grad_(False)
+    kept = _flags(plain.eval())
+    layer = nn.SyncBatchNorm.convert_sync_batchnorm(plain, group).to(rank.device)
+    got = {"what the conversion keeps": _flags(layer)}
+    layer.requires_grad_(True).train()
     with full_precision():
         for step in (1, 2):
             layer.zero_grad()
             x = inputs[f"x{step}"][own].to(rank.device, dtype)
-            if len(rest) == 2:
+            if of_images:
                 x = x.to(memory_format=torch.channels_last)
             x.requires_grad_()
             y = layer(x)
@@ -125,12 +130,19 @@ def _compare(
         return found
 
     measured = measure_step(step_on_one_device, inputs, pairs=2)
+    reference = measured.reference | {"what the conversion keeps": kept}
     # Rounding errors are proportional to the unit roundoff; in float64 the reference has them, too.
     finer = 1.0 if dtype == torch.float32 else 2.0 * 2.0**-53 / 2.0**-24
     tolerance = {name: value * finer for name, value in measured.tolerance.items()}
+    tolerance["what the conversion keeps"] = torch.zeros(3)
     kind = f"SyncBatchNorm in {name_of(dtype)}, momentum {momentum}, {counts} samples"
     what = f"{kind}, on {rank.device}"
-    assert_gradients_agree(got, measured.reference, tolerance=tolerance, rank=rank.index, what=what)
+    assert_gradients_agree(got, reference, tolerance=tolerance, rank=rank.index, what=what)
+
+
+def _flags(layer: nn.Module) -> torch.Tensor:
+    """Return whether the weight and the bias need gradients, and whether the layer trains."""
+    return torch.tensor([float(value.requires_grad) for value in layer.parameters()] + [float(layer.training)])
 
 
 def _of(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,7 +59,8 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the state which the ranks of AdamW keep is that of one optimizer, divided; put together on the last rank,
     and loaded again, it goes on as one. A collective.
 
-    Two groups of parameters have different rates.
+    Two groups of parameters have different rates, which a schedule has halved. What is put together is what the ranks keep
+    then, whatever was put together before.
 
     Raises:
         GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.
@@ -67,12 +68,15 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     model = _with_gradients(training, rank.device)
-    optimizer = ZeroRedundancyOptimizer(_groups(model), torch.optim.AdamW, lr=ADAM_RATE)
+    optimizer = ZeroRedundancyOptimizer(_groups(model, 2 * ADAM_RATE), torch.optim.AdamW, lr=2 * ADAM_RATE)
+    for group in optimizer.param_groups:
+        group["lr"] /= 2
+    last = rank.size - 1
+    optimizer.consolidate_state_dict(to=last)
     optimizer.step()
     kept = sum(state["exp_avg"].numel() for state in optimizer.optim.state.values())
     total = torch.tensor([kept], device=rank.device)
     dist.all_reduce(total)
-    last = rank.size - 1
     optimizer.consolidate_state_dict(to=last)
     torch.cuda.synchronize()  # it copies to the host without waiting
     box: list[Any] = [_on_host(optimizer.state_dict()) if rank.index == last else None]
@@ -107,10 +111,10 @@ def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:
     return model
 
 
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, rate: float = ADAM_RATE) -> list[dict[str, Any]]:
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
     weights = [value for name, value in model.named_parameters() if not name.endswith("bias")]
-    return [{"params": weights}, {"params": biases, "lr": ADAM_RATE / 4, "weight_decay": 0.25}]
+    return [{"params": weights}, {"params": biases, "lr": rate / 4, "weight_decay": 0.25}]
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

@@ -65,7 +65,8 @@ def cumulative_average_ignored() -> Iterator[None]:
         yield
 
 
-def _zero() -> Any:
+def zero_optimizer() -> Any:
+    """Return the class ZeroRedundancyOptimizer."""
     # Not at the top: torch compiles functions of the optimizers as it is imported.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -79,7 +80,7 @@ def _zero() -> Any:
     condition="from the second step on, on the last rank",
 )
 def stale_parameters_of_others() -> Iterator[None]:
-    optimizer, count = _zero(), Count()
+    optimizer, count = zero_optimizer(), Count()
     real = optimizer.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +102,7 @@ def stale_parameters_of_others() -> Iterator[None]:
     condition="parameters_as_bucket_view",
 )
 def buckets_sent_too_early() -> Iterator[None]:
-    optimizer = _zero()
+    optimizer = zero_optimizer()
     real = optimizer._sync_params
 
     def sync(self: Any) -> None:
@@ -122,7 +123,7 @@ def buckets_sent_too_early() -> Iterator[None]:
     condition="the state of rank 0",
 )
 def state_put_together_in_part() -> Iterator[None]:
-    optimizer = _zero()
+    optimizer = zero_optimizer()
     real = optimizer.state_dict
 
     def state_dict(self: Any) -> Any:
@@ -143,7 +144,7 @@ def state_put_together_in_part() -> Iterator[None]:
     condition="the second group of parameters",
 )
 def rates_of_groups_lost() -> Iterator[None]:
-    optimizer = _zero()
+    optimizer = zero_optimizer()
     real = optimizer.load_state_dict
 
     def load(self: Any, state: Any) -> None:

@@ -1,0 +1,174 @@
+"""Planted faults of what less usual calls ask for: accumulation in parts, conversion, schedules, scalars, what was not saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import default_planner
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
+
+from mgpu_check.faults.registry import fault
+from mgpu_check.faults.sharded.modules import zero_optimizer
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@fault(
+    "sharded",
+    "of gradients that are accumulated in the dtype of the reduction the last is kept",
+    caught_by=("test_mixed_precision",),
+    condition="reductions in another dtype than gradients, several micro-batches",
+)
+def last_of_the_accumulated() -> Iterator[None]:
+    def accumulate(self: Any) -> None:
+        held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
+        if held is not None and new is not None:
+            held.copy_(new)
+            self.unsharded_param.grad = None
+
+    with replaced(fsdp_param.FSDPParam, "accumulate_unsharded_grad_if_needed", accumulate):
+        yield
+
+
+@fault(
+    "sharded",
+    "gradients that were scattered, and not yet added up over repeats, are forgotten",
+    caught_by=("test_hybrid_shard",),
+    condition="two dimensions, set_requires_all_reduce(False)",
+)
+def scattered_gradients_forgotten() -> Iterator[None]:
+    real = fsdp_param_group.FSDPParamGroup.post_backward
+
+    def post_backward(self: Any, *args: Any) -> None:
+        real(self, *args)
+        if not self.all_reduce_grads:
+            self._partial_reduce_output = None
+
+    with replaced(fsdp_param_group.FSDPParamGroup, "post_backward", post_backward):
+        yield
+
+
+@fault(
+    "sharded",
+    "an offloaded gradient takes the place of the one before",
+    caught_by=("test_fully_shard",),
+    condition="CPUOffloadPolicy, from the second reduction on",
+)
+def offloaded_gradient_replaced() -> Iterator[None]:
+    real = fsdp_collectives.foreach_reduce
+
+    def reduce(params: list[Any], *args: Any, **kwargs: Any) -> Any:
+        for param in params:
+            if param.offload_to_cpu:
+                param.sharded_param.grad = None
+        return real(params, *args, **kwargs)
+
+    with replaced(fsdp_param_group, "foreach_reduce", reduce):
+        yield
+
+
+@fault(
+    "sharded",
+    "convert_sync_batchnorm takes all ranks for the group",
+    caught_by=("test_sync_batchnorm",),
+    condition="process_group=",
+)
+def group_lost_in_conversion() -> Iterator[None]:
+    real = nn.SyncBatchNorm.__init__
+
+    def init(self: nn.SyncBatchNorm, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.process_group = None
+
+    with replaced(nn.SyncBatchNorm, "__init__", init):
+        yield
+
+
+@fault(
+    "sharded",
+    "convert_sync_batchnorm has frozen parameters trained",
+    caught_by=("test_sync_batchnorm",),
+    condition="parameters that need no gradient",
+)
+def conversion_thaws() -> Iterator[None]:
+    real = nn.SyncBatchNorm.convert_sync_batchnorm
+
+    def convert(module: nn.Module, process_group: Any = None) -> nn.Module:
+        made: nn.Module = real(module, process_group)
+        return made.requires_grad_(True)
+
+    with replaced(nn.SyncBatchNorm, "convert_sync_batchnorm", staticmethod(convert)):
+        yield
+
+
+@fault(
+    "sharded",
+    "a schedule reaches the first group of parameters alone",
+    caught_by=("test_zero_redundancy_state",),
+    condition="ZeroRedundancyOptimizer, two groups",
+)
+def schedule_of_the_first_group() -> Iterator[None]:
+    optimizer = zero_optimizer()
+    real = optimizer._sync_param_groups
+
+    def sync(source: list[Any], target: list[Any]) -> None:
+        real(source[:1], target[:1])
+
+    with replaced(optimizer, "_sync_param_groups", staticmethod(sync)):
+        yield
+
+
+@fault(
+    "sharded",
+    "a state that was put together once is given out ever after",
+    caught_by=("test_zero_redundancy_state",),
+    condition="the second consolidation",
+)
+def consolidated_once() -> Iterator[None]:
+    optimizer = zero_optimizer()
+    real = optimizer.consolidate_state_dict
+
+    def consolidate(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = self._all_state_dicts
+        real(self, *args, **kwargs)
+        self._all_state_dicts = before or self._all_state_dicts
+
+    with replaced(optimizer, "consolidate_state_dict", consolidate):
+        yield
+
+
+@fault(
+    "sharded",
+    "tensors without dimensions keep what they had before the checkpoint was loaded",
+    caught_by=("test_distributed_checkpoint",),
+    condition="tensors without dimensions",
+)
+def scalars_not_loaded() -> Iterator[None]:
+    real = default_planner.DefaultLoadPlanner.resolve_tensor
+
+    def resolve(self: Any, item: Any) -> torch.Tensor:
+        found: torch.Tensor = real(self, item)
+        return found if found.dim() else found.clone()
+
+    with replaced(default_planner.DefaultLoadPlanner, "resolve_tensor", resolve):
+        yield
+
+
+@fault(
+    "sharded",
+    "what a checkpoint lacks is passed over in silence",
+    caught_by=("test_distributed_checkpoint",),
+    condition="a tensor that was not saved",
+)
+def lacking_passed_over() -> Iterator[None]:
+    real = default_planner.create_default_local_load_plan
+
+    def plan(state_dict: Any, metadata: Any, strict: bool = True) -> Any:
+        return real(state_dict, metadata, False)
+
+    with replaced(default_planner, "create_default_local_load_plan", plan):
+        yield
