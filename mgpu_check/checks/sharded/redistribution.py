@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import randn as random_tensor
+from torch.nn import functional
 
 from mgpu_check.checks.bits import first_difference, same_bits
 from mgpu_check.checks.sharded.meshes import near_square
@@ -40,7 +43,8 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     collective.
 
     Every pair of placements in one dimension; in two, those that cross. Sizes that are even, uneven, less than the
-    number of ranks, and above 64 Ki elements; dtypes go round with `seed`. What is partial adds up exactly.
+    number of ranks, and above 64 Ki elements; dtypes go round with `seed`. What is partial adds up exactly. Random numbers
+    differ between parts, and are alike where all ranks hold the whole.
 
     Raises:
         ShardError: this rank's part has another shape, or other bits; names placements, dtype, size and element.
@@ -57,6 +61,7 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
             found.append(_wrong_whole(held.full_tensor(), whole, case))
     if dimensions == 1:
         found += list(_distributed(rank, mesh, seed))
+        found += list(_drawn(rank, mesh))
     texts = [text for text in found if text]
     if texts:
         more = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
@@ -161,6 +166,33 @@ def _distributed(rank: Rank, mesh: DeviceMesh, seed: int) -> Iterator[str]:
         held = distribute_tensor((whole + rank.index).to(rank.device), mesh, [target])
         text = _wrong(held, part_of(whole, [target], mesh), case)
         yield f"distribute_tensor: {text}" if text else ""
+
+
+def _drawn(rank: Rank, mesh: DeviceMesh) -> Iterator[str]:
+    """Draw random numbers as each placement, and by dropout of what is divided."""
+    for dim, placement in enumerate(_WHOLE):
+        held = random_tensor(2 * rank.size, 64 * rank.size, device_mesh=mesh, placements=[placement])
+        local = plain(held.to_local())
+        if placement == Replicate():
+            # One row of all for each rank.
+            parts = DTensor.from_local(held.to_local()[None], mesh, [Shard(0)], run_check=False).full_tensor()
+        else:
+            dropped: Any = functional.dropout(torch.ones_like(held), 0.5)
+            parts = torch.stack(dropped.full_tensor().chunk(rank.size, dim))
+            if _alike(parts):
+                yield f"dropout of {_text([placement])}: two ranks drop the same elements of their parts"
+            parts = torch.stack(held.full_tensor().chunk(rank.size, dim))
+        if not torch.equal(plain(parts[rank.index]), local):
+            yield f"random numbers as {_text([placement])}: the whole does not have this rank's part"
+        elif placement == Replicate() and any(not torch.equal(part, parts[0]) for part in parts):
+            yield f"random numbers as {_text([placement])}: ranks hold different ones"
+        elif placement != Replicate() and _alike(parts):
+            yield f"random numbers as {_text([placement])}: two ranks hold the same ones"
+
+
+def _alike(parts: torch.Tensor) -> bool:
+    """Return whether two parts are equal: of 128 elements and more by chance never."""
+    return len({tuple(part.flatten().tolist()) for part in parts}) < len(parts)
 
 
 def _wrong(held: DTensor, expected: torch.Tensor, case: _Case) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Shard, _random
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _redistribute as redistribute
 
@@ -204,4 +204,16 @@ def gradient_placements_ignored() -> Iterator[None]:
         return real(ctx, tensor, None)
 
     with replaced(api._ToTorchTensor, "forward", staticmethod(forward)):
+        yield
+
+
+@fault(
+    "sharded",
+    "the parts of a DTensor draw the same random numbers",
+    caught_by=("test_redistribution",),
+    condition="parts of divided DTensors",
+)
+def parts_draw_alike() -> Iterator[None]:
+    tracker = _random.OffsetBasedRNGTracker
+    with replaced(tracker, "_set_pre_op_offset", lambda self, *args: None):
         yield
