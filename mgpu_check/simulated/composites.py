@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -53,7 +53,22 @@ def _istft(original: Function) -> Function:
     return istft
 
 
+def _unflatten(original: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
+    """Wrap the inverse of flattening, which makes tensors without elements anew."""
+
+    @functools.wraps(original)
+    def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        made = original(flat, tensors)
+        if not isinstance(flat, SimulatedTensor):
+            return made
+        return tuple(one if isinstance(one, SimulatedTensor) else tag(one, flat.device) for one in made)
+
+    return unflatten
+
+
 def install_composites(patches: Patches) -> None:
     """Replace those functions."""
     patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
     patches.replace(torch.istft, _istft(torch.istft))
+    unflatten = torch._utils._unflatten_dense_tensors
+    patches.replace(unflatten, _unflatten(unflatten))

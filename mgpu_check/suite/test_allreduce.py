@@ -41,15 +41,23 @@ def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, da
 @examples(60)
 @given(devices=strategies.device_counts(), data=contributions())
 def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
-    """What DataParallel adds gradients up with, and then broadcasts, is the sum on every device."""
+    """What DataParallel adds gradients up with, and then broadcasts, is the sum on every device; of several tensors, too."""
+    import torch
     from torch.nn.parallel import comm
 
     from mgpu_check.checks.allreduce import assert_allreduce_matches
 
-    parts = data.parts(devices)
-    total = comm.reduce_add([data.placed(part, gpu) for part, gpu in zip(parts, gpus, strict=False)])
-    held = comm.broadcast(total, [gpu.index for gpu in gpus[:devices]])
+    parts, numbers = data.parts(devices), [gpu.index for gpu in gpus[:devices]]
+    placed = [data.placed(part, gpu) for part, gpu in zip(parts, gpus, strict=False)]
+    held = comm.broadcast(comm.reduce_add(placed), numbers)
     assert_allreduce_matches(list(held), parts, what="reduce_add and broadcast")
+    # Tensors of one dtype are sent together, and must come back in the order in which they were given.
+    between = [torch.tensor([number, 3], dtype=torch.int16) for number in range(devices)]
+    several = [(one, between[number].to(gpus[number]), one) for number, one in enumerate(placed)]
+    copies = comm.broadcast_coalesced(comm.reduce_add_coalesced(several), numbers)
+    for number, wanted in enumerate((parts, between, parts)):
+        what = f"reduce_add_coalesced and broadcast_coalesced, tensor {number}"
+        assert_allreduce_matches([copy[number] for copy in copies], wanted, what=what)
 
 
 @examples(120)

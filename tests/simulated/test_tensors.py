@@ -263,6 +263,10 @@ def test_what_c_makes_for_an_operator_is_on_the_device():
     spectrum = torch.stft(signal, 16, 4, window=window, return_complex=True)
     back = torch.istft(spectrum, 16, 4)
     assert back.device == a.device and torch.allclose(back, signal, atol=1e-5)
+    empty = torch.empty(0, device="cuda:1")
+    joined = torch._utils._flatten_dense_tensors([empty, a])
+    parts = torch._utils._unflatten_dense_tensors(joined, [empty, a])
+    assert [part.device for part in parts] == [a.device] * 2 and torch.equal(parts[1], a)
 
 
 @pytest.mark.usefixtures("node")
