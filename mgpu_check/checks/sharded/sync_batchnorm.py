@@ -24,29 +24,29 @@ def assert_sync_batchnorm_agrees(rank: Rank, seed: int) -> None:
     and running statistics of BatchNorm on one device. A collective.
 
     Ranks have different numbers of samples: the last one a single one, the second but one many. In float32 and float64,
-    with a momentum and with the cumulative average, over two steps; of images in channels_last, too; in a group of the first
-    ranks only; and in evaluation, by the statistics so far. The tolerance is measured: see `mgpu_check.numerics.steps`.
+    with a momentum and with the cumulative average, over two steps; of images in channels_last, too; in a group of all but the
+    last rank; and in evaluation, by the statistics so far. The tolerance is measured: see `mgpu_check.numerics.steps`.
 
     Raises:
         GradientMismatch: on this rank a result is off by more than the tolerance.
     """
     __tracebackhide__ = True
-    members = list(range(rank.size - 1)) if rank.size > 2 else list(range(rank.size))
-    group = dist.new_group(members) if len(members) < rank.size else None
     everybody = list(range(rank.size))
-    cases: list[tuple[torch.dtype, float | None, tuple[int, ...], list[int]]] = [
-        (torch.float32, 0.25, (4,), everybody),
-        (torch.float64, None, (2, 3), everybody),
-        (torch.float64, 0.5, (), members),
+    # The last rank has a group of its own, where there are ranks enough.
+    parts = [everybody[:-1], everybody[-1:]] if rank.size > 2 else [everybody]
+    groups = [dist.new_group(members) if len(parts) > 1 else None for members in parts]
+    place = next(number for number, members in enumerate(parts) if rank.index in members)
+    cases: list[tuple[torch.dtype, float | None, tuple[int, ...], list[int], dist.ProcessGroup | None]] = [
+        (torch.float32, 0.25, (4,), everybody, None),
+        (torch.float64, None, (2, 3), everybody, None),
+        (torch.float64, 0.5, (), parts[place], groups[place]),
     ]
     with Findings() as findings:
-        for number, (dtype, momentum, rest, ranks) in enumerate(cases):
-            if rank.index in ranks:
-                own = group if ranks is not everybody else None
-                with findings.collected():
-                    _compare(rank, seed + number, dtype, momentum, rest, ranks, own)
-        if group is not None and rank.index in members:
-            dist.destroy_process_group(group)
+        for number, (dtype, momentum, rest, ranks, group) in enumerate(cases):
+            with findings.collected():
+                _compare(rank, seed + number, dtype, momentum, rest, ranks, group)
+        if (own := groups[place]) is not None:
+            dist.destroy_process_group(own)
 
 
 def _compare(
@@ -62,8 +62,9 @@ def _compare(
     counts = [2 + other % 3 for other in ranks]
     counts[-1] = 1
     counts[max(0, len(ranks) - 2)] += 5
-    start = sum(counts[: rank.index])
-    own = slice(start, start + counts[rank.index])
+    place = ranks.index(rank.index)
+    start = sum(counts[:place])
+    own = slice(start, start + counts[place])
     generator = torch.Generator().manual_seed(seed)
     shape = (sum(counts), _CHANNELS, *rest)
     offset = torch.arange(float(_CHANNELS)).reshape(1, -1, *(1 for _ in rest))
