@@ -87,6 +87,13 @@ def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs) -> None:
     ranks.run(_communication, "assert_low_rank_hook_exact", runs, size=size)
 
 
+@examples(4, quick=1)
+@given(size=mostly_all())
+def test_model_averagers(ranks: Ranks, size: int) -> None:
+    """Averagers of local SGD: the mean of all ranks, or of those near, in the steps that are due, and in no others."""
+    ranks.run(_averagers, size=size)
+
+
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp", "lenet")))
 def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
@@ -183,6 +190,12 @@ def test_scaler(ranks: Ranks, size: int, runs: Runs) -> None:
 def test_clipping(ranks: Ranks, size: int, runs: Runs) -> None:
     """clip_grad_norm_ takes the norm of the whole batch's gradient."""
     ranks.run(_precision, "assert_clipping_takes_the_whole_norm", runs, size=size)
+
+
+def _averagers(rank: Rank) -> None:
+    from mgpu_check.checks.model_averaging import assert_averagers_average
+
+    assert_averagers_average(rank)
 
 
 def _options(rank: Rank, check: str, *arguments: object) -> None:

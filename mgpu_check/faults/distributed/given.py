@@ -1,4 +1,4 @@
-"""Planted faults of what a model under DistributedDataParallel is given: inputs that need gradients, other buffers, two optimizers."""
+"""Planted faults of what a model under DistributedDataParallel is given: inputs, other buffers, two optimizers, averagers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as distributed_module
 from torch.utils import _pytree as pytree
 
 from mgpu_check.faults.breaking import DDP, ddp_fault, replaced_method
+from mgpu_check.torch_hooks.patches import replaced
 
 
 @ddp_fault(
@@ -52,4 +55,29 @@ def scale_of_the_first_optimizer() -> Iterator[None]:
         real(self, *args, **kwargs)
 
     with replaced_method(torch.amp.GradScaler, "update", update):
+        yield
+
+
+@ddp_fault(
+    "of two periods that are due the one of fewer ranks is taken",
+    "test_model_averagers",
+    condition="HierarchicalModelAverager, steps that two periods divide",
+    least_gpus=4,
+)
+def fewer_ranks_averaged() -> Iterator[None]:
+    def find(self: Any) -> Any:
+        due = [period for period in self._periods if self.step % period == 0]
+        return self.period_process_group_dict[due[0]] if due else None
+
+    with replaced(HierarchicalModelAverager, "_find_process_group", find):
+        yield
+
+
+@ddp_fault("the steps to warm up are averaged too", "test_model_averagers", condition="the first steps")
+def averaged_from_the_start() -> Iterator[None]:
+    def average(real: Callable[..., Any], self: Any, *args: Any) -> None:
+        self.warmup_steps = 0
+        real(self, *args)
+
+    with replaced_method(PeriodicModelAverager, "average_parameters", average):
         yield
