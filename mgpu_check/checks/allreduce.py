@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from mgpu_check.checks.bits import same_bits
 from mgpu_check.errors import AllreduceMismatch
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.diagnosis import diagnose
@@ -13,7 +14,7 @@ from mgpu_check.numerics.reduction import reduced
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import name_of
 
-__all__ = ["assert_allreduce_matches"]
+__all__ = ["assert_allreduce_matches", "assert_contributions_kept"]
 
 
 def assert_allreduce_matches(
@@ -83,3 +84,26 @@ def _difference(
         return ""
     looks = diagnose(result, value, tolerance, parts=parts, rank=rank, constants={"world size": count})
     return "; ".join([str(wrong), *looks])
+
+
+def assert_contributions_kept(
+    placed: Sequence[torch.Tensor], contributions: Sequence[torch.Tensor], *, what: str = "reduction"
+) -> None:
+    """Assert that a reduction that makes a new tensor has left what it was given as it was.
+
+    Args:
+        placed: what was given to it, afterwards, on any device.
+        contributions: what that was before.
+        what: the name of the operation under test, for the message.
+
+    Raises:
+        AllreduceMismatch: a contribution has changed. `.ranks` are those whose it is.
+    """
+    __tracebackhide__ = True
+    changed = [
+        rank for rank, (one, part) in enumerate(zip(placed, contributions, strict=True)) if not same_bits(part, one)
+    ]
+    if changed:
+        raise AllreduceMismatch(
+            f"{what}: what {named(changed)} put in has changed; the result was to be a tensor of its own", ranks=changed
+        )

@@ -222,6 +222,9 @@ def _assert_places(way: str, run: Launched) -> None:
         expected = {"rank": rank, "world_size": world, "device": f"cuda:{rank}", "current_device": rank}
         if way == "torchrun":
             numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+            # One host, one role, and the first start: who resumes after a restart asks for that.
+            numbers |= {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": world}
+            numbers |= {"TORCHELASTIC_RESTART_COUNT": 0}
             expected |= {name: str(value) for name, value in numbers.items()}
         for name, right in expected.items():
             got = told.get(name, seen.get(name))

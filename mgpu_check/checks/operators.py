@@ -161,6 +161,11 @@ def _load_state_dict(at: Operands) -> Call:
     return call
 
 
+def _foreach_mul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    torch._foreach_mul_([a], [b])
+    return a
+
+
 _MATRICES = (0, N, 3), (1, N, 3)
 _FACTORS = (0, N, 3), (1, 3, 2)
 
@@ -172,6 +177,10 @@ CALLS: dict[str, Builder] = {
     "equal": _of(lambda a, b: torch.equal(a, b), *_MATRICES),
     "where": _where,
     "addcmul": _of(lambda a, b, c: torch.addcmul(a, b, c), *_MATRICES, (1, N, 3)),
+    "addcmul third": _of(lambda a, b, c: torch.addcmul(a, b, c), (0, N, 3), (0, N, 3), (1, N, 3)),
+    "lerp": _of(lambda a, b: torch.lerp(a, b, 0.5), *_MATRICES),
+    "foreach add": _of(lambda a, b: torch._foreach_add([a], [b])[0], *_MATRICES),
+    "foreach mul_": _of(_foreach_mul, *_MATRICES),
     "add_": _of(lambda a, b: a.add_(b), *_MATRICES),
     "mul_": _of(lambda a, b: a.mul_(b), *_MATRICES),
     "add out=": _of(lambda a, b, out: torch.add(a, b, out=out), (0, N, 3), *_MATRICES),
@@ -211,6 +220,9 @@ CALLS: dict[str, Builder] = {
     "GRU": _module(lambda: nn.GRU(3, 2), 3),
     "Sequential": _layers_apart,
     "add 0-dim": _of(lambda a, b: torch.add(a, b), (0, N, 3), (1,)),
+    "eq 0-dim": _of(lambda a, b: torch.eq(a, b), (0, N, 3), (1,)),
+    "maximum 0-dim": _of(lambda a, b: torch.maximum(a, b), (0, N, 3), (1,)),
+    "lt by 0-dim first": _of(lambda a, b: torch.lt(a, b), (0,), (1, N, 3)),
     "mul by 0-dim first": _of(lambda a, b: torch.mul(a, b), (0,), (1, N, 3)),
     "mul_ by 0-dim": _of(lambda a, b: a.mul_(b), (0, N, 3), (1,)),
     "0-dim add 0-dim": _of(lambda a, b: torch.add(a, b), (0,), (1,)),

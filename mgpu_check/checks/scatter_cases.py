@@ -26,7 +26,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.float64)
 def assert_containers(devices: Sequence[torch.device]) -> None:
     """Assert that batches in every container, and in every container within every other, are scattered and gathered.
 
-    What is no tensor stands beside the tensors when they are scattered; gather takes tensors only.
+    What is no tensor stands beside the tensors when they are scattered; gather takes tensors only, of dicts those of one key.
 
     Raises:
         ShardError: naming the place in the container, shard, device, and element.
@@ -46,6 +46,13 @@ def assert_containers(devices: Sequence[torch.device]) -> None:
         assert_gathered(batch, nn.parallel.gather(shards, target), target)
         leaves = Nested(outer, (spec, Leaf("train"))).build()
         assert_shards_cover(leaves, nn.parallel.scatter(leaves, devices), devices)
+    # Replicas may fill their dicts in other orders; entries of one key belong together, in the order of the first.
+    named = {"a": parts[0].build(), "b": parts[3].build()}
+    turned = [
+        dict(sorted(shard.items(), reverse=bool(number % 2)))
+        for number, shard in enumerate(nn.parallel.scatter(named, devices))
+    ]
+    assert_gathered(named, nn.parallel.gather(turned, devices[-1]), devices[-1])
 
 
 def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:

@@ -72,13 +72,15 @@ def assert_gather_differentiable(
 def assert_scalars_stacked(
     values: Sequence[float], devices: Sequence[torch.device], target: torch.device | str
 ) -> None:
-    """Assert that gathering a number from each device, such as losses, gives the vector of them, in order.
+    """Assert that gathering a number from each device, such as losses, gives the vector of them, in order, and each its own gradient.
 
     Raises:
         ShardError: with the vector that was expected and the result.
     """
     __tracebackhide__ = True
-    losses = [torch.tensor(value, device=device) for value, device in zip(values, devices, strict=True)]
+    losses = [
+        torch.tensor(value, device=device, requires_grad=True) for value, device in zip(values, devices, strict=True)
+    ]
     with _torchs_own_warnings():
         got = nn.parallel.gather(losses, target)  # type: ignore[arg-type]  # as above
     expected = torch.tensor(list(values), device="cpu")
@@ -86,6 +88,11 @@ def assert_scalars_stacked(
         raise ShardError(
             f"gathered scalars: expected {expected.tolist()} on {target}, got {got.tolist()} on {got.device}"
         )
+    factors = torch.arange(1.0, len(losses) + 1, device="cpu")
+    with _torchs_own_warnings():
+        (got * factors.to(got.device)).sum().backward()
+    for index, (loss, factor) in enumerate(zip(losses, factors, strict=True)):
+        _require(f"gathered scalars: number {index}", loss, factor, index)
 
 
 @contextmanager

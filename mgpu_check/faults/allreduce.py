@@ -304,3 +304,40 @@ def rest_after_vectors_not_added() -> Iterator[None]:
 
     with replaced(dist, "all_reduce", all_reduce):
         yield
+
+
+@fault(
+    "allreduce",
+    "reduce_add adds up in what its own device has put in",
+    caught_by=("test_reduce_add_and_broadcast",),
+    condition="3 devices and more",
+    least_gpus=3,
+)
+def contribution_added_to() -> Iterator[None]:
+    """Of two tensors the sum is a new one."""
+    real = comm.reduce_add
+
+    def reduce_add(inputs: Sequence[torch.Tensor], destination: int | None = None) -> torch.Tensor:
+        total: torch.Tensor = real(inputs, destination)
+        if len(inputs) < 3:
+            return total
+        return next(one for one in inputs if one.device == total.device).copy_(total)
+
+    with replaced(comm, "reduce_add", reduce_add):
+        yield
+
+
+@fault(
+    "allreduce",
+    "broadcast to tensors that are given leaves out the last",
+    caught_by=("test_reduce_add_and_broadcast",),
+    condition="out=, several devices",
+)
+def last_given_tensor_left_out() -> Iterator[None]:
+    real = comm.broadcast
+
+    def broadcast(tensor: torch.Tensor, devices: Any = None, *, out: Any = None) -> Any:
+        return real(tensor, devices, out=out if out is None or len(out) < 2 else out[:-1])
+
+    with replaced(comm, "broadcast", broadcast):
+        yield

@@ -101,6 +101,26 @@ def agent_counts_one_too_many() -> Iterator[None]:
         yield
 
 
+@fault(
+    "launch",
+    "torchrun's agent tells the last rank that it was restarted",
+    caught_by=("test_script_under_torchrun",),
+    condition="the last rank, at the first start",
+)
+@_within
+def restart_that_was_none() -> Iterator[None]:
+    """It resumes from a checkpoint that the others do not load."""
+    from torch.distributed.elastic.multiprocessing import api
+
+    def told(wrap: Any, local_rank: int, fn: Any, args: Any, envs: dict[int, dict[str, str]], *rest: Any) -> None:
+        if local_rank == len(envs) - 1:
+            envs[local_rank]["TORCHELASTIC_RESTART_COUNT"] = "1"
+        wrap(local_rank, fn, args, envs, *rest)
+
+    with replaced_method(api, "_wrap", told):
+        yield
+
+
 @fault("launch", "ranks keep the parameters that they began with", caught_by=("test_script_under_torchrun",))
 @_within
 def parameters_as_they_began() -> Iterator[None]:

@@ -41,7 +41,24 @@ class Rule:
 
 
 _ARITHMETIC = dict.fromkeys(
-    ("add", "mul", "maximum", "eq", "where", "addcmul", "add_", "mul_", "add out=", "mul out="), Rule()
+    (
+        *(
+            "add",
+            "mul",
+            "maximum",
+            "eq",
+            "where",
+            "addcmul",
+            "addcmul third",
+            "lerp",
+            "add_",
+            "mul_",
+            "add out=",
+            "mul out=",
+        ),
+        *("foreach add", "foreach mul_"),  # as optimizers and clipping call
+    ),
+    Rule(),
 )
 _PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm"), Rule())
 _JOINS = dict.fromkeys(("cat", "stack", "cat out="), Rule())
@@ -63,6 +80,9 @@ _MODULES = {
 _SCALARS = {
     # A 0-dim tensor on the CPU counts as a number, unless it is written to; one on a GPU is a tensor as any other.
     "add 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
+    "eq 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
+    "maximum 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
+    "lt by 0-dim first": Rule(raises=frozenset({CUDA_CPU, CUDA_CUDA}), result=1),
     "mul by 0-dim first": Rule(raises=frozenset({CUDA_CPU, CUDA_CUDA}), result=1),
     "mul_ by 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
     "0-dim add 0-dim": Rule(raises=frozenset({CUDA_CUDA}), result=None),

@@ -41,16 +41,24 @@ def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, da
 @examples(60)
 @given(devices=strategies.device_counts(), data=contributions())
 def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
-    """What DataParallel adds gradients up with, and then broadcasts, is the sum on every device; of several tensors, too."""
+    """What DataParallel adds gradients up with, and then broadcasts, is the sum on every device; of several tensors, too.
+
+    What was added up stays as it was.
+    """
     import torch
     from torch.nn.parallel import comm
 
-    from mgpu_check.checks.allreduce import assert_allreduce_matches
+    from mgpu_check.checks.allreduce import assert_allreduce_matches, assert_contributions_kept
 
     parts, numbers = data.parts(devices), [gpu.index for gpu in gpus[:devices]]
     placed = [data.placed(part, gpu) for part, gpu in zip(parts, gpus, strict=False)]
-    held = comm.broadcast(comm.reduce_add(placed), numbers)
+    total = comm.reduce_add(placed)
+    assert_contributions_kept(placed, parts, what="reduce_add")
+    held = comm.broadcast(total, numbers)
     assert_allreduce_matches(list(held), parts, what="reduce_add and broadcast")
+    given = [torch.zeros_like(part, device=gpu) for part, gpu in zip(parts, gpus, strict=False)]
+    comm.broadcast(total, out=given)
+    assert_allreduce_matches(given, parts, what="reduce_add and broadcast to tensors that are given")
     # Tensors of one dtype are sent together, and must come back in the order in which they were given.
     between = [torch.tensor([number, 3], dtype=torch.int16) for number in range(devices)]
     several = [(one, between[number].to(gpus[number]), one) for number, one in enumerate(placed)]

@@ -18,7 +18,9 @@ def run(world: int, **changed: Any) -> Launched:
             "device": f"cuda:{rank}",
             "current_device": rank,
             "environment": {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            | {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
+            | {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+            | {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": str(world)}
+            | {"TORCHELASTIC_RESTART_COUNT": "0"},
             "losses": [1.0, 0.4],
             "seconds": [9.0, 2.0 / world, 2.0 / world],
             "parameters": "a",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import scatter_gather
+from torch.nn.parallel._functions import Gather
 
 from mgpu_check.faults.registry import fault
 from mgpu_check.faults.scatter.shards import gather_changed
@@ -105,4 +106,39 @@ def losses_averaged() -> Iterator[None]:
         return torch.stack([one.to(target) for one in outputs]).mean() if numbers else gather(outputs, target, dim)
 
     with _gathered(change):
+        yield
+
+
+@fault(
+    "scatter",
+    "dicts are gathered by the places of their entries, not by their keys",
+    caught_by=("test_every_container",),
+    condition="dicts in other orders",
+)
+def entries_gathered_by_place() -> Iterator[None]:
+    """Replicas that fill a dict in another order have their outputs mixed up."""
+
+    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
+        if all(type(one) is dict for one in outputs):
+            outputs = [dict(zip(outputs[0], one.values(), strict=True)) for one in outputs]
+        return gather(outputs, target, dim)
+
+    with _gathered(change):
+        yield
+
+
+@fault(
+    "scatter",
+    "each of the numbers that were gathered has the mean of their gradients",
+    caught_by=("test_losses_gather_to_a_vector",),
+    condition="0-dim tensors",
+)
+def gradients_of_numbers_averaged() -> Iterator[None]:
+    """What weighs them alike does not show it."""
+    backward = Gather.backward
+
+    def averaged(ctx: Any, gradient: torch.Tensor) -> Any:
+        return backward(ctx, gradient.mean().expand_as(gradient) if ctx.unsqueezed_scalar else gradient)
+
+    with replaced(Gather, "backward", staticmethod(averaged)):
         yield
