@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,22 +13,18 @@ from mgpu_check.devices.visibility import Mask, Masks
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.own_environment import own_environment
+from mgpu_check.engine.sending import call_context, pickled_arguments, pickled_function, with_rank
 from mgpu_check.engine.warm import WarmWorlds, WorldKey
 from mgpu_check.engine.world import Begun, Function, World
 from mgpu_check.errors import AgentLost, RankHang, StartupFailure
 from mgpu_check.processes import pickling, protocol
-from mgpu_check.processes.unpicklable import culprit, culprit_of
 
-__all__ = ["NotPicklable", "RankPool"]
+__all__ = ["RankPool"]
 
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
 
 Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
 """Takes what each rank has told in a call: see `worker.tell`."""
-
-
-class NotPicklable(TypeError):
-    """A function, or an argument of a call, cannot be pickled."""
 
 
 class RankPool:
@@ -86,24 +80,13 @@ class RankPool:
         self._launcher.start()
 
     def function(self, function: Callable[..., Any], reused: bool = False) -> Function:
-        """Pickle `function`, by value where it cannot be imported elsewhere.
+        """Pickle `function`, by value where it cannot be imported elsewhere; see `sending.pickled_function`.
 
         Args:
             reused: it will be called many times in this test.
-
-        Raises:
-            NotPicklable: it, or something that it refers to, cannot be pickled.
         """
-        name = getattr(function, "__name__", type(function).__name__)
         self._functions += 1
-        wrapped = self.wrap(function)
-        try:
-            return Function(str(self._functions), pickling.dumps(wrapped), name, reused)
-        except Exception as error:
-            raise NotPicklable(
-                f"{name} cannot run in another process: it refers to {culprit_of(function) or error}; "
-                "make files, locks, processes and the like inside of it"
-            ) from error
+        return pickled_function(function, self.wrap(function), str(self._functions), reused)
 
     def run(
         self,
@@ -138,7 +121,7 @@ class RankPool:
             own_environment(environment)
         except ValueError as error:
             raise ValueError(f"ranks.run: {error}") from None
-        args, kwargs = _with_rank(fn, args, kwargs)
+        args, kwargs = with_rank(fn, args, kwargs)
         size = self.devices if size is None else size
         return self.call(
             self.function(fn), args, kwargs, size=size, timeout=timeout, devices=devices, environment=environment
@@ -165,7 +148,7 @@ class RankPool:
         with self._lock:
             for index, args in enumerate(arguments):
                 try:
-                    begun.append(self._begin(self._key(1, None, 0, [index]), function, *_with_rank(fn, args, {})))
+                    begun.append(self._begin(self._key(1, None, 0, [index]), function, *with_rank(fn, args, {})))
                 except Exception as error:
                     errors.append(error)
                     break
@@ -216,12 +199,7 @@ class RankPool:
     def _begin(
         self, key: WorldKey, function: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[World, Begun]:
-        try:
-            arguments = pickling.dumps((args, dict(kwargs)))
-        except Exception as error:
-            raise NotPicklable(
-                f"{function.name} cannot be called in another process: argument {culprit(args, kwargs) or error}"
-            ) from error
+        arguments = pickled_arguments(function.name, args, kwargs)
         world = self._world(key)
         if key.slots:
             self.sizes.add(len(key.slots))
@@ -283,7 +261,7 @@ class RankPool:
     def _new_world(self, key: WorldKey, simulate: str | None, masked: bool = True) -> World:
         self._made += 1
         store = self._launcher.store(f"world-{self._made}")
-        call_context = self._call_context(simulate)
+        context = self._call_context(simulate)
         slots = key.slots or key.visible[:1]
         hosts = sorted({slot.host for slot in slots})
 
@@ -304,7 +282,7 @@ class RankPool:
             }
             if simulate and self._launcher.host_name(slot.host):
                 environment["NCCL_HOSTID"] = str(slot.host)  # hosts of a simulated run may well be one machine
-            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in call_context.environment | environment:
+            if simulate is None and "TORCH_NCCL_RETHROW_CUDA_ERRORS" not in context.environment | environment:
                 # Torch's watchdog ends a process in which a kernel has failed, in a tenth of a second; we wait for the
                 # devices after each call, report such an error with its site, and replace the process ourselves.
                 environment["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
@@ -323,7 +301,7 @@ class RankPool:
                 group_timeout=min(_LONGEST_GROUP_TIMEOUT, max(1800.0, 10 * self.timeout)),
                 # In the node process DataParallel has a thread for each device, as ranks are a process each.
                 threads=max(1, (os.cpu_count() or 1) // (len(beside) if key.slots else len(here))),
-                call_context=call_context,
+                call_context=context,
                 own_environment=environment,
                 uuids=mask.uuids,
             )
@@ -331,7 +309,7 @@ class RankPool:
         return World(self._launcher, spec_of, range(len(slots)) if key.slots else [NODE], slots, self.timeout)
 
     def _call_context(self, simulate: str | None) -> protocol.CallContext:
-        return self._launcher.call_context(_call_context(simulate))
+        return self._launcher.call_context(call_context(simulate))
 
     def begin_test(self, available: Sequence[Slot] | None = None) -> None:
         """Start the account of a new test.
@@ -412,34 +390,3 @@ class RankPool:
         """End every process, and remove every file, of the pool."""
         self._worlds.close()
         self._launcher.close()
-
-
-def _call_context(simulate: str | None) -> protocol.CallContext:
-    """Return the call context of this process now, as its ranks are to have it."""
-    environment = dict(os.environ)
-    environment.pop("PYTEST_CURRENT_TEST", None)  # it differs for each test and phase, and means this process
-    if simulate == "cpu":
-        # It says which real devices may be used, often none; of the simulated ones there are as many as asked for.
-        environment.pop("CUDA_VISIBLE_DEVICES", None)
-    try:
-        directory = os.getcwd()
-    except FileNotFoundError:
-        directory = os.sep
-    return protocol.CallContext(tuple(sys.path), directory, environment)
-
-
-def _with_rank(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, with the rank's placeholder where `fn` has a parameter of that name."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):
-        return args, kwargs
-    if "rank" not in parameters or "rank" in kwargs:
-        return args, kwargs
-    placeholder = protocol.Placeholder("rank")
-    position = list(parameters).index("rank")
-    if parameters["rank"].kind is inspect.Parameter.KEYWORD_ONLY or position > len(args):
-        return args, {**kwargs, "rank": placeholder}
-    return (*args[:position], placeholder, *args[position:]), kwargs

@@ -10,15 +10,13 @@ from mgpu_check.gates.draws import Notes, entered
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.rounding import (
-    Measured,
-    Part,
-    Provisional,
     joined,
     measured,
     measured_in_part,
     measured_provisionally,
     slightly_moved,
 )
+from mgpu_check.gates.runs import Measured, Part, Provisional
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Expected, Observation
 from mgpu_check.mistakes.results import Result

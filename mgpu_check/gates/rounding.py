@@ -1,36 +1,24 @@
-"""Run one program, in a rank alone in its world, as it is, in float64, and with rounding errors made large.
+"""How far rounding may lead from what one program gives on one device.
 
 What the perturbed runs change is not determined by the precision of the step; see `mgpu_check.numerics.steps`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-import torch
-
-from mgpu_check.gates.draws import DrawsOfFloat32, Notes, entered
-from mgpu_check.gates.observing import Around, Nudge, observe
-from mgpu_check.gates.perturbing import ROUNDOFF, generator_of, moved, perturbed
-from mgpu_check.gates.program import Program, modules_of
+from mgpu_check.gates.draws import Notes
+from mgpu_check.gates.perturbing import ROUNDOFF
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.runs import Measured, Part, Provisional, Runs, alike, left_alike, wide
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation
 from mgpu_check.mistakes.results import Result
-from mgpu_check.numerics.steps import PAIRS, Measurement, assess, deviations, errors_seen, granted_at_least
+from mgpu_check.numerics.steps import PAIRS, deviations, errors_seen, granted_at_least
 from mgpu_check.rank_side.rank import Rank
-from mgpu_check.torch_hooks.tensors import all_finite
-from mgpu_check.torch_hooks.threads import some_threads
 
 __all__ = [
-    "LARGE",
     "RUNS",
-    "Measured",
-    "Part",
-    "Provisional",
     "joined",
     "measured",
     "measured_in_part",
@@ -39,37 +27,8 @@ __all__ = [
     "slightly_moved",
 ]
 
-LARGE = 1_000_000
-"""Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
 RUNS = (0, 1, -1)
 """What is run to tell provisionally: as it is, and perturbed in two directions."""
-_OF_PARTS = 4.0
-"""What ranks round in a narrow dtype is their own parts, which may be larger than the sum that one device rounds."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One program on one device: its run, and the values of each stage (optimizer steps where asked for, then the end).
-
-    Attributes:
-        undetermined: names of results that are no floating-point numbers, and that rounding changes.
-        precise: whether the exact values were computed in float64.
-        remarks: what could not be measured.
-    """
-
-    single: Observation
-    stages: list[Measurement[Result]]
-    undetermined: set[Result]
-    precise: bool
-    remarks: list[str]
-
-
-@dataclass(frozen=True)
-class Provisional:
-    """One program on one device as it is, and what its results may be off by at the least."""
-
-    single: Observation
-    tolerance: dict[Result, torch.Tensor]
 
 
 def measured_provisionally(
@@ -83,23 +42,7 @@ def measured_provisionally(
         threads: how many a large model may have.
         notes: see `measured`.
     """
-    return _Runs(rank, program, scenario, of_reference, threads).provisional(notes)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One of `RUNS`.
-
-    Attributes:
-        seen: what it has left; None where it fails with perturbed numbers, or leaves what is not finite.
-        simple: neither a recurrent network in one operator nor an optimizer that is not linear has run, which ask for other runs.
-        drawn, narrow: see `Notes`, of the run as it is.
-    """
-
-    seen: Observation | None
-    simple: bool
-    drawn: tuple[tuple[int, ...], ...] = ()
-    narrow: frozenset[torch.dtype] = frozenset()
+    return Runs(rank, program, scenario, of_reference, threads).provisional(notes)
 
 
 def measured_in_part(
@@ -111,7 +54,7 @@ def measured_in_part(
         run: one of `RUNS`.
         elements: about as many as the results have.
     """
-    return _Runs(rank, program, scenario, of_reference, 1).part(run, elements)
+    return Runs(rank, program, scenario, of_reference, 1).part(run, elements)
 
 
 def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
@@ -121,12 +64,10 @@ def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
         elements: that which `measured_in_part` was given.
     """
     seen = [part.seen for part in parts if part.seen is not None and part.simple]
-    if len(seen) < len(RUNS) or not all(_left_alike(seen[0], other) for other in seen[1:]):
+    if len(seen) < len(RUNS) or not all(left_alike(seen[0], other) for other in seen[1:]):
         return None
     single, *moved = seen
-    granted = granted_at_least(
-        _wide(single.values), [_wide(one.values) for one in moved], ROUNDOFF, deviations(elements)
-    )
+    granted = granted_at_least(wide(single.values), [wide(one.values) for one in moved], ROUNDOFF, deviations(elements))
     return Provisional(single, granted)
 
 
@@ -134,7 +75,7 @@ def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_referenc
     """Run the step, or the reference, as it is, on a batch whose elements are moved by one roundoff: what is rounded is
     rounded otherwise.
     """
-    return _Runs(rank, program, scenario, of_reference, threads).slightly_moved()
+    return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
 
 
 def rounding_seen(single: Observation, again: Observation) -> dict[Result, float] | None:
@@ -142,7 +83,7 @@ def rounding_seen(single: Observation, again: Observation) -> dict[Result, float
 
     None where the two have not left the same things.
     """
-    return errors_seen(_wide(single.values), _wide(again.values)) if _alike(single, again) else None
+    return errors_seen(wide(single.values), wide(again.values)) if alike(single, again) else None
 
 
 def measured(
@@ -155,7 +96,7 @@ def measured(
         threads: how many a large model may have.
         notes: is told of the dtypes and random numbers of the run as it is.
     """
-    runs = _Runs(rank, program, scenario, of_reference, threads)
+    runs = Runs(rank, program, scenario, of_reference, threads)
     runs.as_it_is(notes, deep)
     runs.exactly()
     pairs = PAIRS - 1 if runs.large else PAIRS
@@ -168,294 +109,3 @@ def measured(
         for pair in range(1 if runs.large else pairs):
             runs.perturb(pairs + pair, nudge)
     return runs.measured(deep)
-
-
-class _Runs:
-    """The runs of one program for one scenario.
-
-    Attributes:
-        narrow: whether it computes in dtypes narrower than float32.
-    """
-
-    def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
-        self._observe = functools.partial(observe, rank, program, scenario, of_reference=of_reference)
-        self._threads = threads
-        self._singles: list[Observation] = []
-        self._moved: list[Observation] = []
-        self._failure: Exception | None = None
-        self._deep: bool | str = False
-        self._drew: list[str] = []
-        self._copies = True
-        self._fused = False
-        self.narrow = False
-        self._precise = True
-
-    def _run(
-        self,
-        *,
-        around: Around = lambda model, batches: contextlib.nullcontext(),
-        digests: bool = False,
-        initial: bool = False,
-        **how: Any,
-    ) -> Observation:
-        @contextlib.contextmanager
-        def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
-            elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
-            large = 2 * elements >= LARGE  # there are gradients, too
-            with some_threads(self._threads, large), around(model, batches):
-                yield
-
-        return self._observe(around=with_threads, digests=digests, initial=initial, **how)
-
-    @property
-    def elements(self) -> int:
-        return sum(value.numel() for value in self._singles[0].values.values())
-
-    @property
-    def large(self) -> bool:
-        return self.elements >= LARGE
-
-    def provisional(self, notes: Notes) -> Provisional | None:
-        """Run as it is, and perturbed in the same precision; see `measured_provisionally`."""
-        self._deep = "nonlinear"
-        single = self._once(notes, digests=False)
-        self._singles = [single]
-        with some_threads(self._threads, self.large):
-            if not all(map(all_finite, single.values.values())):
-                return None
-            self._copies = False
-            self._exact, self._in_double = single, False
-            self._spread = deviations(self.elements)
-            self.perturb(0)
-            if single.nonlinear and len(self._moved) == 2 and (against := self._against_signs()) is not None:
-                self.perturb(0, against, directions=(1,))
-                if len(self._moved) < 3:
-                    return None
-            if len(self._moved) < 2:
-                return None
-            tolerance = self._granted(None)
-        single.snapshots = []
-        return Provisional(single, tolerance)
-
-    def part(self, run: int, elements: int) -> Part:
-        """Do one run; see `measured_in_part`."""
-        notes = Notes()
-        if run:
-            self._copies, self._in_double, self._spread = False, False, deviations(elements)
-            seen = self._perturbed(0, run)
-        else:
-            seen = self._once(notes, digests=False)
-            seen.initial = {}
-        if seen is not None and not all(map(all_finite, seen.values.values())):
-            seen = None
-        simple = not self._fused and not (seen is not None and seen.nonlinear)
-        return Part(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
-
-    def slightly_moved(self) -> Observation:
-        """Run as it is, moved; see the function of this name."""
-        return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
-
-    def _against_signs(self) -> Callable[[int], Nudge] | None:
-        """Return what turns the sign of each gradient that rounding may turn; see `undecided`."""
-        slack = []
-        for index, stage in enumerate(self._exact.snapshots):
-            granted = self._granted(index)
-            slack.append(
-                {name: -value.sign() * granted[name] * (value.abs() <= granted[name]) for name, value in stage.items()}
-            )
-        return _nudge_by(slack, lambda direction: 1)
-
-    def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
-        """Return what results may be off by at the least, at the end or before an optimizer's step."""
-
-        def of(seen: Observation) -> dict[Result, torch.Tensor]:
-            return seen.values if index is None else seen.snapshots[index]
-
-        return granted_at_least(_wide(of(self._exact)), [_wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
-
-    def as_it_is(self, notes: Notes, deep: bool) -> None:
-        """Run twice in the precision of the step: the errors are those that another order of the same sums has."""
-        self._deep = deep
-        single = self._once(notes, digests=True)
-        # The gradients of each optimizer step are needed to tell which parameters they do not decide.
-        self._deep = deep or ("gradients" if single.optimizer_steps else False)
-        self._singles = [single, self.slightly_moved()]
-        self._spread = deviations(self.elements)
-
-    def _once(self, notes: Notes, digests: bool) -> Observation:
-        own = Notes()
-        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(own))
-        self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
-        notes.seen |= own.seen
-        notes.drawn += own.drawn
-        return single
-
-    def exactly(self) -> None:
-        """Run in float64, unless the code insists on float32 somewhere."""
-        single, notes = self._singles[0], Notes()
-        self._exact = single
-        try:
-            exact = self._run(
-                double=True, deep=self._deep, around=lambda model, batches: entered(DrawsOfFloat32(), notes)
-            )
-        except Exception:
-            self._precise = False
-        else:
-            # Where float64 has operators of its own, as attention does on GPUs, it draws other numbers.
-            self._precise = _alike(single, exact) and notes.drew == self._drew
-        if self._precise:
-            self._exact = exact
-        elif self._deep == "gradients":
-            self._exact = self._run(deep=self._deep)
-        # Autocast leaves float64 alone: what is computed in a narrow dtype is perturbed in that dtype only.
-        self._in_double = self._precise and (bool(notes.seen) or not self.narrow)
-
-    def perturb(
-        self,
-        pair: int,
-        nudge: Callable[[int], Nudge] | None = None,
-        *,
-        coherent: bool = False,
-        directions: Sequence[int] = (1, -1),
-    ) -> None:
-        """Run twice, perturbed in opposite directions."""
-        for direction in directions:
-            found = self._perturbed(pair, direction, None if nudge is None else nudge(direction), coherent)
-            if found is not None and _alike(self._exact, found):
-                self._moved.append(found)
-
-    def _perturbed(
-        self, pair: int, direction: int, nudge: Nudge | None = None, coherent: bool = False
-    ) -> Observation | None:
-        """Run perturbed; None where that fails."""
-        generator, by = generator_of(pair + 1), direction * self._spread
-        try:
-            return self._run(
-                double=self._in_double,
-                deep=self._deep,
-                nudge=nudge,
-                alter=functools.partial(moved, spread=by, generator=generator),
-                around=functools.partial(
-                    perturbed,
-                    spread=by,
-                    generator=generator,
-                    coherent=coherent,
-                    copies=self._copies,
-                    fused=self._fused,
-                ),
-            )
-        except Exception as error:  # a perturbed count is none, for instance
-            self._failure = error
-            return None
-
-    def undecided(self) -> Callable[[int], Nudge] | None:
-        """Return what moves gradients within their tolerance, in either direction; None if nowhere that changes their
-        sign.
-
-        Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even where the
-        gradient is nothing but rounding errors.
-        """
-        slack: list[dict[Result, torch.Tensor]] = []
-        for index in range(len(self._exact.snapshots)):
-            stage = self._assess(index)
-            slack.append(
-                {
-                    name: torch.where((value != 0) & (value.abs() <= stage.tolerance[name]), stage.tolerance[name], 0.0)
-                    for name, value in stage.reference.items()
-                    if name.kind == "grads"
-                }
-            )
-        return _nudge_by(slack, lambda direction: direction)
-
-    def measured(self, deep: bool) -> Measured:
-        """Return what all runs together tell."""
-        with some_threads(self._threads, self.large):
-            return self._measured(deep)
-
-    def _measured(self, deep: bool) -> Measured:
-        exact = self._exact
-        undetermined = {
-            name
-            for name, value in self._singles[0].values.items()
-            if not value.is_floating_point()
-            and any(not torch.equal(value, one.values[name]) for one in (exact, *self._moved))
-        }
-        remarks = []
-        if self._failure is not None:
-            said = next(iter(str(self._failure).splitlines()), "")
-            remarks.append(
-                f"tolerances may be too narrow: the step fails with perturbed numbers: {type(self._failure).__name__}: {said}"
-            )
-        if not self._moved:
-            remarks.append(
-                "tolerances may be too narrow: they are of one run, because no perturbed one has left results to compare"
-            )
-        indices = range(len(exact.snapshots)) if deep else ()
-        stages = [self._assess(index) for index in indices]
-        return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
-
-    def _assess(self, index: int | None) -> Measurement[Result]:
-        """Assess what was left at the end, or after an optimizer step."""
-
-        def stage(seen: Observation) -> Mapping[Result, torch.Tensor]:
-            return seen.values if index is None else seen.snapshots[index]
-
-        names = [name for name, value in stage(self._exact).items() if value.is_floating_point()]
-        reference = {name: stage(self._exact)[name].double() for name in names}
-
-        def usable(several: Sequence[Observation]) -> list[dict[Result, torch.Tensor]]:
-            # Infinities and NaN that the step has on one device are compared as such, and measured as if they were zero.
-            held = [stage(one) for one in several if index is None or index < len(one.snapshots)]
-            return [
-                {
-                    name: torch.where(reference[name].isfinite() & values[name].isfinite(), values[name].double(), 0.0)
-                    for name in names
-                }
-                for values in held
-            ]
-
-        (exact,) = usable([self._exact])
-        assessed = assess(exact, usable(self._singles), usable(self._moved), ROUNDOFF, self._spread)
-        room = _OF_PARTS if self.narrow else 1.0
-        tolerance = {name: room * value for name, value in assessed.tolerance.items()}
-        return Measurement(reference, tolerance, assessed.amplification)
-
-
-def _nudge_by(
-    slack: Sequence[Mapping[Result, torch.Tensor]], factor: Callable[[int], int]
-) -> Callable[[int], Nudge] | None:
-    """Return what adds so much to the gradients of each step, times a factor for the direction; None where it is zero."""
-    if not any(bool(value.any()) for of_step in slack for value in of_step.values()):
-        return None
-
-    def of_direction(direction: int) -> Nudge:
-        def nudge(step: int, name: Result, gradient: torch.Tensor) -> None:
-            if step < len(slack) and name in slack[step] and slack[step][name].shape == gradient.shape:
-                gradient.add_((factor(direction) * slack[step][name]).to(gradient.device, gradient.dtype))
-
-        return nudge
-
-    return of_direction
-
-
-def _wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
-    """Return those of floating point, in float32 at least."""
-    floating = {name: value for name, value in values.items() if value.is_floating_point()}
-    return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
-
-
-def _alike(one: Observation, other: Observation) -> bool:
-    """Return whether two runs have left the same things, finite in the same places, after as many steps."""
-    return _left_alike(one, other) and all(
-        _finite_alike(value, other.values[name]) for name, value in one.values.items()
-    )
-
-
-def _left_alike(one: Observation, other: Observation) -> bool:
-    if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
-        return False
-    return all(value.shape == other.values[name].shape for name, value in one.values.items())
-
-
-def _finite_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (all_finite(one) and all_finite(other)) or torch.equal(one.isfinite(), other.isfinite())

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, auto
 
-from mgpu_check.errors import RankDied, RankFailure, RankHang
-from mgpu_check.gates.measuring import (
-    largest_factor,
-    measure,
-    measure_in_parts,
-    measure_provisionally,
-    measure_slightly_moved,
-    of_parts,
-)
-from mgpu_check.gates.program import Program, Unusable, is_class, wants_world_size
+from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.gates.expectations import Effort, Expectations, key_of
+from mgpu_check.gates.measuring import largest_factor
+from mgpu_check.gates.program import Program, is_class
 from mgpu_check.gates.relations import relations_of, repeats
-from mgpu_check.gates.rounding import LARGE, RUNS, rounding_seen
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
-from mgpu_check.numerics.steps import granted_with
-from mgpu_check.torch_hooks.nested import tensors_of
-from mgpu_check.torch_hooks.tensors import digest_of
 
-__all__ = ["Effort", "Trial", "Trials"]
+__all__ = ["Trial", "Trials"]
 
-_KEPT = 64
-"""Scenarios whose expected results are kept for other world sizes, …"""
-_KEPT_ELEMENTS = 100_000_000
-"""… unless they have more elements than that together."""
 _PATIENCE = 2
 """How many more times what is measured provisionally may be too little than enough, before it is given up."""
-
-
-class Effort(Enum):
-    """How it is measured what a right step may be off by, in the order in which they are tried: each grants more than the one
-    before, and takes longer.
-    """
-
-    PROVISIONAL = auto()
-    WIDENED = auto()
-    IN_FULL = auto()
 
 
 @dataclass
@@ -101,30 +76,23 @@ class Trials:
         self.completed: Counter[int] = Counter()
         self.trains = is_class(program.step)
         self.current = Scenario(1, 0)
-        self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         self._outcomes: dict[tuple[object, ...], Trial | None] = {}
         self._repeated: set[int] = set()
-        self._alone = True
+        self._expectations = Expectations(ranks, program)
         self._factor: float | None = None
         self._effects = False
         self._refusals: dict[int, str] = {}
         self._cause: RankFailure | None = None
         self._told = 0
-        self._elements: int | None = None
-        """How many the results of a step have that ranks measure together; 0 where one does, None where that is not known yet."""
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
-        return self._key(scenario) in self._outcomes
-
-    def _key(self, scenario: Scenario) -> tuple[object, ...]:
-        """Return what tells scenarios apart: batches that were drawn by their bits."""
-        return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
+        return key_of(scenario) in self._outcomes
 
     def run(self, scenario: Scenario) -> Trial | None:
         """Try a scenario; None where all relations hold, or one device cannot do it either."""
         self.current = scenario = self._placed(scenario)
-        key = self._key(scenario)
+        key = key_of(scenario)
         if key not in self._outcomes:
             self._outcomes[key] = self._run(scenario)
         return self._outcomes[key]
@@ -260,92 +228,8 @@ class Trials:
         return seen
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
-        """Return what one device gives; measure it once for all world sizes.
-
-        Args:
-            deep: what each step of an optimizer leaves, too.
-            effort: less than in full will do, where that can tell.
-
-        Raises:
-            RankFailure: the reference, or the step, fails on one device.
-            ValueError: what `build` gives is no model.
-        """
-        of_size = scenario.world_size if wants_world_size(self.program.reference) else 0
-        case = self._key(replace(scenario, world_size=of_size))
-        known = self._expected.get((case, deep))
-        if known is None and effort is not Effort.IN_FULL:
-            known = self._provisional((case, "provisionally"), scenario, effort)
-        if known is None:  # nor can it be told provisionally
-            known = self._kept((case, deep), scenario, measure, deep)
-        assert known is not None
-        if isinstance(known, RankFailure):
-            raise known
-        return known
-
-    def _provisional(
-        self, key: tuple[object, ...], scenario: Scenario, effort: Effort
-    ) -> Expected | RankFailure | None:
-        known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
-        if effort is Effort.WIDENED and isinstance(known, Expected) and not known.widened:
-            again = self.ranks.run(measure_slightly_moved, self.program, scenario, size=1)[0]
-            errors = rounding_seen(known.single, again)
-            if errors is None:
-                return None
-            known.tolerance = granted_with(known.tolerance, known.exact, errors)
-            known.widened = True
-        return known
-
-    def _kept(
-        self, key: tuple[object, ...], scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool
-    ) -> Expected | RankFailure | None:
-        try:
-            found: Expected | RankFailure | None = self._measured(scenario, measuring, *how)
-        except RankFailure as refused:
-            if isinstance(refused.__cause__, Unusable):
-                raise ValueError(f"{self.program.gate}: {refused.__cause__}") from None
-            found = refused
-        if found is not None:
-            self._expected[key] = found
-        while len(self._expected) > 1 and (
-            len(self._expected) > _KEPT or sum(map(_elements_of, self._expected.values())) > _KEPT_ELEMENTS
-        ):
-            del self._expected[next(iter(self._expected))]
-        return found
-
-    def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
-        if measuring is measure_provisionally and (together := self._measured_together(scenario)) is not None:
-            return together
-        try:
-            found: Expected | None = self.ranks.run(measuring, self.program, scenario, *how, self._alone, size=1)[0]
-        except (RankDied, RankHang):
-            if self.program.reference is None or not self._alone:
-                raise
-            # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
-            self._alone = False
-            return self._measured(scenario, measuring, *how)
-        if measuring is measure_provisionally and found is not None and self._elements is None:
-            elements = sum(value.numel() for value in found.single.values.values())
-            large = elements >= LARGE and not found.single.nonlinear and self.ranks._at_once > 1
-            self._elements = elements if large else 0
-        return found
-
-    def _measured_together(self, scenario: Scenario) -> Expected | None:
-        """Return what `measure_provisionally` does, by runs that ranks share; None where one has to do them."""
-        elements = self._elements
-        if not elements or (self.program.reference is not None and scenario.change):
-            return None
-        count = min(len(RUNS), self.ranks._at_once)
-        shares = [RUNS[first::count] for first in range(count)]
-        done = self.ranks._run_apart(measure_in_parts, [(self.program, scenario, runs, elements) for runs in shares])
-        parts = {
-            run: part
-            for runs, of_rank in zip(shares, done, strict=True)
-            for run, part in zip(runs, of_rank, strict=True)
-        }
-        found = of_parts(self.program, [parts[run] for run in RUNS], elements)
-        if found is None:
-            self._elements = 0
-        return found
+        """Return what one device gives; see `Expectations.of`."""
+        return self._expectations.of(scenario, deep, effort)
 
     def finish(self, world_sizes: Sequence[int]) -> None:
         """See that something was compared, at each world size.
@@ -378,18 +262,13 @@ class Trials:
         if self._factor is None:
             plain = replace(scenario, change="", steps=1)
             try:
-                factor = self.ranks.run(largest_factor, self.program, plain, size=1)[0] if self._alone else None
+                factor = (
+                    self.ranks.run(largest_factor, self.program, plain, size=1)[0] if self._expectations.alone else None
+                )
             except (RankFailure, RankHang):  # as code for several ranks may, such as a pipeline
                 factor = None
             self._factor = factor or scenario.factor
         return replace(scenario, factor=self._factor)
-
-
-def _elements_of(known: Expected | RankFailure) -> int:
-    """Return how many elements a kept result has: values, exact ones, and tolerances."""
-    if isinstance(known, RankFailure):
-        return 0
-    return 3 * sum(value.numel() for value in known.single.values.values())
 
 
 def _have_values(runs: Sequence[Sequence[Observation]]) -> bool:

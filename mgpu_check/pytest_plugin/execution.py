@@ -14,7 +14,7 @@ import pytest
 
 from mgpu_check.checks.covered import heard_by
 from mgpu_check.checks.known_defects import reported_to
-from mgpu_check.engine.pool import NotPicklable
+from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.errors import AgentLost, RankFailure, RankHang
 from mgpu_check.processes import protocol
 from mgpu_check.processes.pickling import ORIGINAL

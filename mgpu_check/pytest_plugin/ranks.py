@@ -57,7 +57,7 @@ class Ranks:
             TypeError: `fn`, or an argument, cannot be pickled.
         """
         __tracebackhide__ = True
-        from mgpu_check.engine.pool import NotPicklable
+        from mgpu_check.engine.sending import NotPicklable
 
         self._session.on_ranks()
         self._session.hear_covered({"": [*args, *kwargs.values()]})

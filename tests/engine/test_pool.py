@@ -13,7 +13,8 @@ import time
 import pytest
 
 from mgpu_check.engine.launcher import LocalLauncher
-from mgpu_check.engine.pool import NotPicklable, RankPool
+from mgpu_check.engine.pool import RankPool
+from mgpu_check.engine.sending import NotPicklable
 from mgpu_check.engine.world import Abandoned, World
 from mgpu_check.errors import RankDied, RankFailure, RankHang, StartupFailure
 

@@ -21,7 +21,8 @@ from mgpu_check.gates.measuring import (
 )
 from mgpu_check.gates.program import Program
 from mgpu_check.gates.relations import allowed_for, relations_of
-from mgpu_check.gates.rounding import LARGE, RUNS, rounding_seen
+from mgpu_check.gates.rounding import RUNS, rounding_seen
+from mgpu_check.gates.runs import LARGE
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.gates.worlds import RanksFixture
@@ -228,9 +229,14 @@ def test_ranks_measure_large_steps_together(ranks):
     assert not counted.ran["measure"]
 
 
+def _with_one_thread(rank, program, scenario):
+    torch.set_num_threads(1)  # as many as there are, sums are added up in another order
+    return measure_provisionally(rank, program, scenario)
+
+
 def test_what_ranks_measure_together_is_what_one_measures(ranks):
     program, scenario = Program(right, _large, batch), Scenario(2, 5, seed=3)
-    alone = ranks.run(measure_provisionally, program, scenario, size=1)[0]
+    alone = ranks.run(_with_one_thread, program, scenario, size=1)[0]
     elements = sum(value.numel() for value in alone.single.values.values())
     done = ranks._run_apart(measure_in_parts, [(program, scenario, [run], elements) for run in RUNS[:2]])
     done += ranks._run_apart(measure_in_parts, [(program, scenario, RUNS[2:], elements)])

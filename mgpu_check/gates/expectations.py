@@ -1,0 +1,157 @@
+"""What one device gives, measured by ranks that are alone, with as much effort as it takes, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from enum import Enum, auto
+
+from mgpu_check.errors import RankDied, RankFailure, RankHang
+from mgpu_check.gates.measuring import (
+    measure,
+    measure_in_parts,
+    measure_provisionally,
+    measure_slightly_moved,
+    of_parts,
+)
+from mgpu_check.gates.program import Program, Unusable, wants_world_size
+from mgpu_check.gates.rounding import RUNS, rounding_seen
+from mgpu_check.gates.runs import LARGE
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.mistakes.observed import Expected
+from mgpu_check.numerics.steps import granted_with
+from mgpu_check.torch_hooks.nested import tensors_of
+from mgpu_check.torch_hooks.tensors import digest_of
+
+__all__ = ["Effort", "Expectations", "key_of"]
+
+_KEPT = 64
+"""Scenarios whose expected results are kept for other world sizes, …"""
+_KEPT_ELEMENTS = 100_000_000
+"""… unless they have more elements than that together."""
+
+
+class Effort(Enum):
+    """How it is measured what a right step may be off by, in the order in which they are tried: each grants more than the one
+    before, and takes longer.
+    """
+
+    PROVISIONAL = auto()
+    WIDENED = auto()
+    IN_FULL = auto()
+
+
+class Expectations:
+    """What one device gives for each scenario of one program.
+
+    Attributes:
+        alone: the step bears to be alone in its world, as far as is known.
+    """
+
+    def __init__(self, ranks: RanksFixture, program: Program) -> None:
+        self._ranks, self._program = ranks, program
+        self.alone = True
+        self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
+        self._elements: int | None = None
+        """How many the results of a step have that ranks measure together; 0 where one does, None where that is not known yet."""
+
+    def of(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
+        """Return what one device gives; measure it once for all world sizes.
+
+        Args:
+            deep: what each step of an optimizer leaves, too.
+            effort: less than in full will do, where that can tell.
+
+        Raises:
+            RankFailure: the reference, or the step, fails on one device.
+            ValueError: what `build` gives is no model.
+        """
+        of_size = scenario.world_size if wants_world_size(self._program.reference) else 0
+        case = key_of(replace(scenario, world_size=of_size))
+        known = self._expected.get((case, deep))
+        if known is None and effort is not Effort.IN_FULL:
+            known = self._provisional((case, "provisionally"), scenario, effort)
+        if known is None:  # nor can it be told provisionally
+            known = self._kept((case, deep), scenario, measure, deep)
+        assert known is not None
+        if isinstance(known, RankFailure):
+            raise known
+        return known
+
+    def _provisional(
+        self, key: tuple[object, ...], scenario: Scenario, effort: Effort
+    ) -> Expected | RankFailure | None:
+        known = self._expected.get(key) or self._kept(key, scenario, measure_provisionally)
+        if effort is Effort.WIDENED and isinstance(known, Expected) and not known.widened:
+            again = self._ranks.run(measure_slightly_moved, self._program, scenario, size=1)[0]
+            errors = rounding_seen(known.single, again)
+            if errors is None:
+                return None
+            known.tolerance = granted_with(known.tolerance, known.exact, errors)
+            known.widened = True
+        return known
+
+    def _kept(
+        self, key: tuple[object, ...], scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool
+    ) -> Expected | RankFailure | None:
+        try:
+            found: Expected | RankFailure | None = self._measured(scenario, measuring, *how)
+        except RankFailure as refused:
+            if isinstance(refused.__cause__, Unusable):
+                raise ValueError(f"{self._program.gate}: {refused.__cause__}") from None
+            found = refused
+        if found is not None:
+            self._expected[key] = found
+        while len(self._expected) > 1 and (
+            len(self._expected) > _KEPT or sum(map(_elements_of, self._expected.values())) > _KEPT_ELEMENTS
+        ):
+            del self._expected[next(iter(self._expected))]
+        return found
+
+    def _measured(self, scenario: Scenario, measuring: Callable[..., Expected | None], *how: bool) -> Expected | None:
+        if measuring is measure_provisionally and (together := self._measured_together(scenario)) is not None:
+            return together
+        try:
+            found: Expected | None = self._ranks.run(measuring, self._program, scenario, *how, self.alone, size=1)[0]
+        except (RankDied, RankHang):
+            if self._program.reference is None or not self.alone:
+                raise
+            # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
+            self.alone = False
+            return self._measured(scenario, measuring, *how)
+        if measuring is measure_provisionally and found is not None and self._elements is None:
+            elements = sum(value.numel() for value in found.single.values.values())
+            large = elements >= LARGE and not found.single.nonlinear and self._ranks._at_once > 1
+            self._elements = elements if large else 0
+        return found
+
+    def _measured_together(self, scenario: Scenario) -> Expected | None:
+        """Return what `measure_provisionally` does, by runs that ranks share; None where one has to do them."""
+        elements = self._elements
+        if not elements or (self._program.reference is not None and scenario.change):
+            return None
+        count = min(len(RUNS), self._ranks._at_once)
+        shares = [RUNS[first::count] for first in range(count)]
+        done = self._ranks._run_apart(measure_in_parts, [(self._program, scenario, runs, elements) for runs in shares])
+        parts = {
+            run: part
+            for runs, of_rank in zip(shares, done, strict=True)
+            for run, part in zip(runs, of_rank, strict=True)
+        }
+        found = of_parts(self._program, [parts[run] for run in RUNS], elements)
+        if found is None:
+            self._elements = 0
+        return found
+
+
+def key_of(scenario: Scenario) -> tuple[object, ...]:
+    """Return what tells scenarios apart: batches that were drawn by their bits."""
+    return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
+
+
+def _elements_of(known: Expected | RankFailure) -> int:
+    """Return how many elements a kept result has: values, exact ones, and tolerances."""
+    if isinstance(known, RankFailure):
+        return 0
+    return 3 * sum(value.numel() for value in known.single.values.values())
