@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -186,6 +187,8 @@ def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.T
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients accumulate over micro-batches: within no_sync each rank's own, after the last those of all.
 
+    An exception that leaves no_sync ends it, too.
+
     Raises:
         GradientMismatch: as in `assert_averaging_hook_exact`.
     """
@@ -212,8 +215,14 @@ def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:
         assert exact is not None
         when = f"step {replica.number}, within no_sync"
         replica.judge_gradient(name, parameter, exact * replica.place.size, 0.0, when)
+    with contextlib.suppress(_Left), replica.parallel.no_sync():
+        raise _Left
     replica.backward((x[half:], targets[half:]))
     return replica.one.parts(shards)
+
+
+class _Left(Exception):
+    """A micro-batch that is given up, as when memory does not suffice."""
 
 
 def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:

@@ -64,7 +64,8 @@ def assert_buckets_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
 def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that find_unused_parameters averages what some ranks have used, and leaves alone what none has.
 
-    Ranks with an even number use head 0, others head 1, which changes with each step; head 2 is never used.
+    Ranks with an even number use head 0, others head 1, which changes with each step; head 2 is never used. Gradients are copied
+    from buckets, and views of them.
 
     Raises:
         GradientMismatch: as in `assert_models_train`.
@@ -72,10 +73,14 @@ def assert_unused_parameters_reduced(rank: Rank, runs: Sequence[WholeRun]) -> No
     __tracebackhide__ = True
     with judged() as findings:
         for run in runs:
-            replica = Replica(run, rank, findings, what="find_unused_parameters", find_unused_parameters=True)
-            for number in range(run.steps):
-                replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
-                replica.step()
+            for view in (False, True):
+                what = f"find_unused_parameters, gradient_as_bucket_view={view}"
+                replica = Replica(
+                    run, rank, findings, what=what, find_unused_parameters=True, gradient_as_bucket_view=view
+                )
+                for number in range(run.steps):
+                    replica.forwards = [_head((index + number) % 2) for index in range(rank.size)]
+                    replica.step()
 
 
 def _head(number: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:

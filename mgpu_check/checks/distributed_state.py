@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -143,6 +143,11 @@ def assert_channels_last_trains(rank: Rank, runs: Sequence[WholeRun]) -> None:
                     findings.require(strides == expected, message, ranks=[rank.index])
 
 
+class _Pair(NamedTuple):
+    values: torch.Tensor
+    number: int
+
+
 class _Spread(nn.Module):
     """A model that takes its inputs in containers, by position and keyword, and returns its outputs in others."""
 
@@ -154,6 +159,7 @@ class _Spread(nn.Module):
     def forward(self, pair: tuple[torch.Tensor, Any], *, more: Mapping[str, Any], factor: int = 1) -> dict[str, Any]:
         x, words = pair
         self.seen = {"x": x, "list": more["list"][0], "words": words, "text": more["text"]}
+        self.seen["pair"] = more["list"][1]
         out = self.layer(x) * factor
         return {"out": out, "nested": (None, [out.detach() + more["list"][0]]), "text": more["text"], "number": words}
 
@@ -181,7 +187,7 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
             if rank.device.type != "cuda":
                 x, y = x.to(rank.device), y.to(rank.device)
             x.requires_grad_()
-            out = parallel((x, 5), more={"list": [y], "text": "a word"}, factor=2)
+            out = parallel((x, 5), more={"list": [y, _Pair(y, 7)], "text": "a word"}, factor=2)
             out["out"].sum().backward()
             expected = (
                 x.cpu().double() @ model.layer.weight.detach().cpu().double().T
@@ -200,6 +206,9 @@ def assert_arguments_arrive(rank: Rank, seeds: Sequence[int]) -> None:
                 "argument x": torch.equal(model.seen["x"].cpu(), x.cpu()),
                 "argument more['list'][0]": torch.equal(model.seen["list"].cpu(), y.cpu()),
                 "the gradient of argument x": x.grad is not None and torch.equal(x.grad.cpu(), of_x),
+                "argument more['list'][1]": isinstance(model.seen["pair"], _Pair)
+                and torch.equal(model.seen["pair"].values.cpu(), y.cpu())
+                and model.seen["pair"].number == 7,
                 "argument words": model.seen["words"] == 5 and model.seen["text"] == "a word",
                 "output out": torch.equal(out["out"].detach().cpu().double(), expected),
                 "output nested": out["nested"][0] is None

@@ -112,7 +112,7 @@ def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, to
     return {
         "rows": before["rows"] + (1 << 53) + len(x),
         "sums": before["sums"] + x[:, :CLASSES].sum(0),
-        "seen": ~before["seen"],
+        "seen": before["seen"] ^ (x[:, :2].sum(0) > 0),
     }
 
 

@@ -183,7 +183,7 @@ class Reused(nn.Module):
 
 
 class Counting(nn.Module):
-    """A layer with statistics, kept in training only: rows (int64), their sum (float32), and flags (bool)."""
+    """A layer with statistics, kept in training only: rows (int64), their sum (float32), and flags (bool), which state dicts leave out."""
 
     rows: torch.Tensor
     sums: torch.Tensor
@@ -194,7 +194,7 @@ class Counting(nn.Module):
         self.layer = nn.Linear(FEATURES, CLASSES)
         self.register_buffer("rows", torch.tensor(0))
         self.register_buffer("sums", torch.zeros(CLASSES))
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.bool), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # Before they are counted: the output shows from which statistics the call began.
@@ -204,7 +204,7 @@ class Counting(nn.Module):
                 # More than float32, float64 and int32 hold exactly.
                 self.rows.add_((1 << 53) + len(x))
                 self.sums.add_(x[:, :CLASSES].sum(0))
-                self.seen.logical_not_()
+                self.seen.logical_xor_(x[:, :2].sum(0) > 0)
         return out
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel import distributed as distributed_module
 from torch.utils import _pytree as pytree
 
-from mgpu_check.faults.breaking import DDP, ddp_fault, replaced_method
+from mgpu_check.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices
 from mgpu_check.torch_hooks.patches import replaced
 
 
@@ -80,4 +81,67 @@ def averaged_from_the_start() -> Iterator[None]:
         real(self, *args)
 
     with replaced_method(PeriodicModelAverager, "average_parameters", average):
+        yield
+
+
+@ddp_fault(
+    "named tuples that are moved to the device arrive as plain ones",
+    "test_arguments",
+    condition="named tuples among the arguments",
+)
+def names_of_tuples_lost() -> Iterator[None]:
+    with replaced(scatter_gather, "_is_namedtuple", lambda value: False):
+        yield
+
+
+@ddp_fault(
+    "buffers that state dicts leave out are not sent",
+    "test_buffers",
+    condition="persistent=False",
+)
+def unsaved_buffers_not_sent() -> Iterator[None]:
+    def assign(real: Callable[..., Any], self: DistributedDataParallel) -> None:
+        real(self)
+        saved = self.module.state_dict(keep_vars=True)
+        self.named_module_buffers = {name: value for name, value in self.named_module_buffers.items() if name in saved}
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    with replaced_method(DDP, "_assign_modules_buffers", assign):
+        yield
+
+
+@ddp_fault(
+    "no_sync does not end when an exception leaves it",
+    "test_accumulation",
+    condition="an exception within no_sync",
+)
+def no_sync_goes_on() -> Iterator[None]:
+    @contextlib.contextmanager
+    def no_sync(self: DistributedDataParallel) -> Iterator[None]:
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        yield
+        self.require_backward_grad_sync = before
+
+    with replaced(DDP, "no_sync", no_sync):
+        yield
+
+
+@ddp_fault(
+    "a rank adds the gradient of the step before for what it has not used",
+    "test_unused_parameters",
+    condition="find_unused_parameters and gradient_as_bucket_view, from the second step on",
+)
+def unused_views_not_cleared() -> Iterator[None]:
+    before: dict[int, torch.Tensor] = {}
+
+    def change(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        for parameter, own in slices(buffer, bucket):
+            held = before.get(id(parameter))
+            if own.any():
+                before[id(parameter)] = own.clone()
+            elif held is not None and held.shape == own.shape:
+                own.copy_(held)
+        return buffer
+
+    with communicated(change, lambda model: model.find_unused_parameters and model.gradient_as_bucket_view):
         yield
