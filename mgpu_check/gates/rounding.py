@@ -72,8 +72,8 @@ def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
 
 
 def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> Observation:
-    """Run the step, or the reference, as it is, on a batch whose elements are moved by one roundoff, so that what is rounded
-    is rounded otherwise; and where the model is large with two threads, which add up in another order than one.
+    """Run the step, or the reference, as it is, on a batch whose elements are moved by one roundoff: what is rounded is
+    rounded otherwise.
     """
     return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
 

@@ -20,7 +20,7 @@ from mgpu_check.mistakes.results import Result
 from mgpu_check.numerics.steps import Measurement, assess, deviations, granted_at_least
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import all_finite
-from mgpu_check.torch_hooks.threads import some_threads, threads
+from mgpu_check.torch_hooks.threads import some_threads
 
 __all__ = ["LARGE", "Measured", "Part", "Provisional", "Runs", "alike", "left_alike", "wide"]
 
@@ -97,21 +97,13 @@ class Runs:
         around: Around = lambda model, batches: contextlib.nullcontext(),
         digests: bool = False,
         initial: bool = False,
-        exactly: int | None = None,
         **how: Any,
     ) -> Observation:
-        """Observe one run.
-
-        Args:
-            exactly: with so many threads, where the model is large; None for as many as processors are idle.
-        """
-
         @contextlib.contextmanager
         def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
             elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
             large = 2 * elements >= LARGE  # there are gradients, too
-            chosen = threads(exactly) if exactly is not None and large else some_threads(self._threads, large)
-            with chosen, around(model, batches):
+            with some_threads(self._threads, large), around(model, batches):
                 yield
 
         return self._observe(around=with_threads, digests=digests, initial=initial, **how)
@@ -161,10 +153,8 @@ class Runs:
         return Part(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
 
     def slightly_moved(self) -> Observation:
-        """Run as it is, moved, and with another number of threads; see `rounding.slightly_moved`."""
-        return self._run(
-            deep=self._deep, exactly=min(2, self._threads), alter=lambda batch: moved(batch, 1.0, generator_of(0))
-        )
+        """Run as it is, moved; see the function of this name."""
+        return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
         """Return what turns the sign of each gradient that rounding may turn; see `undecided`."""
@@ -195,9 +185,7 @@ class Runs:
 
     def _once(self, notes: Notes, digests: bool) -> Observation:
         own = Notes()
-        single = self._run(
-            deep=self._deep, digests=digests, initial=True, exactly=1, around=lambda model, batches: entered(own)
-        )
+        single = self._run(deep=self._deep, digests=digests, initial=True, around=lambda model, batches: entered(own))
         self.narrow, self._drew, self._fused = bool(own.seen), own.drew, own.fused
         notes.seen |= own.seen
         notes.drawn += own.drawn

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["one_thread", "some_threads", "threads"]
+__all__ = ["one_thread", "some_threads"]
 
 _MOST = 16
 
@@ -20,20 +20,19 @@ def one_thread() -> Iterator[int]:
     were.
     """
     before = torch.get_num_threads()
-    with threads(1):
+    with _threads(1):
         yield before
 
 
 @contextlib.contextmanager
 def some_threads(most: int, needed: bool = True) -> Iterator[None]:
     """Compute with `most` threads at most, where that is needed: with as many as processors are idle."""
-    with threads(max(1, min(most, _MOST, _idle_processors())) if needed else torch.get_num_threads()):
+    with _threads(max(1, min(most, _MOST, _idle_processors())) if needed else torch.get_num_threads()):
         yield
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Compute with so many threads."""
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections import Counter
 from typing import Any
 
@@ -251,20 +250,6 @@ def test_what_ranks_measure_together_is_what_one_measures(ranks):
         assert torch.allclose(together.tolerance[name], value, rtol=1e-3), name
     # Without one of the runs nothing is told.
     assert of_parts(program, [*(part for parts in done[:2] for part in parts)], elements) is None
-
-
-def _with_its_threads(model: nn.Module, batch: Any, rank: Any) -> dict[str, int]:
-    right(model, batch, rank)
-    return {"threads": torch.get_num_threads()}
-
-
-def test_rounding_within_operators_shows_where_another_number_of_threads_adds_up(ranks):
-    for built, counts in ((_large, (1, min(2, os.cpu_count() or 1))), (build, (1, 1))):
-        program, scenario = Program(_with_its_threads, built, batch), Scenario(2, 5)
-        single = ranks.run(measure_in_parts, program, scenario, RUNS[:1], LARGE, size=1)[0][0].seen
-        again = ranks.run(measure_slightly_moved, program, scenario, size=1)[0]
-        found = [int(value) for seen in (single, again) for name, value in seen.values.items() if name.of == "threads"]
-        assert tuple(found) == counts
 
 
 def test_wrong_large_steps_are_refuted(ranks):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from mgpu_check.checks.exact_training import gathered, one_device, own_part, sgd
 from mgpu_check.checks.findings import Findings, on_any_rank
@@ -72,8 +72,9 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
 
     Parameters are freed after the forward pass, kept until the backward one, and offloaded to the CPU; gradients are
     accumulated over two micro-batches in the first step. They are reduced only then, or, in the last two cases, scattered
-    after each and added up over the dimension that repeats only then. Each rank must hold its chunk of the first dimension,
-    before and after each step, and no more.
+    after each and added up over the dimension that repeats only then. Parameters that are freed are fetched ahead of time, by
+    name; of those that are kept, weights are divided by columns, where these are a multiple of the parts. Each rank must hold
+    its chunk, of the first dimension else, before and after each step, and no more.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
@@ -88,7 +89,11 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     with Findings() as findings:
         for how, until_last, options in _WAYS:
             what = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
-            model = sharded(training, rank, mesh, **options)
+            freed = options.get("reshard_after_forward")
+            placed = {"shard_placement_fn": _by_columns(mesh.size(-1))} if freed is False else {}
+            model = sharded(training, rank, mesh, **options, **placed)
+            if freed:
+                _fetch_ahead(model)
             optimizer = sgd(training, model)
             place = "cpu" if "offload_policy" in options else rank.device.type
             got: dict[str, torch.Tensor] = {}
@@ -104,6 +109,19 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
                 got |= gathered(model, step) | {f"step {step}: outputs": copied(outputs)}
             with findings.collected():
                 assert_same(got, wanted, what, rank.index)
+
+
+def _by_columns(parts: int) -> Callable[[nn.Parameter], Shard | None]:
+    """Say by which dimension a parameter is divided: None is the first. Torch divides the others in equal parts only."""
+    return lambda value: Shard(1) if value.dim() > 1 and value.shape[1] % parts == 0 else None
+
+
+def _fetch_ahead(model: nn.Sequential) -> None:
+    """Have each divided layer fetch the next one's parameters, and in the backward pass those of the one before."""
+    layers = [layer for layer in model if isinstance(layer, FSDPModule)]
+    for before, after in itertools.pairwise(layers):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
 
 
 def _step_of_windows(
@@ -150,8 +168,11 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: str) -> str:
     assert coordinate is not None, "all ranks are in the mesh"
     for name, value in model.named_parameters():
         assert isinstance(value, DTensor), "a sharded parameter is a DTensor"
-        size = -(-value.shape[0] // mesh.size(-1))
-        wanted = (max(0, min(size, value.shape[0] - size * coordinate[-1])), *value.shape[1:])
+        divided = value.placements[-1]
+        dim = divided.dim if isinstance(divided, Shard) else 0
+        size = -(-value.shape[dim] // mesh.size(-1))
+        part = max(0, min(size, value.shape[dim] - size * coordinate[-1]))
+        wanted = (*value.shape[:dim], part, *value.shape[dim + 1 :])
         local = value.to_local()
         if local.shape != wanted:
             return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
@@ -195,10 +216,12 @@ def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, re
         for value in single.parameters():
             value.copy_(value.to(low))
     (inputs, factors), (x, y) = training.batches()[0], own_part(training.batches()[0], rank)
-    # The gradients of rank 0 are so much larger that only what reduces in float32 can add the others to them.
+    # The gradients of rank 0's last micro-batch are so much larger that only float32 can add the others to them.
     if reduced == torch.float32:
-        factors[: len(recipe.split(factors, rank.size)[0])] *= 64
-        y = y * 64 if rank.index == 0 else y
+        first = len(recipe.split(factors, rank.size)[0])
+        factors[first // 2 : first] *= 64
+        if rank.index == 0:
+            y[first // 2 :] *= 64
     outputs = _step_of_windows(model, optimizer, x, y, windows=2, until_last="set_requires_gradient_sync")
     got = gathered(model, 1)
     got["outputs"] = copied(outputs)

@@ -21,6 +21,8 @@ from mgpu_check.torch_hooks.tensors import copied
 
 __all__ = ["assert_zero_agrees", "assert_zero_state_agrees"]
 
+_DECAY = 0.25
+
 
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that all ranks have, after each step, the parameters of one device; as tensors and as views of buckets. A
@@ -59,7 +61,7 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the state which the ranks of AdamW keep is that of one optimizer, divided; put together on the last rank,
     and loaded again, it goes on as one. A collective.
 
-    Two groups of parameters have different rates, which a schedule has halved. What is put together is what the ranks keep
+    Two groups of parameters have different rates and decays of weights, which a schedule has halved. What is put together is what the ranks keep
     then, whatever was put together before.
 
     Raises:
@@ -68,9 +70,10 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     model = _with_gradients(training, rank.device)
-    optimizer = ZeroRedundancyOptimizer(_groups(model, 2 * ADAM_RATE), torch.optim.AdamW, lr=2 * ADAM_RATE)
+    optimizer = ZeroRedundancyOptimizer(_groups(model, 2 * ADAM_RATE, 2 * _DECAY), torch.optim.AdamW, lr=2 * ADAM_RATE)
     for group in optimizer.param_groups:
         group["lr"] /= 2
+        group["weight_decay"] /= 2
     last = rank.size - 1
     optimizer.consolidate_state_dict(to=last)
     optimizer.step()
@@ -111,10 +114,10 @@ def _with_gradients(training: ExactTraining, device: torch.device) -> nn.Module:
     return model
 
 
-def _groups(model: nn.Module, rate: float = ADAM_RATE) -> list[dict[str, Any]]:
+def _groups(model: nn.Module, rate: float = ADAM_RATE, decay: float = _DECAY) -> list[dict[str, Any]]:
     biases = [value for name, value in model.named_parameters() if name.endswith("bias")]
     weights = [value for name, value in model.named_parameters() if not name.endswith("bias")]
-    return [{"params": weights}, {"params": biases, "lr": rate / 4, "weight_decay": 0.25}]
+    return [{"params": weights, "weight_decay": decay / 4}, {"params": biases, "lr": rate / 4, "weight_decay": decay}]
 
 
 def _on_host(state: dict[str, Any]) -> dict[str, Any]:

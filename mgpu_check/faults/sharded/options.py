@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,4 +172,97 @@ def lacking_passed_over() -> Iterator[None]:
         return real(state_dict, metadata, False)
 
     with replaced(default_planner, "create_default_local_load_plan", plan):
+        yield
+
+
+@fault(
+    "sharded",
+    "parameters that are fetched ahead are those of the step before",
+    caught_by=("test_fully_shard",),
+    condition="set_modules_to_forward_prefetch, from the second forward pass on",
+)
+def fetched_too_early() -> Iterator[None]:
+    kind = fsdp_param_group.FSDPParamGroup
+    fetch, wait = kind._prefetch_unshard, kind.wait_for_unshard
+    ahead: set[int] = set()
+    before: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+
+    def prefetch(group: Any, when: str) -> None:
+        if when == "forward":
+            ahead.add(id(group))
+        fetch(group, when)
+
+    def wait_for_unshard(self: Any) -> None:
+        wait(self)
+        if id(self) not in ahead:
+            return
+        ahead.remove(id(self))
+        values = [param._unsharded_param.data for param in self.fsdp_params]
+        now = [value.clone() for value in values]
+        for value, old in zip(values, before.get(self, now), strict=True):
+            value.copy_(old)
+        before[self] = now
+
+    with (
+        replaced(kind, "_prefetch_unshard", staticmethod(prefetch)),
+        replaced(kind, "wait_for_unshard", wait_for_unshard),
+    ):
+        yield
+
+
+@fault(
+    "sharded",
+    "the columns of a gradient come in reverse order",
+    caught_by=("test_hybrid_shard",),
+    condition="shard_placement_fn, parameters that are divided by another dimension than the first",
+)
+def columns_of_a_gradient_reversed() -> Iterator[None]:
+    real = fsdp_param.FSDPParam.to_sharded_dtensor
+
+    def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> Any:
+        dim = self.fsdp_placement.dim
+        # At first there is no parameter yet: what comes then is its value.
+        return real(self, tensor.flip(dim).contiguous() if dim and hasattr(self, "sharded_param") else tensor)
+
+    with replaced(fsdp_param.FSDPParam, "to_sharded_dtensor", to_sharded_dtensor):
+        yield
+
+
+@fault(
+    "sharded",
+    "gradients are accumulated in the dtype of the arithmetic",
+    caught_by=("test_mixed_precision",),
+    condition="reductions in float32 of gradients in another dtype, several micro-batches",
+)
+def accumulated_in_low_precision() -> Iterator[None]:
+    real = fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed
+
+    def accumulate(self: Any) -> None:
+        real(self)
+        held = self.unsharded_accumulated_grad
+        if held is not None and self.param_dtype is not None:
+            held.copy_(held.to(self.param_dtype))
+
+    with replaced(fsdp_param.FSDPParam, "accumulate_unsharded_grad_if_needed", accumulate):
+        yield
+
+
+@fault(
+    "sharded",
+    "of what a schedule changes the optimizers of the ranks learn the rate alone",
+    caught_by=("test_zero_redundancy_state",),
+    condition="a decay of weights that changes",
+)
+def rates_alone_shared() -> Iterator[None]:
+    optimizer = zero_optimizer()
+    real = optimizer._sync_param_groups
+
+    def share(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        kept = [group.get("weight_decay") for group in target]
+        real(source, target)
+        for group, decay in zip(target, kept, strict=True):
+            if decay is not None:
+                group["weight_decay"] = decay
+
+    with replaced(optimizer, "_sync_param_groups", staticmethod(share)):
         yield
