@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.checks.data_parallel_results import Devices, both_ways
+from mgpu_check.checks.data_parallel_results import Devices, both_ways, require_same
 from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.whole import (
     OneDevice,
@@ -34,6 +34,7 @@ __all__ = [
     "assert_hooks_called",
     "assert_models_train",
     "assert_second_gradients",
+    "assert_sparse_gradients_added",
     "assert_statistics_of_the_first_device",
 ]
 
@@ -160,7 +161,7 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
 
 
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that a module's forward hook is called on each replica, one of DataParallel once, a parameter's with the whole gradient.
+    """Assert that a module's forward hooks of every kind are called on each replica, one of DataParallel once, a parameter's with the whole gradient.
 
     Raises:
         GradientMismatch: a hook was called another number of times, on another device, or with another gradient.
@@ -176,10 +177,18 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     __tracebackhide__ = True
     one, model = OneDevice(run, order[0]), run.build()
     parallel = _wrapped(model, order)
-    replicas: list[torch.device] = []
+    replicas: dict[str, list[torch.device]] = {}
     wholes: list[torch.device] = []
     seen: list[torch.Tensor] = []
-    next(model.children()).register_forward_hook(lambda module, given, output: replicas.append(output.device))
+    layer = next(model.children())
+    kinds: dict[str, Callable[..., object]] = {
+        "forward pre-hook": layer.register_forward_pre_hook,
+        "forward hook": layer.register_forward_hook,
+    }
+    for kind, register in kinds.items():
+        for keywords in (False, True):
+            called = replicas.setdefault(f"{kind}, with_kwargs={keywords},", [])
+            register(lambda module, given, *_, called=called: called.append(given[0].device), with_kwargs=keywords)
     parallel.register_forward_hook(lambda module, given, output: wholes.append(output.device))
     name, parameter = next(model.named_parameters())
     parameter.register_hook(seen.append)
@@ -187,11 +196,11 @@ def _call_hooks(run: WholeRun, order: Devices) -> None:
     weighted(parallel(x), targets.to(order[0])).backward()
     what = _what(run, order)
     used = list(order[: len(_shards((x, targets), order))])
-    if sorted(map(str, replicas)) != sorted(map(str, used)):
-        got = ", ".join(sorted(map(str, replicas)))
-        raise GradientMismatch(
-            f"{what}: the forward hook of a layer was called on {got or 'no device'}, expected once on each replica"
-        )
+    for kind, places in replicas.items():
+        got = sorted(map(str, places))
+        if got != sorted(map(str, used)):
+            text = f"the {kind} of a layer was called on {', '.join(got) or 'no device'}, expected once on each replica"
+            raise GradientMismatch(f"{what}: {text}")
     if wholes != [order[0]]:
         raise GradientMismatch(
             f"{what}: the forward hook of DataParallel was called {len(wholes)} times, expected once on {order[0]}"
@@ -232,3 +241,25 @@ def _second(model: nn.Module, wrapped: nn.Module, x: torch.Tensor, targets: torc
     penalty = sum((one * (place + 1)).sum() for place, one in enumerate(first))
     second = torch.autograd.grad(torch.as_tensor(penalty), list(named.values()), allow_unused=True)
     return {name: one for name, one in zip(named, second, strict=True) if one is not None}
+
+
+def assert_sparse_gradients_added(devices: Devices, seed: int) -> None:
+    """Assert that the sparse gradient of an embedding has the rows that the replicas have used, each added up over all of them.
+
+    Raises:
+        GradientMismatch: names the element.
+    """
+    __tracebackhide__ = True
+    for order in both_ways(devices):
+        count = 3 * len(order) + 1
+        # Each replica looks up rows of its own, and some that others look up too.
+        rows, factors = (torch.arange(count) * 3 + seed) % (count + 2) // 2, torch.arange(1.0, count + 1)
+        model = nn.Embedding(count, 2, sparse=True).to(order[0])
+        outputs = _wrapped(model, order)(rows)
+        (outputs.sum(1) * factors.to(order[0])).sum().backward()
+        expected = torch.zeros(count, 2).index_add_(0, rows, factors[:, None].expand(-1, 2))
+        gradient = model.weight.grad
+        what = f"DataParallel of a sparse embedding on {', '.join(map(str, order))}"
+        if gradient is None or not gradient.is_sparse:
+            raise GradientMismatch(f"{what}: its gradient is {None if gradient is None else gradient.layout}")
+        require_same(f"{what}: the gradient", gradient.to_dense(), expected, order[0])

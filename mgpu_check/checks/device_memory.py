@@ -73,6 +73,12 @@ def _recovers(device: torch.device) -> None:
             first, told, last = figure(device), figure(form), figure(device)
             # Others may allocate between two calls: what stands still is compared.
             require(first != last or told == first, f"{name}({form!r}) is {told}, and of torch.device it is {first}")
+    for name, figure in _FIGURES.items():
+        first = figure(device)
+        with torch.cuda.device(device):
+            told = figure(None)
+        last = figure(device)
+        require(first != last or told == first, f"{name}() is {told} where it is current, and by its name {first}")
     now = torch.cuda.memory_allocated(device)
     require(now - before >= 2 * _BLOCK, f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}")
     del held, after

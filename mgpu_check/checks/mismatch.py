@@ -164,6 +164,7 @@ _ROUNDED = frozenset(
         "batch_norm",
         "attention",
         "cross_entropy",
+        "cross_entropy weight",
         "Linear",
         "Conv2d",
         "BatchNorm2d",

@@ -81,6 +81,16 @@ def _indexing(function: Callable[..., object], *shape: int) -> Builder:
     return build
 
 
+def _weighing(loss: Callable[..., object]) -> Builder:
+    """Return a case with scores and classes on the first device, and the weights of the classes on the second."""
+
+    def build(at: Operands) -> Call:
+        scores, classes, weights = at.on(0, N, 4), at.index(0, 4), at.on(1, 4)
+        return lambda: loss(scores, classes, weights)
+
+    return build
+
+
 def _masking(function: Callable[..., object], *mask: int) -> Builder:
     """Return a case that applies `function` to a matrix on the first device, and to a mask of the shape given on the
     second.
@@ -205,7 +215,9 @@ CALLS: dict[str, Builder] = {
     "mse_loss": _of(lambda a, b: F.mse_loss(a, b), *_MATRICES),
     "l1_loss": _of(lambda a, b: F.l1_loss(a, b), *_MATRICES),
     "nll_loss": _indexing(lambda scores, classes: F.nll_loss(scores, classes), N, 4),
+    "nll_loss weight": _weighing(lambda x, classes, w: F.nll_loss(x, classes, w, reduction="sum")),
     "cross_entropy": _indexing(lambda scores, classes: F.cross_entropy(scores, classes), N, 4),
+    "cross_entropy weight": _weighing(lambda x, classes, w: F.cross_entropy(x, classes, w, reduction="sum")),
     "index_select": _indexing(lambda x, index: torch.index_select(x, 0, index), 4, 3),
     "gather": _indexing(lambda x, index: torch.gather(x, 1, index.reshape(-1, 1)), N, 4),
     "masked_fill": _masking(lambda x, mask: torch.masked_fill(x, mask, 1.0), N, 3),

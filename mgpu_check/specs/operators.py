@@ -67,7 +67,9 @@ _LAYERS = {
     "conv2d": Rule(names="types"),
     "conv2d bias": Rule(names="types"),
 }
-_LOSSES = dict.fromkeys(("mse_loss", "l1_loss", "nll_loss", "cross_entropy"), Rule())
+_LOSSES = dict.fromkeys(
+    ("mse_loss", "l1_loss", "nll_loss", "nll_loss weight", "cross_entropy", "cross_entropy weight"), Rule()
+)
 _INDEXING = {
     **dict.fromkeys(("index_select", "gather", "masked_fill", "index_put values", "equal"), Rule()),
     "index": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), names="indexed"),

@@ -168,3 +168,12 @@ def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> Non
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_second_gradients([gpus[index] for index in order], runs)
+
+
+@examples(14, quick=2)
+@given(order=ORDERS, seed=SEEDS)
+def test_sparse_gradients(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
+    """The sparse gradient of an embedding is the sum over all replicas, and still sparse."""
+    from mgpu_check.checks import data_parallel_training
+
+    data_parallel_training.assert_sparse_gradients_added([gpus[index] for index in order], seed)

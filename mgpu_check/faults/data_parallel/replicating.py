@@ -252,6 +252,34 @@ def hooks_on_the_first_replica() -> Iterator[None]:
         yield
 
 
+@data_parallel_fault("hooks that take keyword arguments are not called", "test_hooks", "pre-hooks with_kwargs")
+def hooks_with_keywords_lost() -> Iterator[None]:
+    def replicate(real: Callable[..., Any], self: nn.Module) -> Any:
+        replica = real(self)
+        replica._forward_pre_hooks = OrderedDict(
+            (key, hook)
+            for key, hook in self._forward_pre_hooks.items()
+            if key not in self._forward_pre_hooks_with_kwargs
+        )
+        return replica
+
+    with replaced_method(nn.Module, "_replicate_for_data_parallel", replicate):
+        yield
+
+
+@data_parallel_fault(
+    "sparse gradients are added up without the last device", "test_sparse_gradients", "sparse gradients"
+)
+def sparse_gradients_of_the_last_left_out() -> Iterator[None]:
+    def add(real: Callable[..., Any], inputs: Sequence[torch.Tensor], *args: Any) -> Any:
+        if inputs[-1].is_sparse and len(inputs) > 1:
+            inputs = [*inputs[:-1], inputs[-1] * 0]
+        return real(inputs, *args)
+
+    with replaced_method(comm, "reduce_add", add):
+        yield
+
+
 @data_parallel_fault("a parameter's hook is given half of its gradient", "test_hooks", "hooks of parameters")
 def hook_of_half_a_gradient() -> Iterator[None]:
     def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:

@@ -292,3 +292,16 @@ def memory_of_the_current_device_told() -> Iterator[None]:
     info = torch.cuda.mem_get_info
     with replaced(torch.cuda, "mem_get_info", lambda device=None: info(None if isinstance(device, str) else device)):
         yield
+
+
+@fault(
+    "devices",
+    "mem_get_info tells of the current device, whichever is named",
+    caught_by=("test_memory_recovers",),
+    condition="devices that are not current",
+)
+def memory_of_another_device_told() -> Iterator[None]:
+    """Who looks for the device with most room always finds the same."""
+    info = torch.cuda.mem_get_info
+    with replaced(torch.cuda, "mem_get_info", lambda device=None: info()):
+        yield

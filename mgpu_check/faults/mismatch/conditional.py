@@ -229,3 +229,20 @@ def data_parallel_fetches_its_module() -> Iterator[None]:
 
     with replaced(nn.DataParallel, "forward", fetching):
         yield
+
+
+@fault(
+    "mismatch",
+    "losses fetch the weights of classes from wherever they are",
+    caught_by=("test_operators_refuse_operands_apart",),
+    condition="weights of classes",
+)
+def class_weights_fetched() -> Iterator[None]:
+    """A copy from the host in each step, which nobody sees."""
+
+    def instead(loss: Function, scores: Any, classes: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+        return loss(scores, classes, weight.to(scores.device), *args, **kwargs)
+
+    concerns = lambda scores, classes, weight=None, *_, **__: weight is not None  # noqa: E731
+    with altered(F, "nll_loss", concerns, instead), altered(F, "cross_entropy", concerns, instead):
+        yield
