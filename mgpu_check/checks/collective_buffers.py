@@ -59,6 +59,13 @@ class Memory:
         self._end += shape.extent + _GUARD
         return len(self._shapes) - 1
 
+    def lay(self, shapes: Sequence[Shape], *, backwards: bool) -> None:
+        """Make room for tensors that are numbered as they are given; `backwards`, the last of them begins the memory."""
+        for shape in reversed(shapes) if backwards else shapes:
+            self.add(shape)
+        if backwards:
+            self._shapes.reverse()
+
     def filled(self, contents: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Return the whole memory on the CPU, with these values; None for what the collective is to write."""
         whole = torch.full((self._end * self.dtype.itemsize,), _FILLING, dtype=torch.uint8)

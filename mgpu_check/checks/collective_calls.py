@@ -120,8 +120,7 @@ class Started(Laid):
         super().__init__(call, members, members.index(rank.index))
         self.rank, self.group = rank, group
         self.memory = Memory(self.dtype)
-        for piece in self.pieces:
-            self.memory.add(piece.shape)
+        self.memory.lay([piece.shape for piece in self.pieces], backwards=bool(zlib.crc32(str(call).encode()) % 2))
         device = rank.device if call.place == "device" else torch.device("cpu")
         self.whole = self.memory.filled([piece.before for piece in self.pieces]).to(device)
         self.refused = ""

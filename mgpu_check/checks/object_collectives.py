@@ -62,6 +62,12 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
     dist.all_gather_object(gathered, all_of[me], group=group)
     compare("all_gather_object", gathered, all_of)
     apart("all_gather_object", gathered)
+    dist.all_gather_object(gathered, _empty(seed, me), group=group)
+    compare(
+        "all_gather_object of what is empty",
+        [repr(one) for one in gathered],
+        [repr(_empty(seed, n)) for n in range(size)],
+    )
     collected: list[object] | None = [None] * size if me == root else None
     dist.gather_object(all_of[me], collected, dst=root, group=group)
     compare(f"gather_object to rank {root}", collected, all_of if me == root else None)
@@ -83,6 +89,11 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             compare(f"send_object_list of rank {root} to rank {target}", carried, right)
     raise_findings(findings, 5, rank)
+
+
+def _empty(seed: int, rank: int) -> object:
+    """Return an object that is false, of another kind on each of seven ranks."""
+    return (0, "", False, [], {}, 0.0, b"")[(seed + rank) % 7]
 
 
 def _told(seed: int, rank: int, root: int) -> list[object]:

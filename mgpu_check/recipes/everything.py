@@ -14,7 +14,7 @@ _MANY = 66_000
 
 
 class Everything(nn.Module):
-    """Parameters of 1, 7 and 64 elements, of which one of float32 has more than 64 Ki; buffers; what is shared, and frozen.
+    """Parameters of no dimension, of 7 and of 64 elements, of which one of float32 has more than 64 Ki; buffers; what is shared, and frozen.
 
     Bits are random: NaN with payloads, infinities and subnormals are among the values.
     """
@@ -30,7 +30,8 @@ class Everything(nn.Module):
         for dtype in _FLOATS:
             for count in (1, 7, _MANY if dtype == torch.float32 else 64):
                 name = f"{str(dtype).removeprefix('torch.')}_{count}"
-                self.register_parameter(name, nn.Parameter(bits(dtype, count)))
+                values = bits(dtype, count)
+                self.register_parameter(name, nn.Parameter(values[0] if count == 1 else values))
         for dtype in _WHOLE:
             self.register_buffer(f"buffer_{str(dtype).removeprefix('torch.')}", bits(dtype, 9))
         self.frozen = nn.Parameter(bits(torch.float32, 5), requires_grad=False)

@@ -198,3 +198,37 @@ def coalesced_inputs_exchanged() -> Iterator[None]:
 
     with replaced(c10d, "_coalescing_manager", manager):
         yield
+
+
+@fault(
+    "collectives",
+    "parts of one piece of memory are gathered in the order in which they lie there",
+    caught_by=("test_copies_of_every_dtype",),
+    condition="outputs that lie in another order than ranks",
+)
+def gathered_as_they_lie() -> Iterator[None]:
+    real = dist.all_gather
+
+    def gather(tensor_list: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        one = len({part.untyped_storage().data_ptr() for part in tensor_list}) == 1
+        return real(sorted(tensor_list, key=torch.Tensor.storage_offset) if one else tensor_list, *args, **kwargs)
+
+    with replaced(dist, "all_gather", gather):
+        yield
+
+
+@fault(
+    "collectives",
+    "objects that are false arrive as None",
+    caught_by=("test_object_collectives",),
+    condition="zeros, empty texts and containers",
+)
+def false_objects_lost() -> Iterator[None]:
+    real = dist.all_gather_object
+
+    def gather(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+        real(object_list, *args, **kwargs)
+        object_list[:] = [one or None for one in object_list]
+
+    with replaced(dist, "all_gather_object", gather):
+        yield

@@ -52,6 +52,19 @@ def long_parameters_cut() -> Iterator[None]:
     yield from _after_the_start(cut)
 
 
+@ddp_fault(
+    "parameters without dimensions are not sent at the start",
+    "test_state_of_the_start",
+    condition="parameters without dimensions",
+)
+def scalar_parameters_not_sent() -> Iterator[None]:
+    def forget(value: torch.Tensor) -> None:
+        if isinstance(value, nn.Parameter) and not value.dim():
+            value.zero_()
+
+    yield from _after_the_start(forget)
+
+
 @ddp_fault("parameters in bfloat16 are sent as float16", "test_state_of_the_start", condition="bfloat16 only")
 def bfloat16_sent_as_float16() -> Iterator[None]:
     def narrow(value: torch.Tensor) -> None:
