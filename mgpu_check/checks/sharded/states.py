@@ -125,7 +125,7 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
     dist.broadcast_object_list(box, src=0, device=rank.device)
     model = sharded(training, rank)
-    optimizer = sgd(training, model)
+    optimizer = _in_groups(model, training, training.rate)
     _step(training, 1, model, optimizer, rank)
     try:
         parameters, moments = get_state_dict(model, optimizer)
@@ -136,9 +136,16 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     return str(box[0])
 
 
+def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.optim.SGD:
+    """Return an optimizer that has weights and biases in groups of their own."""
+    values = list(model.parameters())
+    groups = [{"params": [value for value in values if (value.dim() > 1) is kind]} for kind in (True, False)]
+    return torch.optim.SGD(groups, lr=rate, momentum=training.momentum)
+
+
 def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
     """Assert that what `saved_checkpoint` has left is whole at this world size, and that training goes on from it as on one
-    device. A collective.
+    device, at the rates that the groups of parameters had. A collective.
 
     Args:
         training: as it was saved.
@@ -153,7 +160,7 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
     other = replace(training, seed=training.seed + 1)
     model = sharded(other, rank)
-    optimizer = sgd(training, model)
+    optimizer = _in_groups(model, training, 2 * training.rate)
     try:
         parameters, moments = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": parameters, "optimizer": moments, **_others(rank, 0)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils as utils
-from torch.distributed.checkpoint import default_planner, planner_helpers
+from torch.distributed.checkpoint import default_planner, planner_helpers, state_dict
 
 from mgpu_check.faults.conditions import Count, is_last
 from mgpu_check.faults.registry import fault
@@ -119,4 +119,25 @@ def read_left_out() -> Iterator[None]:
         real(self, item, tensor)
 
     with replaced(default_planner.DefaultLoadPlanner, "commit_tensor", commit):
+        yield
+
+
+@fault(
+    "sharded",
+    "all groups of parameters but the first keep the rate that they had before the state was loaded",
+    caught_by=("test_distributed_checkpoint",),
+    condition="several groups of parameters",
+)
+def rates_of_groups_not_loaded() -> Iterator[None]:
+    real = state_dict._load_optim_state_dict
+
+    def load(model: Any, optimizers: Any, *args: Any, **kwargs: Any) -> None:
+        others = [group for optimizer in optimizers for group in optimizer.param_groups[1:]]
+        rates = [group["lr"] for group in others]
+        real(model, optimizers, *args, **kwargs)
+        others = [group for optimizer in optimizers for group in optimizer.param_groups[1:]]
+        for group, rate in zip(others, rates, strict=True):
+            group["lr"] = rate
+
+    with replaced(state_dict, "_load_optim_state_dict", load):
         yield
