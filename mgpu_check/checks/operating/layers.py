@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from mgpu_check.checks.operating.agreement import Case, Function
+from mgpu_check.checks.operating.optimizing import optimizer_cases
 from mgpu_check.checks.operating.values import FLOATS, significands, small, whole
 from mgpu_check.torch_hooks.tensors import name_of
 
@@ -27,6 +29,23 @@ def _weighed_loss(x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(x, targets, x[0].detach().abs() + 0.5, ignore_index=2, label_smoothing=0.25)
 
 
+def _attention(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Attend from all but the last query to all keys."""
+    queries, keys, values = x.unbind()
+    count = max(1, queries.shape[-2] - 1)
+    return F.scaled_dot_product_attention(queries[..., :count, :], keys, values, **options)
+
+
+def _masks(x: torch.Tensor) -> torch.Tensor:
+    """Return a mask for each of two samples: one key for the first, the other for the second."""
+    return torch.eye(2, dtype=torch.bool, device=x.device).view(2, 1, 1, 2)
+
+
+def _convolved(image: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Convolve with taps and a bias of `x`; with strides of 2 cuDNN has no algorithms that round otherwise."""
+    return F.conv2d(image, x.view(-1)[:72].view(2, 4, 3, 3), x[0, :2], stride=2, padding=1)
+
+
 _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("softmax", lambda x: F.softmax(x, dim=1)),
     ("log_softmax", lambda x: F.log_softmax(x, dim=1)),
@@ -40,7 +59,9 @@ _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("elu", lambda x: F.elu(x)),
     ("leaky_relu", lambda x: F.leaky_relu(x)),
     ("layer_norm", lambda x: F.layer_norm(x, (_COLUMNS,), x[0], x[1])),
+    ("layer_norm of many rows", lambda x: F.layer_norm(x.view(-1, 4), (4,), x[0, :4], x[1, :4])),
     ("group_norm", lambda x: F.group_norm(x.view(3, 4, -1), 2)),
+    ("group_norm with a weight and a bias", lambda x: F.group_norm(x.view(3, 4, -1), 2, x[0, :4], x[1, :4])),
     ("batch_norm", lambda x: F.batch_norm(x, None, None, training=True)),
     ("batch_norm of an evaluation", lambda x: F.batch_norm(x, x[0].detach(), x[1].detach().abs() + 0.5)),
     ("rms_norm", lambda x: F.rms_norm(x, (_COLUMNS,))),
@@ -52,6 +73,12 @@ _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("logsumexp", lambda x: torch.logsumexp(x, dim=1)),
     ("normalize", lambda x: F.normalize(x, dim=1)),
     ("attention", lambda x: F.scaled_dot_product_attention(*x.view(3, 1, 4, _COLUMNS).unbind())),
+    ("causal attention to more keys", lambda x: _attention(x.view(3, 1, 4, _COLUMNS), is_causal=True)),
+    ("attention with a mask for each", lambda x: _attention(x.view(3, 2, 1, 2, _COLUMNS), attn_mask=_masks(x))),
+    ("linear of many features", lambda x: F.linear(x.view(-1, 1)[:5], x.view(-1, 1), x.view(-1))),
+    ("conv2d", lambda x: _convolved(x.view(3, 4, 4, 4), x)),
+    ("conv2d channels_last", lambda x: _convolved(x.view(3, 4, 4, 4).contiguous(memory_format=torch.channels_last), x)),
+    ("index with many that are equal", lambda x: x[torch.arange(4 * _ROWS, device=x.device) * 5 % _ROWS]),
     ("max_pool2d", lambda x: F.max_pool2d(x.view(3, 4, 4, 4), 2)),
     ("avg_pool2d", lambda x: F.avg_pool2d(x.view(3, 4, 4, 4), 3, 1)),
     ("adaptive_avg_pool2d", lambda x: F.adaptive_avg_pool2d(x.view(3, 4, 4, 4), 1)),
@@ -70,7 +97,8 @@ _OF_ONE: tuple[tuple[str, Function], ...] = (
 
 
 def layer_cases(seed: int = 0) -> Iterator[Case]:
-    """Yield each function in each dtype, forward; in float32 and float64 the gradients of each, and those of a small network."""
+    """Yield each function in each dtype, forward; in float32 and float64 the gradients of each, those of a small network, and steps of optimizers."""
+    yield from optimizer_cases(seed)
     for dtype in FLOATS:
         x = small((_ROWS, _COLUMNS), dtype, seed)
         for name, call in _OF_ONE:

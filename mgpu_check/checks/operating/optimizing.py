@@ -1,0 +1,55 @@
+"""Steps of optimizers on one device: parameters of several sizes at once, and gradients that GradScaler finds infinite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from mgpu_check.checks.operating.agreement import Case
+from mgpu_check.checks.operating.values import small
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["optimizer_cases"]
+
+_OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.5, "nesterov": True, "weight_decay": 0.25}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.25}),
+}
+
+
+def optimizer_cases(seed: int = 0) -> Iterator[Case]:
+    """Yield three steps of each optimizer, in its multi-tensor and its fused form."""
+    for dtype in (torch.float32, torch.float64):
+        x = small((5, 13), dtype, seed)
+        for name in _OPTIMIZERS:
+            for form in ("foreach", "fused"):
+                yield Case(
+                    f"{name} with {form}=True of {name_of(dtype)}",
+                    lambda x, name=name, form=form: _stepped(x, name, form),
+                    (x,),
+                    "close",
+                )
+
+
+def _stepped(x: torch.Tensor, name: str, form: str) -> list[torch.Tensor]:
+    """Return what parameters are after a step, one that is skipped for an infinite gradient, and another step."""
+    kind, options = _OPTIMIZERS[name]
+    # Odd and even numbers of elements, whole rows and single ones: kernels of lists work in chunks and vectors.
+    parameters = [part.detach().clone().requires_grad_() for part in (x, x[0], x[1, :8], x[2, :1])]
+    optimizer = kind(parameters, lr=0.125, **options, **{form: True})
+    scaler = torch.amp.GradScaler(x.device.type, init_scale=4.0)
+    for step in range(3):
+        for number, parameter in enumerate(parameters, start=1):
+            # None is near 0: whether such a one is above or below it would be a matter of rounding.
+            gradient = (parameter.detach().abs() * number + 0.5) * (1 - 0.75 * step)
+            parameter.grad = scaler.scale(gradient)
+        if step == 1:
+            last = parameters[-1].grad
+            assert last is not None
+            last.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    return [parameter.detach() for parameter in parameters]
