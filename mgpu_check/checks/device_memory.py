@@ -51,6 +51,7 @@ def _recovers(device: torch.device) -> None:
     said = torch.cuda.get_device_properties(device).total_memory
     require(0 <= free <= total and total <= said, f"{free} bytes are free of {total}, and its properties say {said}")
     gc.collect()  # what tests before have left in cycles would be freed in between
+    torch.cuda.empty_cache()  # what is kept of it may make devices alike, of which one has less free by what is held here
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)

@@ -356,7 +356,8 @@ def _went_well(answer: object, number: int | None = None) -> bool:
 
 
 def _outcomes(answers: Mapping[int, object]) -> dict[int, protocol.Outcome]:
-    return {index: answer for index, answer in answers.items() if isinstance(answer, protocol.Outcome)}
+    """Return the outcomes in the order of ranks, in whichever they have come."""
+    return {index: answer for index, answer in sorted(answers.items()) if isinstance(answer, protocol.Outcome)}
 
 
 def _in_lockstep(outcomes: Mapping[int, protocol.Outcome]) -> bool:
