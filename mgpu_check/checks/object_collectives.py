@@ -98,7 +98,7 @@ def _empty(seed: int, rank: int) -> object:
 
 def _told(seed: int, rank: int, root: int) -> list[object]:
     """Return what a rank has before a broadcast: one of each kind, and what rank `root` has nothing for."""
-    return [*(object_of(seed, rank, number) for number in range(_KINDS)), None if rank == root else "something"]
+    return [None if rank == root else "something", *(object_of(seed, rank, number) for number in range(_KINDS))]
 
 
 def _short(value: object) -> str:
