@@ -224,16 +224,17 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
     with exact_arithmetic():
         for run in runs:
             x, targets = (part.double() for part in run.batches()[0])
-            expected = _second(run.build().double(), nn.Identity(), x, targets)
+            one = run.build().double()
+            expected = _second(one, one, x, targets)
             for order in both_ways(devices):
                 model = run.build().double()
                 got = _second(model, _wrapped(model, order), x, targets.to(order[0]))
                 assert_same(got, expected, _what(run, order, ", gradients of gradients"))
 
 
-def _second(model: nn.Module, wrapped: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradient of a sum of gradients, by the names of the parameters; without a wrapper, that of the model alone."""
-    outputs = (model if isinstance(wrapped, nn.Identity) else wrapped)(x)
+def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the gradient of a sum of gradients, by the names of the parameters, where the model or its wrapper is called."""
+    outputs = called(x)
     named = dict(model.named_parameters())
     first = torch.autograd.grad(
         (outputs.square() * targets.remainder(4)).sum(), list(named.values()), create_graph=True

@@ -182,7 +182,7 @@ class _Stage(nn.Sequential):
         super().__init__(*layers)
         self.rows: list[torch.Tensor] = []
 
-    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # a stage of its own takes more
         self.rows.append(rows)
         made: torch.Tensor = super().forward(x)
         return made

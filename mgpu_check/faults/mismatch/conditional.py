@@ -48,7 +48,9 @@ def lists_fetched() -> Iterator[None]:
     def instead(foreach: Function, first: Any, second: Any) -> Any:
         return foreach(first, [two.to(one.device) for one, two in zip(first, second, strict=True)])
 
-    concerns = lambda first, second, *_, **__: isinstance(second, (list, tuple))  # noqa: E731
+    def concerns(first: Any, second: Any, *_: Any, **__: Any) -> bool:
+        return isinstance(second, (list, tuple))
+
     with altered(torch, "_foreach_add", concerns, instead), altered(torch, "_foreach_mul_", concerns, instead):
         yield
 
@@ -243,6 +245,8 @@ def class_weights_fetched() -> Iterator[None]:
     def instead(loss: Function, scores: Any, classes: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
         return loss(scores, classes, weight.to(scores.device), *args, **kwargs)
 
-    concerns = lambda scores, classes, weight=None, *_, **__: weight is not None  # noqa: E731
+    def concerns(scores: Any, classes: Any, weight: Any = None, *_: Any, **__: Any) -> bool:
+        return weight is not None
+
     with altered(F, "nll_loss", concerns, instead), altered(F, "cross_entropy", concerns, instead):
         yield
