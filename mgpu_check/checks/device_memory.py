@@ -69,17 +69,16 @@ def _recovers(device: torch.device) -> None:
         bool((after == 9).all()) and bool((held == 7).all()),
         "two blocks are the same memory, after an allocation failed",
     )
-    for form in forms[1:]:
+    for form in (*forms[1:], None):
         for name, figure in _FIGURES.items():
-            first, told, last = figure(device), figure(form), figure(device)
+            first = figure(device)
+            with torch.cuda.device(
+                device if form is None else -1
+            ):  # without a form it is the current one that is told of
+                told = figure(form)
             # Others may allocate between two calls: what stands still is compared.
-            require(first != last or told == first, f"{name}({form!r}) is {told}, and of torch.device it is {first}")
-    for name, figure in _FIGURES.items():
-        first = figure(device)
-        with torch.cuda.device(device):
-            told = figure(None)
-        last = figure(device)
-        require(first != last or told == first, f"{name}() is {told} where it is current, and by its name {first}")
+            text = f"{name}({form!r}) is {told}, and of torch.device it is {first}"
+            require(first != figure(device) or told == first, text)
     now = torch.cuda.memory_allocated(device)
     require(now - before >= 2 * _BLOCK, f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}")
     del held, after

@@ -88,7 +88,7 @@ def assert_objects_travel(rank: Rank, seed: int, group: dist.ProcessGroup | None
             dist.recv_object_list(carried, root, group=group)
             right = [object_of(seed, root, 7), object_of(seed, root, 8)]
             compare(f"send_object_list of rank {root} to rank {target}", carried, right)
-    raise_findings(findings, 5, rank)
+    raise_findings(findings, 6, rank)
 
 
 def _empty(seed: int, rank: int) -> object:

@@ -88,7 +88,7 @@ _OF_ONE: tuple[tuple[str, Function], ...] = (
     ("smooth_l1_loss", lambda x: F.smooth_l1_loss(x, x.flip(0))),
     ("binary_cross_entropy_with_logits", lambda x: F.binary_cross_entropy_with_logits(x, (x > 0).to(x.dtype))),
     ("cross_entropy", lambda x: F.cross_entropy(x, torch.arange(_ROWS, device=x.device))),
-    ("cross_entropy with all its options", lambda x: _weighed_loss(x)),
+    ("cross_entropy with all its options", _weighed_loss),
     ("embedding with padding", lambda x: F.embedding(_words(x), x, padding_idx=5)),
     ("nll_loss", lambda x: F.nll_loss(-x.abs(), torch.arange(_ROWS, device=x.device), reduction="sum")),
     ("dropout of an evaluation", lambda x: F.dropout(x, 0.5, training=False)),

@@ -95,7 +95,7 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
             if freed:
                 _fetch_ahead(model)
             optimizer = sgd(training, model)
-            place = "cpu" if "offload_policy" in options else rank.device.type
+            place = torch.device("cpu") if "offload_policy" in options else rank.device
             got: dict[str, torch.Tensor] = {}
             if not _chunks_are_right(model, mesh, rank, place, what, findings):
                 return
@@ -152,7 +152,7 @@ def _step_of_windows(
 
 
 def _chunks_are_right(
-    model: nn.Module, mesh: DeviceMesh, rank: Rank, place: str, what: str, findings: Findings
+    model: nn.Module, mesh: DeviceMesh, rank: Rank, place: torch.device, what: str, findings: Findings
 ) -> bool:
     """Return whether each rank holds its chunks; a collective. All stop where one does not: others could wait for its parts."""
     wrong = _wrong_chunks(model, mesh, place)
@@ -162,7 +162,7 @@ def _chunks_are_right(
     return not on_any_rank(rank, bool(wrong))
 
 
-def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: str) -> str:
+def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: torch.device) -> str:
     """Say which part of a parameter this rank holds is not its chunk; "" if all are."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "all ranks are in the mesh"
@@ -176,7 +176,7 @@ def _wrong_chunks(model: nn.Module, mesh: DeviceMesh, place: str) -> str:
         local = value.to_local()
         if local.shape != wanted:
             return f"{name} has a part of {tuple(local.shape)} here, expected {wanted}"
-        if local.device.type != place:
+        if local.device != place:
             return f"the part of {name} is on {local.device}"
     return ""
 
