@@ -20,6 +20,7 @@ from mgpu_check.simulated.calls import Call, without_self
 from mgpu_check.simulated.functional import group_of, install_functional
 from mgpu_check.simulated.groups import NO_CPU, NcclGroup, connect, install_groups, nccl_alone, nccl_of
 from mgpu_check.simulated.late import LateWork, Staging, is_channels_last
+from mgpu_check.simulated.nccl import UNTYPED
 from mgpu_check.simulated.parsing import parser_of
 from mgpu_check.simulated.state import active_node, device_index
 from mgpu_check.simulated.tensor import SimulatedTensor
@@ -28,9 +29,6 @@ from mgpu_check.torch_hooks.table import METHODS
 
 __all__ = ["install_collectives", "record"]
 
-# What NCCL has no type for, by the names that it prints.
-_NO_NCCL_TYPE = {torch.int16: "Short", torch.uint16: "UInt16", torch.uint32: "UInt32", torch.uint64: "UInt64"}
-_NOR_COMPLEX = _NO_NCCL_TYPE | {torch.complex64: "ComplexFloat", torch.complex128: "ComplexDouble"}
 _VIEWS_COMPLEX = ("all_reduce", "broadcast", "reduce")
 """What ProcessGroupNCCL does on complex tensors by views of real ones; for others `torch.distributed` makes them, or nobody."""
 _NO_NCCL_OP = ("BAND", "BOR", "BXOR")
@@ -52,15 +50,15 @@ def _leaves(value: object) -> Iterator[torch.Tensor]:
 
 def _refuse(call: Call, group: NcclGroup) -> None:
     """Refuse what ProcessGroupNCCL refuses (check_gpu_single_tensor and its kin), in its words."""
-    unknown = _NO_NCCL_TYPE if call.title in _VIEWS_COMPLEX else _NOR_COMPLEX
+    views = call.title in _VIEWS_COMPLEX
     for tensor in call.tensors():
         if not isinstance(tensor, SimulatedTensor):
             raise RuntimeError(NO_CPU if "cpu" not in group.backends else "Tensors must be CUDA and dense")
         if tensor.is_sparse:
             raise ValueError("Tensors must be CUDA and dense")
-        if tensor.dtype in unknown:
+        if tensor.dtype in UNTYPED and not (views and tensor.is_complex()):
             raise RuntimeError(
-                f"Input tensor data type is not supported for NCCL process group: {unknown[tensor.dtype]}"
+                f"Input tensor data type is not supported for NCCL process group: {UNTYPED[tensor.dtype]}"
             )
         if call.peer:
             continue

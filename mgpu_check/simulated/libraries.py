@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from mgpu_check.simulated.nccl import check_types
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.simulated.transfer import move
 from mgpu_check.torch_hooks.patches import Patches
@@ -113,6 +114,7 @@ def _check_operands(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tens
         if tensor.device in devices:
             raise RuntimeError("inputs must be on unique devices")
         devices.add(tensor.device)
+    check_types(*inputs)
     for tensor in outputs:
         if not isinstance(tensor, SimulatedTensor) or tensor.dtype != inputs[0].dtype:
             raise RuntimeError("input and output elements have to be cuda dense Tensors of the same dtype")

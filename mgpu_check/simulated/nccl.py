@@ -12,7 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["NcclOptions", "ProcessGroupNCCL", "on_construction"]
+__all__ = ["UNTYPED", "NcclOptions", "ProcessGroupNCCL", "check_types", "on_construction"]
+
+UNTYPED = {
+    torch.int16: "Short",
+    torch.uint16: "UInt16",
+    torch.uint32: "UInt32",
+    torch.uint64: "UInt64",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+"""What NCCL has no type for, by the names that torch prints."""
 
 _UNDEFINED = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 
@@ -24,6 +34,13 @@ def on_construction(call: Construct) -> None:
     """Have ``call(store, rank, size, options)`` make the group of a ``ProcessGroupNCCL`` that is made by hand."""
     global _construct
     _construct = call
+
+
+def check_types(*tensors: torch.Tensor) -> None:
+    """Refuse what NCCL has no type for, as torch does where one process calls NCCL for several devices."""
+    for tensor in tensors:
+        if tensor.dtype in UNTYPED:
+            raise RuntimeError(f"Unconvertible NCCL type {UNTYPED[tensor.dtype]}")
 
 
 class NCCLConfig:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.parallel._functions
 
 from mgpu_check.simulated.lazy import LAZY, uninitialized_on
+from mgpu_check.simulated.nccl import check_types
 from mgpu_check.simulated.state import simulated_device
 from mgpu_check.simulated.streams import Stream, StreamContext
 from mgpu_check.simulated.tensor import SimulatedTensor
@@ -39,6 +40,8 @@ def _check_outputs(out: Sequence[torch.Tensor]) -> None:
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
     targets = [_device(d) for d in devices]
+    if tensor.is_cuda and tensor.is_contiguous() and any(target != tensor.device for target in targets):
+        check_types(tensor)  # NCCL broadcasts it to the other devices
     with torch.no_grad():
         return [move(tensor, target) for target in targets]
 
@@ -51,8 +54,16 @@ def _broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[to
                 f"Expected all output tensors to have same shape as the source tensor {list(tensor.shape)}, but output "
                 f"tensor at index {i} has shape {list(target.shape)}"
             )
+    if _of_nccl([tensor, *out]):
+        check_types(tensor)
     with torch.no_grad():
         return [target.copy_(tensor) for target in out]
+
+
+def _of_nccl(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether torch calls NCCL for them: each has a device of its own, of several, and no gaps."""
+    apart = len({tensor.device for tensor in tensors}) == len(tensors) > 1
+    return apart and all(tensor.is_cuda and tensor.is_contiguous() for tensor in tensors)
 
 
 def _broadcast_coalesced(
@@ -61,6 +72,8 @@ def _broadcast_coalesced(
     targets = [_device(d) for d in devices]
     if any(tensor.device != targets[0] for tensor in tensors):
         raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
+    if any(target != targets[0] for target in targets):
+        check_types(*(tensor for tensor in tensors if not isinstance(tensor, LAZY)))
     with torch.no_grad():
         return [[_copy(t, target) for t in tensors] for target in targets]
 

@@ -40,26 +40,11 @@ class Rule:
     result: int | None = 0
 
 
-_ARITHMETIC = dict.fromkeys(
-    (
-        *(
-            "add",
-            "mul",
-            "maximum",
-            "eq",
-            "where",
-            "addcmul",
-            "addcmul third",
-            "lerp",
-            "add_",
-            "mul_",
-            "add out=",
-            "mul out=",
-        ),
-        *("foreach add", "foreach mul_"),  # as optimizers and clipping call
-    ),
-    Rule(),
-)
+_ARITHMETIC = {
+    **dict.fromkeys(("add", "mul", "maximum", "eq", "where", "addcmul", "addcmul third", "lerp"), Rule()),
+    **dict.fromkeys(("add_", "mul_", "add out=", "mul out="), Rule()),
+    **dict.fromkeys(("foreach add", "foreach mul_"), Rule()),  # as optimizers and clipping call
+}
 _PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm"), Rule())
 _JOINS = dict.fromkeys(("cat", "stack", "cat out="), Rule())
 _LAYERS = {

@@ -14,6 +14,7 @@ import torch
 import torch.cuda.nccl
 import torch.cuda.tunable
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import comm
 
 from mgpu_check.simulated import autocast, native, runtime, simulated_node
 from mgpu_check.torch_hooks import precision
@@ -276,6 +277,27 @@ def test_nccl_of_one_process_combines_its_devices():
         assert inputs[1].tolist() == [12, 12]
         with pytest.raises(RuntimeError, match="inputs must be on unique devices"):
             torch.cuda.nccl.all_reduce([first, first.clone()])
+
+
+def test_nccl_of_one_process_has_no_type_for_some_dtypes():
+    with simulated_node(2):
+        words = [torch.ones(2, dtype=torch.int16, device=f"cuda:{i}") for i in range(2)]
+        refused = pytest.raises(RuntimeError, match="Unconvertible NCCL type Short")
+        for call in (
+            lambda: comm.reduce_add(words),
+            lambda: comm.broadcast(words[0], [0, 1]),
+            lambda: comm.broadcast(words[0], out=words[1:]),
+            lambda: comm.broadcast_coalesced(words[:1], [0, 1]),
+        ):
+            with refused:
+                call()
+        with pytest.raises(RuntimeError, match="Unconvertible NCCL type ComplexFloat"):
+            comm.reduce_add([word.to(torch.complex64) for word in words])
+        # Complex numbers are broadcast as pairs of real ones; and what NCCL cannot take at all is copied.
+        assert comm.broadcast(words[0].to(torch.complex64), [0, 1])[1].device == words[1].device
+        assert comm.broadcast(words[0], out=words)[1].tolist() == [1, 1]
+        assert comm.broadcast(words[0].expand(2, 2).t(), [0, 1])[1].tolist() == [[1, 1], [1, 1]]
+        assert comm.reduce_add(words[:1]) is words[0]
 
 
 def test_each_operator_that_autocast_has_for_cuda_is_known():
