@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.process import Process
 from mgpu_check.processes import protocol
-from mgpu_check.processes.channel import Garbled, frame
+from mgpu_check.processes.channel import Channel, Garbled, frame
 from mgpu_check.processes.clock import Clock
 
-__all__ = ["agree", "collect", "send"]
+__all__ = ["agree", "collect", "send", "send_rest"]
 
 # How long the other ranks may go on once one has raised or died: twice what it took that one, within these bounds, and
 # longer as long as they compute. It decides only how much of the others' story is told, never the outcome.
@@ -34,6 +35,24 @@ def send(processes: Mapping[int, Process], message_for: Callable[[int], object])
         except OSError:
             gone.append(index)
     return gone
+
+
+def send_rest(processes: Iterable[Process], timeout: float) -> None:
+    """Send what `send` has left, to all processes at the same time; give up on those that take none of it until the timeout."""
+    deadline = Clock.now() + timeout
+    with selectors.PollSelector() as selector:
+        for process in processes:
+            if process.connection.unsent:
+                selector.register(process.connection, selectors.EVENT_WRITE)
+        while selector.get_map() and (ready := selector.select(Clock.until(deadline))):
+            for key, _ in ready:
+                channel = key.fileobj
+                assert isinstance(channel, Channel)
+                with contextlib.suppress(OSError):  # who waits for its answer finds out
+                    channel.flush()
+                    if channel.unsent:
+                        continue
+                selector.unregister(channel)
 
 
 def collect(

@@ -10,6 +10,7 @@ from typing import Any
 
 from mgpu_check.devices.placement import Slot, slots_for
 from mgpu_check.devices.visibility import Mask, Masks
+from mgpu_check.engine.answers import send_rest
 from mgpu_check.engine.failures import NODE
 from mgpu_check.engine.launcher import Launcher
 from mgpu_check.engine.own_environment import own_environment
@@ -22,6 +23,7 @@ from mgpu_check.processes import pickling, protocol
 __all__ = ["RankPool"]
 
 _LONGEST_GROUP_TIMEOUT = 1e8  # seconds
+_AFTER_A_HANG = 1.0  # seconds, for calls that began with one that hangs to send what they have
 
 Hear = Callable[[Mapping[int, Sequence[tuple[str, Any]]]], None]
 """Takes what each rank has told in a call: see `worker.tell`."""
@@ -130,35 +132,41 @@ class RankPool:
     def run_apart(
         self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, timeout: float | None = None
     ) -> list[Any]:
-        """Call ``fn(*args)`` for each of `arguments`, all at a time, each on a rank that is alone in its world.
+        """Call ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world.
 
         The i-th runs on device i; there are `devices` of them at most.
+
+        Args:
+            timeout: seconds that each may take, as in `run`. Once one hangs, the others have had theirs, too.
 
         Returns:
             One result for each, in their order.
 
         Raises:
-            What `run` raises: if several calls fail, the error of the first, once all have ended.
+            What `run` raises: if several calls fail, the error of the first in their order, once all have ended.
         """
         timeout = self._seconds(timeout)
         function = self.function(fn)
         begun: list[tuple[World, Begun]] = []
         results: list[Any] = []
         errors: list[BaseException] = []
+        refused: list[BaseException] = []  # where it could not begin, which is after those that have begun
         with self._lock:
             for index, args in enumerate(arguments):
                 try:
                     begun.append(self._begin(self._key(1, None, 0, [index]), function, *with_rank(fn, args, {})))
-                except Exception as error:
-                    errors.append(error)
+                except (Exception, RankHang) as error:
+                    refused.append(error)
                     break
+            send_rest([process for world, _ in begun for process in world.processes.values()], timeout)
             for world, call in begun:
                 try:
                     results += self._finish(world, call, timeout)
                 except (Exception, RankHang) as error:  # the others are waited for
                     errors.append(error)
-        if errors:
-            raise errors[0]
+                    timeout = min(timeout, _AFTER_A_HANG) if isinstance(error, RankHang) else timeout
+        if failed := errors + refused:
+            raise failed[0]
         return results
 
     def run_in_node_process(

@@ -20,10 +20,11 @@ class NotPicklable(TypeError):
 
 
 def pickled_function(function: Callable[..., Any], wrapped: Callable[..., Any], key: str, reused: bool) -> Function:
-    """Pickle what stands for `function`, by value where it cannot be imported elsewhere.
+    """Pickle a function as it is sent, by value where it cannot be imported elsewhere.
 
     Args:
-        wrapped: it, with what is put around it.
+        function: the user's own, for its name and for errors.
+        wrapped: what is sent for it.
         key, reused: see `Function`.
 
     Raises:

@@ -58,7 +58,13 @@ class Abandoned(Exception):
 
 
 class Begun(NamedTuple):
-    """A call that every process has begun: its number, the function's name, since when, and who is gone."""
+    """A call that every process has begun.
+
+    Attributes:
+        name: of the function.
+        started: seconds on `Clock`.
+        unsent: processes that the call could not be sent to, because they have ended.
+    """
 
     number: int
     name: str
@@ -116,7 +122,11 @@ class World(WorldProcesses):
         return self.finish(self.begin(function, arguments, call_context), timeout)
 
     def begin(self, function: Function, arguments: bytes, call_context: protocol.CallContext) -> Begun:
-        """Have every process begin a call, of which `finish` takes the results. Raises `RankDied` if one has ended before."""
+        """Have every process begin a call, whose results `finish` returns.
+
+        Raises:
+            RankDied: a process has ended before.
+        """
         self.check_alive("before " + function.name)
         call = self._prepare(function, arguments, call_context)
         started = Clock.now()

@@ -139,9 +139,11 @@ class Channel:
             received = self._socket.recv_into(self._missing)
             self._missing = self._missing[received:]
             return received
-        data, files, _, _ = socket.recv_fds(self._socket, _CHUNK, 1)
+        data, files, flags, _ = socket.recv_fds(self._socket, _CHUNK, 1)
         self._in += data
         self._files += files
+        if flags & socket.MSG_CTRUNC:
+            raise Garbled("a file came with it, and this process can open no more; raise its limit with ulimit -n")
         return len(data)
 
     def _begin_buffer(self, length: int) -> None:
@@ -166,6 +168,8 @@ class Channel:
             if os.fstat(file).st_size != total or not 0 < total <= _LONGEST:
                 raise Garbled(f"a file has {os.fstat(file).st_size} bytes, and its buffers {total}")
             content = memoryview(mmap.mmap(file, total, flags=mmap.MAP_SHARED))
+        except OSError as error:  # no descriptor, or no address space, is left
+            raise Garbled(f"a file of {total} bytes cannot be mapped: {error}") from error
         finally:
             os.close(file)
         self._buffers += [content[place] for place in places]
@@ -211,18 +215,22 @@ class RankEnd:
         self._socket.sendall(_framed(body))
 
     def _send_file(self, contents: Sequence[memoryview]) -> bool:
-        """Send buffers as one file in memory; False where that is not worth while, or none can be sent."""
+        """Send buffers as one file in memory; False where that is not worth while, or none can be made or sent."""
         size = sum(content.nbytes for content in contents)
         if size < _LEAST_FILE or self._socket.family != socket.AF_UNIX:
+            return False
+        if not hasattr(os, "memfd_create"):  # a Python built for glibc before 2.27, as conda's and uv's may be
             return False
         try:
             file = _file_of(contents)
         except OSError:  # a limit on the size of files, or a sandbox
             return False
+        lengths = b"".join(_LENGTH.pack(content.nbytes) for content in contents)
+        framed = _HEADER.pack(_FILE, len(lengths)) + lengths
         try:
-            lengths = b"".join(_LENGTH.pack(content.nbytes) for content in contents)
-            framed = _HEADER.pack(_FILE, len(lengths)) + lengths
             sent = socket.send_fds(self._socket, [framed], [file])
+        except OSError:  # a sandbox lets no files through; or nobody receives, as the next to send will find
+            return False
         finally:
             os.close(file)
         self._socket.sendall(framed[sent:])

@@ -71,11 +71,11 @@ class Ranks:
 
     @property
     def _at_once(self) -> int:
-        """How many calls `_run_apart` takes: on real devices one, whose results no other device decides."""
+        """How many calls `_run_apart` can make at the same time: on real devices one, so that no other device decides."""
         return self.size if self._session.settings.simulate == "cpu" else 1
 
     def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call ``fn(*args)`` for each of `arguments` on a rank that is alone, all at a time: see `RankPool.run_apart`."""
+        """Call ``fn(*args)`` for each of `arguments` at the same time, on ranks that are alone: see `RankPool.run_apart`."""
         self._session.on_ranks()
         with abandoning(self._session), self._session.some_devices(len(arguments)):
             return self._session.pool.run_apart(fn, arguments)

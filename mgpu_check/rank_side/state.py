@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.protocol import SEED
 from mgpu_check.rank_side.process_state import ProcessState
 from mgpu_check.torch_hooks import precision
@@ -51,7 +52,7 @@ _FLAGS: tuple[tuple[Any, str], ...] = (
     (torch.backends.cudnn, "deterministic"),
 )
 
-_MOMENT = 0.2  # seconds
+_MOMENT = 0.2  # seconds, that threads have to end: more than one needs, and little beside new ranks
 
 _DEVICES = (torch.device("cpu"), torch.device("cuda"))
 
@@ -134,7 +135,7 @@ class Baseline:
     def left_behind(self) -> tuple[str, ...]:
         """Return what is left behind and cannot be undone in a living process."""
         found = []
-        threads = [one.name for one in threading.enumerate() if one not in self.threads and not _ends(one)]
+        threads = _still_running(one for one in threading.enumerate() if one not in self.threads)
         # More than `threading` knows, where one was started by `_thread`.
         strangers = _thread._count() - self.count
         if threads or strangers > 0:
@@ -146,12 +147,20 @@ class Baseline:
         return (*found, *self.replaceable.changed(), *self.process.left_behind())
 
 
-def _ends(thread: threading.Thread) -> bool:
-    """Return whether a thread has ended, or ends in a moment, as that of a queue does when nobody needs it any more."""
-    if isinstance(thread, threading._DummyThread):  # of C, which nobody can wait for
-        return False
-    thread.join(_MOMENT)
-    return not thread.is_alive()
+def _still_running(threads: Iterable[threading.Thread]) -> list[str]:
+    """Return the names of the threads that still run, once all of them together have had a moment to end.
+
+    The thread of a queue, for one, ends just after nobody needs the queue any more.
+    """
+    deadline = Clock.now() + _MOMENT
+    running = []
+    for thread in threads:
+        foreign = isinstance(thread, threading._DummyThread)  # of C, which nobody can wait for
+        if not foreign:
+            thread.join(Clock.until(deadline))
+        if foreign or thread.is_alive():
+            running.append(thread.name)
+    return running
 
 
 def _destroy_extra_groups() -> None:

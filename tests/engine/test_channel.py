@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import select
 import signal
 import socket
@@ -59,14 +61,23 @@ def test_large_buffers_go_as_a_file(ends):
     rank.close()
 
 
-def test_buffers_go_through_the_socket_where_no_file_can_be_made(ends, monkeypatch):
+def _refuses(*args: object) -> int:
+    raise OSError("no files here")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [(os, "memfd_create", _refuses), (os, "memfd_create", None), (socket, "send_fds", _refuses)],
+    ids=["refused", "unknown to this Python", "not let through"],
+)
+def test_buffers_go_through_the_socket_where_no_file_can_be_sent(ends, monkeypatch, owner, name, instead):
     channel, theirs = ends
     rank = RankEnd(theirs.detach())
-
-    def refuses(name: str) -> int:
-        raise OSError("no files here")
-
-    monkeypatch.setattr(os, "memfd_create", refuses)
+    before = _open_files()
+    if instead is None:
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, instead)
     large = bytes(16 << 20)
     sender = threading.Thread(target=rank.send, args=([pickle.PickleBuffer(large), 7],))
     sender.start()
@@ -74,6 +85,33 @@ def test_buffers_go_through_the_socket_where_no_file_can_be_made(ends, monkeypat
         select.select([channel], [], [])
     sender.join()
     assert bytes(message[0]) == large and message[1] == 7
+    assert _open_files() == before
+    rank.close()
+
+
+@contextlib.contextmanager
+def _room_for_files(count: int) -> Iterator[None]:
+    """Let this process open so many files more."""
+    free = [os.dup(0) for _ in range(count + 1)]
+    for file in free:
+        os.close(file)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[-1], hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("room", "words"), [(0, "ulimit -n"), (1, "cannot be mapped: .*Too many open files")])
+def test_a_file_for_which_there_is_no_descriptor_is_told_of(ends, room, words):
+    channel, theirs = ends
+    rank = RankEnd(theirs.detach())
+    rank.send([pickle.PickleBuffer(bytes(16 << 20))])
+    before = _open_files()
+    with _room_for_files(room), pytest.raises(Garbled, match=words):
+        channel.receive()
+    assert _open_files() == before
     rank.close()
 
 

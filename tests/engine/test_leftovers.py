@@ -13,7 +13,7 @@ import pytest
 
 from mgpu_check.errors import RankDied
 from mgpu_check.pytest_plugin.serialization import by_value
-from mgpu_check.rank_side.state import _ends
+from mgpu_check.rank_side.state import _still_running
 
 SHARED = Path("/dev/shm")
 
@@ -161,16 +161,25 @@ def alive(pid):
         return False
 
 
-def test_a_thread_that_ends_in_a_moment_is_not_left_behind(monkeypatch):
+def test_threads_that_end_in_a_moment_are_not_left_behind(monkeypatch):
     ends = threading.Event()
-    thread = threading.Thread(target=ends.wait)
-    thread.start()
-    assert not _ends(thread)
+    threads = [threading.Thread(target=ends.wait, name=f"waits {number}") for number in range(3)]
+    for thread in threads:
+        thread.start()
+    granted = []
     join = threading.Thread.join
 
     def joined(self: threading.Thread, timeout: float | None = None) -> None:
-        ends.set()  # as what it has to do is done just then
+        granted.append(timeout)
         join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", joined)
-    assert _ends(thread)
+    assert _still_running(threads) == ["waits 0", "waits 1", "waits 2"]
+    assert sum(granted) < 2 * granted[0], "they have one moment together, not one each"
+
+    def joined_as_it_ends(self: threading.Thread, timeout: float | None = None) -> None:
+        ends.set()  # as what it has to do is done just then
+        join(self, 60)
+
+    monkeypatch.setattr(threading.Thread, "join", joined_as_it_ends)
+    assert _still_running(threads) == []
