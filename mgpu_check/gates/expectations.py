@@ -1,4 +1,4 @@
-"""What one device gives, measured by ranks that are alone, with as much effort as it takes, and kept."""
+"""Measure what one device gives for each scenario, on ranks that are alone in their world, and keep it."""
 
 from __future__ import annotations
 
@@ -33,20 +33,24 @@ _KEPT_ELEMENTS = 100_000_000
 
 
 class Effort(Enum):
-    """How it is measured what a right step may be off by, in the order in which they are tried: each grants more than the one
-    before, and takes longer.
+    """How thoroughly to measure by how much a right step may be off.
+
+    In the order in which they are tried: each grants more than the one before, and takes longer.
     """
 
     PROVISIONAL = auto()
+    """A run as it is, and a few that are perturbed in the precision of the step."""
     WIDENED = auto()
+    """One more run, which shows what rounding within operators adds."""
     IN_FULL = auto()
+    """Runs in float64, exact and perturbed."""
 
 
 class Expectations:
     """What one device gives for each scenario of one program.
 
     Attributes:
-        alone: the step bears to be alone in its world, as far as is known.
+        alone: whether the step can run alone in its world, as far as is known.
     """
 
     def __init__(self, ranks: RanksFixture, program: Program) -> None:
@@ -54,14 +58,14 @@ class Expectations:
         self.alone = True
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         self._elements: int | None = None
-        """How many the results of a step have that ranks measure together; 0 where one does, None where that is not known yet."""
+        """Elements of the results of a step whose runs ranks share; 0 if one rank does them all, None before the first."""
 
     def of(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return what one device gives; measure it once for all world sizes.
 
         Args:
-            deep: what each step of an optimizer leaves, too.
-            effort: less than in full will do, where that can tell.
+            deep: measure what each step of an optimizer leaves, too.
+            effort: less than in full, if that is conclusive.
 
         Raises:
             RankFailure: the reference, or the step, fails on one device.
@@ -72,7 +76,7 @@ class Expectations:
         known = self._expected.get((case, deep))
         if known is None and effort is not Effort.IN_FULL:
             known = self._provisional((case, "provisionally"), scenario, effort)
-        if known is None:  # nor can it be told provisionally
+        if known is None:  # or a provisional measurement is not conclusive
             known = self._kept((case, deep), scenario, measure, deep)
         assert known is not None
         if isinstance(known, RankFailure):
@@ -127,13 +131,18 @@ class Expectations:
         return found
 
     def _measured_together(self, scenario: Scenario) -> Expected | None:
-        """Return what `measure_provisionally` does, by runs that ranks share; None where one has to do them."""
+        """Return what `measure_provisionally` returns, from runs that ranks share; None if one rank has to do them all."""
         elements = self._elements
         if not elements or (self._program.reference is not None and scenario.change):
             return None
         count = min(len(RUNS), self._ranks._at_once)
         shares = [RUNS[first::count] for first in range(count)]
-        done = self._ranks._run_apart(measure_in_parts, [(self._program, scenario, runs, elements) for runs in shares])
+        arguments = [(self._program, scenario, runs, elements) for runs in shares]
+        try:
+            done = self._ranks._run_apart(measure_in_parts, arguments)
+        except RankDied:  # where memory does for one, it need not do for several
+            self._elements = 0
+            return None
         parts = {
             run: part
             for runs, of_rank in zip(shares, done, strict=True)
@@ -146,7 +155,7 @@ class Expectations:
 
 
 def key_of(scenario: Scenario) -> tuple[object, ...]:
-    """Return what tells scenarios apart: batches that were drawn by their bits."""
+    """Return a key that differs between scenarios: batches that were drawn count by their bits."""
     return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
 

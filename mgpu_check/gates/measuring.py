@@ -83,12 +83,13 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 
 
 def measure_provisionally(rank: Rank, program: Program, scenario: Scenario, alone: bool = True) -> Expected | None:
-    """Run the reference, or the step, as it is and perturbed in its own precision: enough to tell that most right steps are.
+    """Run the reference, or the step, as it is and perturbed in its own precision: enough to recognise most right steps.
 
-    None where only `measure` can tell.
+    None if that is not conclusive, and `measure` has to be used.
 
     Args:
-        alone: see `measure`; it is run for batches that were changed only, of which it tells whether they suit the step.
+        alone: see `measure`; here the step runs beside a reference only for batches that were changed, to see whether they
+            suit it.
     """
     own = None
     with full_precision(), one_thread() as threads:
@@ -115,7 +116,9 @@ def measure_in_parts(
 
 
 def of_parts(program: Program, parts: Sequence[Part], elements: int) -> Expected | None:
-    """Return what `measure_provisionally` does, of the parts of all `rounding.RUNS`; None where they do not tell."""
+    """Return what `measure_provisionally` returns, from a part for each of `rounding.RUNS`; None if they are not
+    conclusive.
+    """
     main = joined(parts, elements)
     return None if main is None else _provisional(program, main, None, parts[0].drawn, parts[0].narrow)
 
@@ -142,7 +145,7 @@ def _provisional(
 def measure_slightly_moved(rank: Rank, program: Program, scenario: Scenario) -> Observation:
     """Run the reference, or the step, as it is, once more; see `rounding.slightly_moved`.
 
-    Against the first run it tells what rounding within operators brings, which perturbing their results does not.
+    Compared with the first run it shows what rounding within operators adds, which perturbing their results does not.
     """
     with full_precision(), one_thread() as threads:
         seen = slightly_moved(rank, program, scenario, program.reference is not None, threads)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 RUNS = (0, 1, -1)
-"""What is run to tell provisionally: as it is, and perturbed in two directions."""
+"""The runs of a provisional measurement: as it is (0), and perturbed in two opposite directions (1 and -1)."""
 
 
 def measured_provisionally(
@@ -36,7 +36,7 @@ def measured_provisionally(
 ) -> Provisional | None:
     """Run the step, or the reference, three or four times in its own precision; see `numerics.steps.granted_at_least`.
 
-    None where that does not tell: `measured` will.
+    None if that is not conclusive, and `measured` has to be used.
 
     Args:
         threads: how many a large model may have.
@@ -58,10 +58,11 @@ def measured_in_part(
 
 
 def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
-    """Return what `measured_provisionally` does, of all of `RUNS` in their order; None where they do not tell.
+    """Return what `measured_provisionally` returns, from a part for each of `RUNS`, in their order; None if they are not
+    conclusive.
 
     Args:
-        elements: that which `measured_in_part` was given.
+        elements: as `measured_in_part` was given.
     """
     seen = [part.seen for part in parts if part.seen is not None and part.simple]
     if len(seen) < len(RUNS) or not all(left_alike(seen[0], other) for other in seen[1:]):
@@ -89,12 +90,12 @@ def rounding_seen(single: Observation, again: Observation) -> dict[Result, float
 def measured(
     rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, threads: int, notes: Notes
 ) -> Measured:
-    """Run the step, or the reference, as often as it takes to tell how exactly it is determined.
+    """Run the step, or the reference, as often as it takes to find how exactly it is determined.
 
     Args:
-        deep: tell what each step of an optimizer leaves, too.
+        deep: measure what each step of an optimizer leaves, too.
         threads: how many a large model may have.
-        notes: is told of the dtypes and random numbers of the run as it is.
+        notes: gets the dtypes and random numbers of the run as it is.
     """
     runs = Runs(rank, program, scenario, of_reference, threads)
     runs.as_it_is(notes, deep)

@@ -25,9 +25,11 @@ from mgpu_check.torch_hooks.threads import some_threads
 __all__ = ["LARGE", "Measured", "Part", "Provisional", "Runs", "alike", "left_alike", "wide"]
 
 LARGE = 1_000_000
-"""Elements from which on fewer perturbations do: each draws a random sign for every intermediate value."""
+"""Elements of results from which a step is large, and fewer perturbations must do: each draws a random sign for every
+intermediate value."""
 _OF_PARTS = 4.0
-"""What ranks round in a narrow dtype is their own parts, which may be larger than the sum that one device rounds."""
+"""Factor for tolerances in a narrow dtype: ranks round their own parts, which may be larger than the sum that one device
+rounds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Provisional:
-    """One program on one device as it is, and what its results may be off by at the least."""
+    """One program on one device as it is, and the least by which a right result may be off."""
 
     single: Observation
     tolerance: dict[Result, torch.Tensor]
@@ -57,12 +59,13 @@ class Provisional:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the runs by which it is told provisionally.
+    """One of the runs of a provisional measurement.
 
     Attributes:
-        seen: what it has left; None where it fails with perturbed numbers, or leaves what is not finite.
-        simple: neither a recurrent network in one operator nor an optimizer that is not linear has run, which ask for other runs.
-        drawn, narrow: see `Notes`, of the run as it is.
+        seen: what it has left; None if it fails with perturbed numbers, or leaves what is not finite.
+        simple: whether these runs are enough: a recurrent network in one operator, and an optimizer that is not linear in
+            the gradient, need others.
+        drawn, narrow: see `Notes`; of the run as it is only.
     """
 
     seen: Observation | None
@@ -153,11 +156,11 @@ class Runs:
         return Part(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
 
     def slightly_moved(self) -> Observation:
-        """Run as it is, moved; see the function of this name."""
+        """Run as it is on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
         return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
-        """Return what turns the sign of each gradient that rounding may turn; see `undecided`."""
+        """Return what turns the sign of each gradient whose sign rounding decides, None if there is none; see `undecided`."""
         slack = []
         for index, stage in enumerate(self._exact.snapshots):
             granted = self._granted(index)
@@ -167,7 +170,7 @@ class Runs:
         return _nudge_by(slack, lambda direction: 1)
 
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
-        """Return what results may be off by at the least, at the end or before an optimizer's step."""
+        """Return the least by which right results may be off, at the end or before an optimizer's step."""
 
         def of(seen: Observation) -> dict[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
@@ -269,7 +272,7 @@ class Runs:
         return _nudge_by(slack, lambda direction: direction)
 
     def measured(self, deep: bool) -> Measured:
-        """Return what all runs together tell."""
+        """Return what follows from all runs together."""
         with some_threads(self._threads, self.large):
             return self._measured(deep)
 
@@ -325,7 +328,9 @@ class Runs:
 def _nudge_by(
     slack: Sequence[Mapping[Result, torch.Tensor]], factor: Callable[[int], int]
 ) -> Callable[[int], Nudge] | None:
-    """Return what adds so much to the gradients of each step, times a factor for the direction; None where it is zero."""
+    """Return a nudge that adds `slack`, times the factor for the direction, to the gradients of each step; None if all of it
+    is zero.
+    """
     if not any(bool(value.any()) for of_step in slack for value in of_step.values()):
         return None
 
@@ -340,7 +345,7 @@ def _nudge_by(
 
 
 def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
-    """Return those of floating point, in float32 at least."""
+    """Return the values that are floating-point numbers, narrow ones in float32."""
     floating = {name: value for name, value in values.items() if value.is_floating_point()}
     return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
 
@@ -353,6 +358,7 @@ def alike(one: Observation, other: Observation) -> bool:
 
 
 def left_alike(one: Observation, other: Observation) -> bool:
+    """Return whether two runs have left results of the same names and shapes, after as many steps."""
     if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
         return False
     return all(value.shape == other.values[name].shape for name, value in one.values.items())

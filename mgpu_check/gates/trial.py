@@ -20,7 +20,7 @@ from mgpu_check.mistakes.results import Result
 __all__ = ["Trial", "Trials"]
 
 _PATIENCE = 2
-"""How many more times what is measured provisionally may be too little than enough, before it is given up."""
+"""After how many more provisional measurements that were too little than were enough they are given up."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Trials:
         self._effects = False
         self._refusals: dict[int, str] = {}
         self._cause: RankFailure | None = None
-        self._told = 0
+        self._score = 0
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
@@ -113,7 +113,7 @@ class Trials:
             except RankFailure as error:
                 return Trial(scenario, expected, None, error=error)
             if expected.provisional and (relations.holds or effort is Effort.WIDENED):
-                self._told += 1 if relations.holds else -1
+                self._score += 1 if relations.holds else -1
             if relations.holds or not expected.provisional:
                 break  # otherwise it is measured better how far a right step may be off
         assert expected is not None
@@ -122,7 +122,7 @@ class Trials:
 
     def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:
         """Return what one device gives; None where the batch is not one that the step is meant for."""
-        expected = self.expected(scenario, effort=effort if self._told > -_PATIENCE else Effort.IN_FULL)
+        expected = self.expected(scenario, effort=effort if self._score > -_PATIENCE else Effort.IN_FULL)
         if scenario.change and not self._counts(scenario, expected):
             return self._suitable(scenario, Effort.IN_FULL) if expected.provisional else None
         if vague := self._not_a_number(expected):

@@ -33,11 +33,13 @@ class RanksFixture(Protocol):
 
     @property
     def _at_once(self) -> int:
-        """How many calls `_run_apart` takes."""
+        """How many calls `_run_apart` can make at the same time."""
         ...
 
     def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run ``fn(*args)`` for each of `arguments`, all at a time, on ranks that are each alone; return what each returns."""
+        """Run ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world; return the
+        results in their order.
+        """
         ...
 
 

@@ -14,7 +14,7 @@ _MANY = 66_000
 
 
 class Everything(nn.Module):
-    """Parameters of no dimension, of 7 and of 64 elements, of which one of float32 has more than 64 Ki; buffers; what is shared, and frozen.
+    """Parameters without dimensions, of 7 and of 64 elements, in float32 of more than 64 Ki; buffers; shared and frozen parts.
 
     Bits are random: NaN with payloads, infinities and subnormals are among the values.
     """

@@ -183,7 +183,10 @@ class Reused(nn.Module):
 
 
 class Counting(nn.Module):
-    """A layer with statistics, kept in training only: rows (int64), their sum (float32), and flags (bool), which state dicts leave out."""
+    """A layer with statistics, kept in training only: rows (int64), their sum (float32), and flags (bool).
+
+    State dicts leave the flags out.
+    """
 
     rows: torch.Tensor
     sums: torch.Tensor

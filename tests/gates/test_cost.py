@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
 from typing import Any
 
@@ -291,6 +292,28 @@ def test_what_ranks_cannot_tell_together_is_measured_by_one(ranks):
     assert counted.ran["measure_in_parts apart"] == 1, "and it is not tried again"
     assert counted.ran["measure_provisionally"] == 3
     assert counted.ran["measure"] == 1
+
+
+def _dies(*arguments: Any) -> None:
+    os._exit(9)
+
+
+class Crowded(Counted):
+    """Ranks of which one dies where several compute apart, as where there is memory for one only."""
+
+    def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
+        super()._run_apart(_dies, arguments[:1])
+        raise AssertionError("it has not died")
+
+
+def test_one_rank_measures_large_steps_where_several_die_of_it(ranks):
+    crowded = Crowded(ranks)
+    trials = Trials(crowded, Program(right, _large, batch), frozenset(KINDS), None, "step")
+    for seed in range(3):
+        assert trials.run(Scenario(2, 5, seed=seed)) is None
+    assert trials.completed[2] == 3
+    assert crowded.ran["_dies apart"] == 1, "and it is not tried again"
+    assert crowded.ran["measure_provisionally"] == 3
 
 
 def test_a_large_step_that_one_device_refuses_is_not_judged(ranks):
