@@ -1,4 +1,4 @@
-"""What DataParallel, and its functional form, hand to replicas and bring back: arguments, outputs, modes, exceptions.
+"""What DataParallel hands to replicas and brings back: arguments, outputs, modes, exceptions.
 
 Values are compared bit for bit with what the module gives on the CPU; each message names the device that is wrong.
 """
@@ -13,7 +13,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
-from mgpu_check.checks.data_parallel_results import Devices, both_ways, require_same
+from mgpu_check.checks.data_parallel_results import (
+    Devices,
+    both_ways,
+    distinct_rows,
+    indices_of,
+    require_same,
+    told,
+)
 from mgpu_check.checks.known_defects import known_defect
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.torch_hooks.tensors import name_of
@@ -24,7 +31,6 @@ __all__ = [
     "assert_dimension_split",
     "assert_exceptions_named",
     "assert_few_rows_use_few_devices",
-    "assert_functional_form_agrees",
     "assert_modes_seen",
     "assert_outputs_ordered",
     "assert_scalars_gathered",
@@ -37,10 +43,6 @@ _LARGE = 9001
 
 def _named(devices: Devices) -> str:
     return f"DataParallel on {', '.join(map(str, devices))}"
-
-
-def _indices(devices: Devices) -> list[int]:
-    return [device.index for device in devices]
 
 
 class _Several(nn.Module):
@@ -60,26 +62,24 @@ class _Several(nn.Module):
         )
 
 
-def _numbers(rows: int, seed: int, width: int = _WIDTH) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    # Each row has values of its own.
-    return torch.randperm(rows * width, generator=generator).view(rows, width).float() - 7
-
-
 def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that outputs of all forms come back whole, in order, to the output device: the first, or any that is given.
+    """Assert that outputs of all forms come back whole, in order, to the output device: the first, or any that is given. Where
+    devices are all that there are, in order, DataParallel is told none.
 
     Raises:
         GradientMismatch: names output and element, or the device where it is.
     """
     __tracebackhide__ = True
-    x = _numbers(rows, seed)
+    x = distinct_rows(rows, seed)
     expected = _Several()(x)
     for number, order in enumerate(both_ways(devices)):
         model = _Several().to(order[0])
+        given = DataParallel(model, device_ids=told(order)).device_ids
+        if given != indices_of(order):
+            raise GradientMismatch(f"{_named(order)}: it has devices {given}")
         home = order[(seed + number) % len(order)]
         for output_device in (None, home):
-            got = DataParallel(model, device_ids=_indices(order), output_device=output_device)(x)
+            got = DataParallel(model, device_ids=told(order), output_device=output_device)(x)
             where = order[0] if output_device is None else output_device
             if len(order) == 1:
                 where = order[0]
@@ -103,12 +103,12 @@ def assert_scalars_gathered(devices: Devices, seed: int) -> None:
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
-        x = _numbers(2 * len(order) + 1, seed)
+        x = distinct_rows(2 * len(order) + 1, seed)
         model = _Sum().to(order[0])
         with warnings.catch_warnings():
             # DataParallel says that it makes a vector of scalars.
             warnings.simplefilter("ignore", UserWarning)
-            got = DataParallel(model, device_ids=_indices(order))(x)
+            got = DataParallel(model, device_ids=indices_of(order))(x)
         shards = x.chunk(len(order))
         sums = torch.stack([shard.sum() for shard in shards])
         expected = sums * 3 if len(order) > 1 else (sums * 3)[0]
@@ -120,18 +120,27 @@ def assert_scalars_gathered(devices: Devices, seed: int) -> None:
 
 
 def assert_dimension_split(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that dim=1 splits and joins columns.
+    """Assert that dim=1 splits and joins columns, and splits those of keyword arguments, too.
 
     Raises:
-        GradientMismatch: names the element.
+        GradientMismatch: names the element, or the device and the argument.
     """
     __tracebackhide__ = True
-    x = _numbers(5, seed, max(rows, 1))
+    x = distinct_rows(5, seed, max(rows, 1))
+    # One row: what is split by rows is whole in one part, and the others have none.
+    y = distinct_rows(1, seed + 1, max(rows, 1))
     for order in both_ways(devices):
         # Sums along the columns of a shard: they tell how the batch was split.
         expected = torch.cat([part.cumsum(1) for part in x.chunk(len(order), 1)], 1)
-        got = DataParallel(_RunningSums().to(order[0]), device_ids=_indices(order), dim=1)(x)
-        require_same(f"{_named(order)}, dim=1: the output", got, expected, order[0])
+        got = DataParallel(_RunningSums().to(order[0]), device_ids=indices_of(order), dim=1)(x)
+        what = f"{_named(order)}, dim=1"
+        require_same(f"{what}: the output", got, expected, order[0])
+        model = _Recording().to(order[0])
+        DataParallel(model, device_ids=indices_of(order), dim=1)(x, y=y)
+        parts = y.chunk(len(order), 1)
+        for device, note, own in zip(order, _in_order(model.notes, order, what, len(parts)), parts, strict=False):
+            where = f"{what}: the replica on {device}, keyword arguments"
+            require_same(where, note["kwargs"], {"y": own}, device, [device.index])
 
 
 class _RunningSums(nn.Module):
@@ -186,13 +195,13 @@ def assert_arguments_arrive(devices: Devices, seed: int) -> None:
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
         rows = 2 * len(order) + 1
-        x, y = _numbers(rows, seed), _numbers(rows, seed + 1).long()
+        x, y = distinct_rows(rows, seed), distinct_rows(rows, seed + 1).long()
         parts = [part.chunk(len(order)) for part in (x, y, x.double(), y > 3)]
         model = _Recording().to(order[0])
         args: tuple[Any, ...] = (x, [y, "word"]) if (seed + number) % 2 else ()
         kwargs: dict[str, Any] = {"more": {"d": (x.double(), 7)}, "flags": y > 3, "text": "a word", "nothing": None}
         kwargs |= {} if args else {"x": x, "y": [y, "word"]}
-        DataParallel(model, device_ids=_indices(order))(*args, **kwargs)
+        DataParallel(model, device_ids=indices_of(order))(*args, **kwargs)
         notes = _in_order(model.notes, order, _named(order), len(parts[0]))
         for device, note, mine in zip(order, notes, zip(*parts, strict=True), strict=False):
             own_x, own_y, own_d, own_flags = mine
@@ -223,9 +232,9 @@ def assert_few_rows_use_few_devices(devices: Devices, seed: int) -> None:
     __tracebackhide__ = True
     for order in both_ways(devices):
         for rows in {0, 1, max(1, len(order) - 1)}:
-            x = _numbers(rows, seed)
+            x = distinct_rows(rows, seed)
             model = _Recording().to(order[0])
-            got = DataParallel(model, device_ids=_indices(order))(x)
+            got = DataParallel(model, device_ids=indices_of(order))(x)
             what = f"{_named(order)}, a batch of {rows} rows"
             require_same(f"{what}: the output", got.detach(), x, order[0])
             # Sizes are as those of torch.chunk, which may give fewer parts than were asked for.
@@ -240,11 +249,11 @@ def assert_modes_seen(devices: Devices, seed: int) -> None:
     """
     __tracebackhide__ = True
     for number, order in enumerate(both_ways(devices)):
-        x = _numbers(2 * len(order), seed)
+        x = distinct_rows(2 * len(order), seed)
         for index in range(8):
             training, grad, cast = bool(index & 1), bool(index & 2), bool(index & 4)
             model = _Recording().to(order[0])
-            parallel = DataParallel(model, device_ids=_indices(order)).train(training)
+            parallel = DataParallel(model, device_ids=indices_of(order)).train(training)
             model.part.train(not training)  # as a frozen part of a model that trains
             inference = not grad and bool((seed + number) % 2)
             before = torch.cuda.current_device()
@@ -283,8 +292,8 @@ def assert_autocast_dtype_kept(devices: Devices, seed: int) -> None:
     """
     __tracebackhide__ = True
     for order in both_ways(devices):
-        parallel = DataParallel(nn.Linear(_WIDTH, 2).to(order[0]), device_ids=_indices(order))
-        x = _numbers(2 * len(order), seed)
+        parallel = DataParallel(nn.Linear(_WIDTH, 2).to(order[0]), device_ids=indices_of(order))
+        x = distinct_rows(2 * len(order), seed)
         for dtype in (torch.float16, torch.bfloat16):
             with torch.autocast("cuda", dtype):
                 outputs = [part.dtype for part in parallel(x).chunk(len(order))]
@@ -325,7 +334,7 @@ def assert_exceptions_named(devices: Devices, seed: int) -> None:
         spoilt = x.clone()
         spoilt[2 * place] = -1
         kind = (RuntimeError, ValueError, KeyError)[seed % 3]
-        parallel = DataParallel(_Refusing(kind).to(order[0]), device_ids=_indices(order))
+        parallel = DataParallel(_Refusing(kind).to(order[0]), device_ids=indices_of(order))
         what = f"{_named(order)}: {kind.__name__} in replica {place}, on {order[place]},"
         names = ["refused 1 rows"] + ([f"replica {place}", f"device {order[place].index}"] if len(order) > 1 else [])
         try:
@@ -337,36 +346,3 @@ def assert_exceptions_named(devices: Devices, seed: int) -> None:
         else:
             raise GradientMismatch(f"{what} was not raised", ranks=[order[place].index])
         require_same(f"{_named(order)}, after an exception: the output", parallel(x).detach(), x, order[0])
-
-
-class _Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([[3.0]]))
-
-    def forward(self, x: torch.Tensor, *, shift: torch.Tensor, sign: int = 1) -> torch.Tensor:
-        return sign * (x * self.weight) + shift
-
-
-def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> None:
-    """Assert that `data_parallel` gives the outputs and gradients of the module, with each of its arguments.
-
-    Raises:
-        GradientMismatch: names argument, output and element.
-    """
-    __tracebackhide__ = True
-
-    for number, order in enumerate(both_ways(devices)):
-        for dim in (0, 1):
-            x, shift = _numbers(max(rows, 1), seed), _numbers(max(rows, 1), seed + 1)
-            home = order[(seed + number + dim) % len(order)]
-            model, alone = _Scaled().to(order[0]), _Scaled()
-            keywords = {"shift": shift, "sign": -1}
-            got = torch.nn.parallel.data_parallel(model, x, _indices(order), home, dim, keywords)
-            expected = alone(x, **keywords)
-            what = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"
-            require_same(f"{what}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
-            factors = _numbers(max(rows, 1), seed + 2)
-            (got * factors.to(got.device)).sum().backward()
-            (expected * factors).sum().backward()
-            require_same(f"{what}: the gradient", model.weight.grad, alone.weight.grad, order[0])

@@ -48,7 +48,9 @@ def _many_buffers(order: Devices, seed: int) -> None:
     """Require that replicas of a model of more than 16 MiB hold it, and that the gradients of all replicas are added up."""
     __tracebackhide__ = True
     replicate: Callable[..., Any] = torch.nn.parallel.replicate
-    model = nn.ParameterList(significands((_LARGE,), torch.float32, seed).clone() for _ in range(4)).to(order[0])
+    values = significands((_LARGE,), torch.float32, seed)
+    # Each has values, and a gradient, of its own: one in the place of another is seen.
+    model = nn.ParameterList(values * 2.0**place for place in range(4)).to(order[0])
     replicas = replicate(model, [device.index for device in order])
     terms = []
     for number, (device, replica) in enumerate(zip(order, replicas, strict=True), start=1):
@@ -57,10 +59,10 @@ def _many_buffers(order: Devices, seed: int) -> None:
             held = replica[place]
             if held.device != device or not torch.equal(held.detach().to(order[0]), parameter.detach()):
                 raise ReplicaMismatch(f"{what} does not hold parameter {place}", ranks=[device.index])
-            terms.append(held.sum().to(order[0]) * number)
+            terms.append(held.sum().to(order[0]) * number * (place + 1))
     sum(terms[1:], terms[0]).backward()
     for place, parameter in enumerate(model):
-        expected = len(order) * (len(order) + 1) // 2
+        expected = len(order) * (len(order) + 1) // 2 * (place + 1)
         if parameter.grad is None or not bool((parameter.grad == expected).all()):
             raise ReplicaMismatch(
                 f"gradients of more than 16 MiB on {', '.join(map(str, order))}: that of parameter {place} is not {expected} everywhere"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from mgpu_check.checks.bits import first_difference, same_bits
 from mgpu_check.errors import GradientMismatch
 
-__all__ = ["Devices", "both_ways", "require_same"]
+__all__ = ["Devices", "both_ways", "distinct_rows", "indices_of", "refused_by_mistake", "require_same", "told"]
 
 Devices = Sequence[torch.device]
 
@@ -18,6 +19,39 @@ Devices = Sequence[torch.device]
 def both_ways(devices: Devices) -> list[list[torch.device]]:
     """Return the devices as they are, and in reverse order: one of the two does not ascend."""
     return [list(devices), list(devices)[::-1]] if len(devices) > 1 else [list(devices)]
+
+
+def indices_of(devices: Devices) -> list[int]:
+    """Return the indices of devices."""
+    return [device.index for device in devices]
+
+
+def told(order: Devices) -> list[int] | None:
+    """Return the indices of devices, or None, which stands for all that there are, in order."""
+    indices = indices_of(order)
+    return None if indices == list(range(torch.cuda.device_count())) else indices
+
+
+def distinct_rows(rows: int, seed: int, width: int = 6) -> torch.Tensor:
+    """Return whole numbers, (rows, width), float32 on the CPU, each once."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(rows * width, generator=generator).view(rows, width).float() - 7
+
+
+@contextlib.contextmanager
+def refused_by_mistake(what: str) -> Iterator[None]:
+    """Have a call that refuses arguments, which are right, reported: parts that do not fit each other are refused by operators.
+
+    Raises:
+        GradientMismatch: names the exception.
+    """
+    __tracebackhide__ = True
+    try:
+        yield
+    except (RuntimeError, TypeError) as error:
+        if type(error) not in (RuntimeError, TypeError):
+            raise  # the trouble of a device, as that its memory is full
+        raise GradientMismatch(f"{what} raised {type(error).__name__}: {error}") from error
 
 
 def require_same(what: str, got: Any, expected: Any, device: torch.device, ranks: Sequence[int] = ()) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel
 
+from mgpu_check.checks.averaged_statistics import averaging, drawn, wrong_statistics
 from mgpu_check.checks.data_parallel_results import Devices, both_ways, require_same
 from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.whole import (
@@ -105,7 +106,8 @@ def _train(run: WholeRun, order: Devices, frozen: bool = False) -> None:
 def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that buffers change by the first device's shard alone, in training, and not at all in evaluation.
 
-    All replicas begin from the module's buffers, of int64, float32 and bool, which shows in their outputs.
+    All replicas begin from the module's buffers, of int64, float32 and bool, which shows in their outputs. The statistics of
+    BatchNorm are averaged over all batches.
 
     Raises:
         GradientMismatch: names the buffer, or the output.
@@ -131,6 +133,24 @@ def assert_statistics_of_the_first_device(devices: Devices, runs: Sequence[Whole
                     if not evaluated:
                         before = counted(before, first)
                     assert_same(buffers_of(model), before, f"{what}, buffers")
+        for order in both_ways(devices):
+            _average(order, runs[0].seed)
+
+
+def _average(order: Devices, seed: int) -> None:
+    __tracebackhide__ = True
+    layer = averaging().to(order[0])
+    parallel = _wrapped(layer, order)
+    batches = drawn(3 * len(order), seed)
+    for number, batch in enumerate(batches, start=1):
+        with torch.no_grad():
+            parallel(batch)
+        wrong = wrong_statistics(layer, [before.chunk(len(order))[0] for before in batches[:number]])
+        if wrong:
+            names = ", ".join(map(str, order))
+            raise GradientMismatch(
+                f"DataParallel of BatchNorm on {names}, momentum=None: {wrong}", ranks=[order[0].index]
+            )
 
 
 def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun]) -> None:
@@ -161,7 +181,8 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
 
 
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
-    """Assert that a module's forward hooks of every kind are called on each replica, one of DataParallel once, a parameter's with the whole gradient.
+    """Assert that a module's forward hooks of every kind are called on each replica, one of DataParallel once, and a
+    parameter's with the whole gradient.
 
     Raises:
         GradientMismatch: a hook was called another number of times, on another device, or with another gradient.
@@ -233,7 +254,12 @@ def assert_second_gradients(devices: Devices, runs: Sequence[WholeRun]) -> None:
 
 
 def _second(model: nn.Module, called: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the gradient of a sum of gradients, by the names of the parameters, where the model or its wrapper is called."""
+    """Return the gradient of a weighted sum of gradients, by name of parameter.
+
+    Args:
+        called: the model, or what wraps it.
+        x, targets: a batch in float64, of shapes (samples, features) and as the outputs of the model.
+    """
     outputs = called(x)
     named = dict(model.named_parameters())
     first = torch.autograd.grad(

@@ -101,10 +101,10 @@ def test_exceptions(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=4)
 @given(order=ORDERS, rows=ROWS, seed=SEEDS)
 def test_functional_form(gpus: Gpus, order: tuple[int, ...], rows: int, seed: int) -> None:
-    """`data_parallel` with each of its arguments: outputs and gradients are the module's."""
-    from mgpu_check.checks import data_parallel
+    """`data_parallel` with each of its arguments, and its parts one by one: outputs and gradients are the module's."""
+    from mgpu_check.checks.data_parallel_functional import assert_functional_form_agrees
 
-    data_parallel.assert_functional_form_agrees([gpus[index] for index in order], rows, seed)
+    assert_functional_form_agrees([gpus[index] for index in order], rows, seed)
 
 
 @examples(14, quick=3)
@@ -119,7 +119,7 @@ def test_replicas(gpus: Gpus, order: tuple[int, ...], seed: int) -> None:
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(PLAIN), rare=whole_runs(RARE, small=True))
 def test_models(gpus: Gpus, order: tuple[int, ...], runs: Runs, rare: Runs) -> None:
-    """MLPs, LeNet, a residual block, embeddings, attention, tied weights, lists of parameters and mixed dtypes train as on one device."""
+    """Models train as on one device: MLPs, LeNet, residual blocks, embeddings, attention, tied weights, lists, mixed dtypes."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_models_train([gpus[index] for index in order], [*runs, *rare])
@@ -164,7 +164,7 @@ def test_hooks(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
 @examples(14, quick=2)
 @given(order=ORDERS, runs=whole_runs(("mlp", "listed")))
 def test_second_gradients(gpus: Gpus, order: tuple[int, ...], runs: Runs) -> None:
-    """A gradient that is worked out to be differentiated, as a penalty on it is, has the gradient that it has on one device."""
+    """Gradients of gradients, as of a penalty on gradients, are those of one device."""
     from mgpu_check.checks import data_parallel_training
 
     data_parallel_training.assert_second_gradients([gpus[index] for index in order], runs)

@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._utils import ExceptionWrapper
+from torch.nn import parallel
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel
 
 from mgpu_check.faults.breaking import data_parallel_fault, replaced_method
+from mgpu_check.faults.data_parallel.replicating import data_parallel_module
+from mgpu_check.faults.registry import fault
 
 _MANY = 1 << 16
 
@@ -113,6 +117,24 @@ def dimension_of_data_parallel_ignored() -> Iterator[None]:
         real(self, *args, **(kwargs | {"dim": 0}))
 
     with replaced_method(DataParallel, "__init__", init):
+        yield
+
+
+@fault(
+    "data_parallel",
+    "keyword arguments are split by rows whatever dim says",
+    caught_by=("test_dimension", "test_functional_form"),
+    condition="dim=1, keyword arguments",
+)
+def keywords_split_by_rows() -> Iterator[None]:
+    def scatter(
+        real: Callable[..., Any], inputs: Any, kwargs: Any, devices: Sequence[int], dim: int = 0
+    ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+        parts, by_rows = real(inputs, None, devices, dim)[0], real((), kwargs, devices)[1]
+        more = len(by_rows) - len(parts)
+        return (*parts, *(() for _ in range(more))), (*by_rows, *({} for _ in range(-more)))
+
+    with replaced_method(data_parallel_module, "scatter_kwargs", scatter):
         yield
 
 
@@ -222,6 +244,22 @@ def autocast_off_in_threads() -> Iterator[None]:
         yield
 
 
+@data_parallel_fault(
+    "replicas move the statistics of BatchNorm by a tenth, where the average of all steps is asked for",
+    "test_buffers",
+    "momentum=None",
+)
+def average_of_replicas_by_tenths() -> Iterator[None]:
+    def replicate(real: Callable[..., Any], self: nn.Module) -> Any:
+        replica = real(self)
+        if isinstance(replica, _BatchNorm) and replica.momentum is None:
+            replica.momentum = 0.1
+        return replica
+
+    with replaced_method(nn.Module, "_replicate_for_data_parallel", replicate):
+        yield
+
+
 @data_parallel_fault("replicas compute in bfloat16 under autocast to float16", "test_autocast_dtype", "float16 only")
 def autocast_in_bfloat16() -> Iterator[None]:
     def apply(real: Callable[..., Any], *given: Any) -> Any:
@@ -318,4 +356,31 @@ def functional_numbers_forgotten() -> Iterator[None]:
         return real(module, inputs, devices, home, dim, kept)
 
     with replaced_method(torch.nn.parallel, "data_parallel", call):
+        yield
+
+
+@data_parallel_fault(
+    "DataParallel that is told no devices leaves out the last",
+    "test_outputs",
+    condition="no device_ids, several devices",
+)
+def last_device_left_out() -> Iterator[None]:
+    def every(real: Callable[[], list[int]]) -> list[int]:
+        return real()[:-1] or real()
+
+    with replaced_method(data_parallel_module, "_get_all_device_indices", every):
+        yield
+
+
+@data_parallel_fault(
+    "parallel_apply that is told no devices gives outputs in reverse order",
+    "test_functional_form",
+    condition="called by hand",
+)
+def outputs_of_parts_reversed() -> Iterator[None]:
+    def apply(real: Callable[..., Any], modules: Any, inputs: Any, *more: Any) -> Any:
+        outputs = real(modules, inputs, *more)
+        return outputs if more else outputs[::-1]
+
+    with replaced_method(parallel, "parallel_apply", apply):
         yield

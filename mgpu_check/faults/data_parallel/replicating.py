@@ -377,3 +377,18 @@ def first_buffer_of_gradients_only() -> Iterator[None]:
         return [inputs[0], *rest]
 
     yield from _added(change)
+
+
+@data_parallel_fault(
+    "what two buffers end with is exchanged on the last device", "test_replicas", "above 10 MiB, one device"
+)
+def ends_of_buffers_exchanged() -> Iterator[None]:
+    def broadcast(real: Callable[..., Any], tensors: Sequence[torch.Tensor], devices: Any, *more: Any) -> Any:
+        outputs = [list(held) for held in real(tensors, devices, *more)]
+        if len(outputs) > 1 and sum(held.numel() * held.itemsize for held in tensors) > 10 << 20:
+            last = outputs[-1]
+            last[1], last[-1] = last[-1], last[1]
+        return outputs
+
+    with replaced_method(comm, "broadcast_coalesced", broadcast):
+        yield

@@ -1,0 +1,77 @@
+"""The functional form of DataParallel, and its four parts: bit for bit what the module gives on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import parallel
+
+from mgpu_check.checks.data_parallel_results import (
+    Devices,
+    both_ways,
+    distinct_rows,
+    indices_of,
+    refused_by_mistake,
+    require_same,
+    told,
+)
+
+__all__ = ["assert_functional_form_agrees"]
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[3.0]]))
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor, sign: int = 1) -> torch.Tensor:
+        return sign * (x * self.weight) + shift
+
+
+def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> None:
+    """Assert that `data_parallel` gives the outputs and gradients of the module, with each of its arguments; and that its four
+    parts do, called one after the other as in PyTorch's tutorial.
+
+    Raises:
+        GradientMismatch: names argument, output and element.
+    """
+    __tracebackhide__ = True
+
+    for number, order in enumerate(both_ways(devices)):
+        _assert_parts_agree(order, distinct_rows(max(rows, 1), seed))
+        for dim in (0, 1):
+            x, shift = distinct_rows(max(rows, 1), seed), distinct_rows(max(rows, 1), seed + 1)
+            home = order[(seed + number + dim) % len(order)]
+            model, alone = _Scaled().to(order[0]), _Scaled()
+            keywords = {"shift": shift, "sign": -1}
+            what = f"data_parallel on {', '.join(map(str, order))}, output_device={home}, dim={dim}"
+            with refused_by_mistake(what):
+                got = parallel.data_parallel(model, x, told(order), home, dim, keywords)
+            expected = alone(x, **keywords)
+            require_same(f"{what}: the output", got.detach(), expected.detach(), home if len(order) > 1 else order[0])
+            factors = distinct_rows(max(rows, 1), seed + 2)
+            (got * factors.to(got.device)).sum().backward()
+            (expected * factors).sum().backward()
+            require_same(f"{what}: the gradient", model.weight.grad, alone.weight.grad, order[0])
+
+
+class _Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
+    """Assert that scattered inputs, replicas that are applied to them, and what is gathered are the module's own."""
+    __tracebackhide__ = True
+    model, indices = _Weighted().to(order[0]), indices_of(order)
+    inputs = parallel.scatter(x.to(order[0]), indices)
+    outputs = parallel.parallel_apply(parallel.replicate(model, indices)[: len(inputs)], inputs)
+    got = parallel.gather(outputs, order[-1])
+    what = f"scatter, replicate, parallel_apply and gather on {', '.join(map(str, order))}"
+    require_same(f"{what}: the output", got.detach(), x * 3, order[-1])
+    got.sum().backward()
+    require_same(f"{what}: the gradient", model.weight.grad, x.sum(), order[0])
