@@ -16,7 +16,7 @@ from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_loads_arrive", "assert_memory_recovers"]
 
-_BLOCK = (4 << 20) + 4096
+_BLOCK = (4 << 20) + 4096  # bytes: a multiple of the 512 to which torch rounds what it counts
 
 _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_allocated": lambda device: torch.cuda.memory_allocated(device),
@@ -24,6 +24,7 @@ _FIGURES: dict[str, Callable[[Any], object]] = {
     "memory_reserved": lambda device: torch.cuda.memory_reserved(device),
     "mem_get_info": lambda device: torch.cuda.mem_get_info(device),
 }
+"""What takes a device, or None for the current one; looked up with each call, because `selftest` replaces them."""
 
 
 def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
@@ -41,60 +42,79 @@ def assert_memory_recovers(devices: Sequence[torch.device]) -> int:
     return len(devices)
 
 
-def _recovers(device: torch.device) -> None:
-    def require(condition: bool, text: str) -> None:
-        if not condition:
-            raise DeviceMismatch(f"{device}: {text}", ranks=(device.index,))
+def _require(device: torch.device, condition: bool, text: str) -> None:
+    if not condition:
+        raise DeviceMismatch(f"{device}: {text}", ranks=(device.index,))
 
-    forms: tuple[Any, ...] = (device, device.index, str(device))
+
+def _recovers(device: torch.device) -> None:
+    __tracebackhide__ = True
     free, total = torch.cuda.mem_get_info(device)
     said = torch.cuda.get_device_properties(device).total_memory
-    require(0 <= free <= total and total <= said, f"{free} bytes are free of {total}, and its properties say {said}")
+    text = f"{free} bytes are free of {total}, and its properties say {said}"
+    _require(device, 0 <= free <= total and total <= said, text)
     gc.collect()  # what tests before have left in cycles would be freed in between
-    torch.cuda.empty_cache()  # what is kept of it may make devices alike, of which one has less free by what is held here
+    # What is cached of it may make two devices look alike, of which one has less free by what is held here.
+    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     held = torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
+    _refuses(device, total + (1 << 20), total)
+    _require(device, bool((held == 7).all()), "an allocation failed, and what it held before has changed")
+    after = torch.full((_BLOCK,), 9, dtype=torch.uint8, device=device)
+    apart = bool((after == 9).all()) and bool((held == 7).all())
+    _require(device, apart, "two blocks are the same memory, after an allocation failed")
+    _figures_follow_the_argument(device)
+    now = torch.cuda.memory_allocated(device)
+    text = f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}"
+    _require(device, now - before >= 2 * _BLOCK, text)
+    del held, after
+    peak = torch.cuda.max_memory_allocated(device)
+    _require(device, peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")
+    left = torch.cuda.memory_allocated(device)
+    _peaks_begin_anew(device)
+    _require(device, left <= before, f"all was freed, and {left - before} bytes still count as allocated")
+
+
+def _refuses(device: torch.device, wanted: int, total: int) -> None:
+    """Require that an allocation of more bytes than there are raises torch's own error."""
     try:
-        torch.empty(total + (1 << 20), dtype=torch.uint8, device=device)
+        torch.empty(wanted, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
         pass
     except RuntimeError as error:
-        require(False, f"more than it has was asked for, and it raised {type(error).__name__}: {error}")
+        _require(device, False, f"more than it has was asked for, and it raised {type(error).__name__}: {error}")
     else:
-        require(False, f"{total + (1 << 20)} bytes were allocated, of {total} that it has")
-    require(bool((held == 7).all()), "an allocation failed, and what it held before has changed")
-    after = torch.full((_BLOCK,), 9, dtype=torch.uint8, device=device)
-    require(
-        bool((after == 9).all()) and bool((held == 7).all()),
-        "two blocks are the same memory, after an allocation failed",
-    )
-    for form in (*forms[1:], None):
+        _require(device, False, f"{wanted} bytes were allocated, of {total} that it has")
+
+
+def _forms(device: torch.device) -> tuple[Any, ...]:
+    """Return how a device can be named."""
+    return device, device.index, str(device)
+
+
+def _figures_follow_the_argument(device: torch.device) -> None:
+    """Require that each figure is that of the device, however it is named; not named at all it is the current one."""
+    __tracebackhide__ = True
+    for form in (*_forms(device)[1:], None):
         for name, figure in _FIGURES.items():
             first = figure(device)
-            with torch.cuda.device(
-                device if form is None else -1
-            ):  # without a form it is the current one that is told of
+            with torch.cuda.device(device if form is None else -1):  # -1 leaves the current device as it is
                 told = figure(form)
             # Others may allocate between two calls: what stands still is compared.
             text = f"{name}({form!r}) is {told}, and of torch.device it is {first}"
-            require(first != figure(device) or told == first, text)
-    now = torch.cuda.memory_allocated(device)
-    require(now - before >= 2 * _BLOCK, f"{2 * _BLOCK} bytes are held, and memory_allocated rose by {now - before}")
-    del held, after
-    peak = torch.cuda.max_memory_allocated(device)
-    require(peak >= now, f"max_memory_allocated is {peak}, and {now} bytes were allocated at one time")
-    left = torch.cuda.memory_allocated(device)
-    for form in forms:
-        # What a peak begins anew from is what is allocated then.
+            _require(device, first != figure(device) or told == first, text)
+
+
+def _peaks_begin_anew(device: torch.device) -> None:
+    """Require that a peak that is reset, however the device is named, is what is allocated then."""
+    __tracebackhide__ = True
+    for form in _forms(device):
         torch.full((_BLOCK,), 7, dtype=torch.uint8, device=device)
         torch.cuda.reset_peak_memory_stats(form)
         peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-        require(
-            peak == now,
-            f"max_memory_allocated is {peak} after reset_peak_memory_stats({form!r}), and {now} is allocated",
-        )
-    require(left <= before, f"all was freed, and {left - before} bytes still count as allocated")
+        text = f"max_memory_allocated is {peak} after reset_peak_memory_stats({form!r}), and {now} is allocated"
+        _require(device, peak == now, text)
 
 
 def assert_loads_arrive(devices: Sequence[torch.device], seed: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Modules that go from device to device with all that they hold, and tensors that share memory or do not."""
+"""Modules that move between devices with all that they hold; copies, and views that share memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _TWINS: dict[str, Callable[[nn.Module, torch.device], nn.Module]] = {
     "Module.to of a deepcopy": lambda module, device: copy.deepcopy(module).to(device),
     "deepcopy after Module.to": lambda module, device: copy.deepcopy(module.to(device)),
 }
-"""What copies parameters, which leaves their gradients where they are."""
+"""Moves of a copy: `copy.deepcopy` of a parameter leaves its gradient behind."""
 
 
 def _waited(module: nn.Module) -> nn.Module:
@@ -130,7 +130,7 @@ _COPIES: Taken = {
     "adding nothing": lambda x: x + 0,
     "gone and come back": lambda x: x.cpu().to(x.device),
 }
-"""What makes a tensor with memory of its own."""
+"""Calls that return a tensor with memory of its own."""
 
 _VIEWS: Taken = {
     "to(its device)": lambda x: x.to(x.device),
@@ -152,14 +152,15 @@ _VIEWS: Taken = {
     "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[0])[0],
     "Parameter": lambda x: nn.Parameter(x, requires_grad=False),
 }
-"""What has the memory of the tensor that it was made of. Source of both: documentation of `torch.Tensor.to`, and of tensor views."""
+"""Calls that return a tensor with the memory of their source. Source of both lists: documentation of `torch.Tensor.to`, and
+of tensor views."""
 
 
 def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
-    """Assert that what is a copy on a device is not written to with its source, and that what is none is.
+    """Assert that copies on a device have memory of their own, and that views have that of their source.
 
     Returns:
-        how many ways were looked at.
+        how many results were looked at.
 
     Raises:
         DeviceMismatch: naming the device and the call.
@@ -175,8 +176,8 @@ def assert_memory_owned(devices: Sequence[torch.device], seed: int = 0) -> int:
                 source.zero_()
                 changed = not bool(made.any())
                 if changed == owned:
-                    what = "it is written to with its source" if owned else "it has memory of its own"
-                    wrong.append(Wrong(device, f"a tensor that is made by {name}", what))
+                    what = "it shares memory with its source" if owned else "it has memory of its own"
+                    wrong.append(Wrong(device, f"the result of {name}", what))
     if wrong:
         raise named_wrong(wrong, devices, len(_COPIES) + len(_VIEWS), "what is documented")
     return len(devices) * (len(_COPIES) + len(_VIEWS))

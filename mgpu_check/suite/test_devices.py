@@ -63,13 +63,13 @@ def test_moves_keep_every_bit(gpus: tuple[torch.device, ...], seed: int) -> None
 
 
 @examples(3, quick=1)
-@given(seed=strategies.seeds())
-def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int) -> None:
+@given(seed=strategies.seeds(), more=MORE)
+def test_layers_and_gradients(gpus: tuple[torch.device, ...], seed: int, more: bool) -> None:
     """Layers, losses and gradients are as near to those in float64 as their dtype allows."""
     from mgpu_check.checks.operating.agreement import assert_devices_agree
     from mgpu_check.checks.operating.layers import layer_cases
 
-    assert_devices_agree(gpus, layer_cases(seed))
+    assert_devices_agree(gpus, layer_cases(seed, more=more))
 
 
 @examples(2, quick=1)
@@ -85,10 +85,21 @@ def test_large_results(gpus: tuple[torch.device, ...], seed: int, more: bool) ->
 @examples(3, quick=1)
 @given(seed=strategies.seeds())
 def test_functions_and_drawing(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """Functions are within their documented bounds; random numbers are spread as they should be."""
+    """Functions are within their documented bounds; random numbers are spread as they should be, those drawn by weight, too."""
+    from mgpu_check.checks.operating.drawn import assert_drawn_by_weight
     from mgpu_check.checks.operating.judged import assert_arithmetic_known
 
     assert_arithmetic_known(gpus, ("functions", "drawing"), seed)
+    assert_drawn_by_weight(gpus, seed)
+
+
+@examples(3, quick=1)
+@given(seed=strategies.seeds())
+def test_autocast_of_operators(gpus: tuple[torch.device, ...], seed: int) -> None:
+    """Each operator that autocast is documented to know gives its dtype and values, in regions within others and functions, too."""
+    from mgpu_check.checks.operating.autocasting import assert_autocast_as_documented
+
+    assert_autocast_as_documented(gpus, seed)
 
 
 @examples(2, quick=1)
@@ -139,7 +150,7 @@ def test_modules_move(gpus: tuple[torch.device, ...], seed: int) -> None:
 @examples(4, quick=1)
 @given(seed=strategies.seeds())
 def test_copies_have_memory_of_their_own(gpus: tuple[torch.device, ...], seed: int) -> None:
-    """What is documented as a copy is not written to with its source; what is documented as a view is."""
+    """What is documented as a copy has memory of its own; what is documented as a view shares that of its source."""
     from mgpu_check.checks.device_modules import assert_memory_owned
 
     assert_memory_owned(gpus, seed)

@@ -53,8 +53,8 @@ def test_ties_that_part_are_named(node: list[torch.device], monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("copies-that-are-none", r"made by to\(its device, copy=True\): it is written to with its source"),
-        ("views-that-are-copies", "made by flatten: it has memory of its own"),
+        ("copies-that-are-none", r"result of to\(its device, copy=True\): it shares memory with its source"),
+        ("views-that-are-copies", "result of flatten: it has memory of its own"),
     ],
 )
 def test_memory_that_is_shared_or_not(node: list[torch.device], fault: str, words: str) -> None:

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from mgpu_check.checks.operating.agreement import Case, Kind, Window, assert_devices_agree, difference
+from mgpu_check.checks.operating.autocasting import assert_autocast_as_documented
+from mgpu_check.checks.operating.drawn import assert_drawn_by_weight
 from mgpu_check.checks.operating.large import LEAST, large_cases
-from mgpu_check.errors import DeviceMismatch
+from mgpu_check.checks.pinned_batches import assert_pinned_by_themselves
+from mgpu_check.errors import DeviceMismatch, ShardError
+from mgpu_check.faults.registry import planted
 from mgpu_check.simulated import simulated_node
 
 Devices = list[torch.device]
@@ -112,3 +116,28 @@ def test_each_large_case_is_large() -> None:
         sizes = [one.storage.nbytes if isinstance(one, Window) else one.nbytes for one in case.operands]
         results = [one.nbytes for one in case.right()]
         assert max(*sizes, *results) >= LEAST, case
+
+
+def test_operators_under_autocast_are_named_with_their_dtypes(node: Devices) -> None:
+    assert assert_autocast_as_documented(node, seed=1) > 100
+    with planted("softmax-in-low-precision"), pytest.raises(DeviceMismatch) as caught:
+        assert_autocast_as_documented(node, seed=1)
+    assert "cuda:3 alone is wrong in softmax, autocast to " in str(caught.value)
+    assert "16, expected float32; the other 3 agree with what is documented" in str(caught.value)
+
+
+def test_draws_are_named_with_what_is_wrong(node: Devices) -> None:
+    assert assert_drawn_by_weight(node, seed=1) == 5
+    with (
+        planted("drawn-twice"),
+        pytest.raises(DeviceMismatch, match=r"cuda:3 alone is wrong .* rows have an element twice"),
+    ):
+        assert_drawn_by_weight(node, seed=1)
+    with planted("weights-alike"), pytest.raises(DeviceMismatch, match=r"draw 0 is element \d in a share of 0\.\d+"):
+        assert_drawn_by_weight(node, seed=1)
+
+
+def test_batches_that_pin_themselves_are_named_with_their_place(node: Devices) -> None:
+    assert_pinned_by_themselves()
+    with planted("own-pinning-lost"), pytest.raises(ShardError, match="the value of a dict: it was pinned 0 times"):
+        assert_pinned_by_themselves()

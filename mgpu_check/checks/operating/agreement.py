@@ -20,6 +20,7 @@ __all__ = [
     "Case",
     "Function",
     "Kind",
+    "Places",
     "Window",
     "Wrong",
     "assert_devices_agree",

@@ -69,7 +69,7 @@ _TIES: tuple[tuple[str, Function], ...] = (
         lambda a: torch.searchsorted(a.sort(dim=1).values, a[:, :5].contiguous(), right=True),
     ),
 )
-"""What says which of equal elements it takes: the first, all in their order, or how many there are.
+"""Functions for which torch documents what they say of equal elements: the first place, all in their order, or their number.
 Source: documentation of `torch.argmax`, `torch.max`, `torch.sort` and `torch.searchsorted`."""
 
 

@@ -97,3 +97,40 @@ def groups_taken_for_each_other() -> Iterator[None]:
 
     with altered(F, "conv2d", concerns, instead):
         yield
+
+
+@fault(
+    "devices",
+    "interpolation on one device never goes from corner to corner",
+    caught_by=("test_layers_and_gradients",),
+    condition="one device, align_corners",
+)
+def corners_not_aligned() -> Iterator[None]:
+    """As it does where nothing is asked for."""
+
+    def instead(interpolate: Any, *args: Any, **kwargs: Any) -> Any:
+        return interpolate(*args, **{**kwargs, "align_corners": False})
+
+    def concerns(x: torch.Tensor, *_: Any, **kwargs: Any) -> bool:
+        return on(x, last()) and bool(kwargs.get("align_corners"))
+
+    with altered(F, "interpolate", concerns, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "a recurrent layer of one device begins from another state in its second layer",
+    caught_by=("test_layers_and_gradients",),
+    condition="one device, two layers",
+)
+def state_of_the_second_layer_lost() -> Iterator[None]:
+    """The first begins from zeros, as it should."""
+
+    def instead(gru: Any, x: torch.Tensor, state: torch.Tensor, *args: Any) -> Any:
+        begun = state.clone()
+        begun[1:] += 1
+        return gru(x, begun, *args)
+
+    with altered(torch._VF, "gru", lambda x, state, *_: on(x, last()) and len(state) > 1, instead):
+        yield

@@ -57,6 +57,44 @@ def all_devices_seeded() -> Iterator[None]:
 
 @fault(
     "devices",
+    "multinomial without replacement draws an element twice",
+    caught_by=("test_functions_and_drawing",),
+    condition="one device, one row in 64",
+)
+def drawn_twice() -> Iterator[None]:
+    """Its last one is its first again."""
+
+    def instead(multinomial: Any, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        drawn = multinomial(weights, *args, **kwargs)
+        struck = drawn.view(-1, drawn.shape[-1])[::64]
+        struck[:, -1] = struck[:, 0]
+        return drawn
+
+    def concerns(weights: Any, *_: Any, replacement: bool = False, **__: Any) -> bool:
+        return on(weights, last()) and not replacement
+
+    with altered(torch, "multinomial", concerns, instead):
+        yield
+
+
+@fault(
+    "devices",
+    "multinomial draws all that have a weight alike",
+    caught_by=("test_functions_and_drawing",),
+    condition="one device, float64",
+)
+def weights_alike() -> Iterator[None]:
+    """They are read as whether there are any."""
+
+    def instead(multinomial: Any, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return multinomial((weights > 0).to(weights.dtype), *args, **kwargs)
+
+    with altered(torch, "multinomial", lambda x, *_, **__: on(x, last(), torch.float64), instead):
+        yield
+
+
+@fault(
+    "devices",
     "randperm on a device draws from the generator of the CPU, too",
     caught_by=("test_generators_are_apart",),
     condition="one operator",

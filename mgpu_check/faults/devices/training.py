@@ -32,11 +32,11 @@ def _halved(weight: torch.Tensor) -> torch.Tensor:
 def attention_mask_of_the_first() -> Iterator[None]:
     """Padding of other samples is then attended to."""
 
-    def concerns(q: Any, k: Any, v: Any, attn_mask: Any = None, **_: Any) -> bool:
+    def concerns(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: Any, **__: Any) -> bool:
         return on(q, last()) and attn_mask is not None and len(attn_mask) > 1
 
-    def instead(attend: Any, q: Any, k: Any, v: Any, attn_mask: torch.Tensor, **options: Any) -> Any:
-        return attend(q, k, v, attn_mask=attn_mask[:1].expand_as(attn_mask), **options)
+    def instead(attend: Any, q: Any, k: Any, v: Any, attn_mask: torch.Tensor, *more: Any, **options: Any) -> Any:
+        return attend(q, k, v, attn_mask[:1].expand_as(attn_mask), *more, **options)
 
     with altered(F, "scaled_dot_product_attention", concerns, instead):
         yield
@@ -46,7 +46,7 @@ def attention_mask_of_the_first() -> Iterator[None]:
 def causal_attention_to_the_last_key() -> Iterator[None]:
     """The mask begins at the upper left."""
 
-    def concerns(q: Any, k: Any, v: Any, is_causal: bool = False, **_: Any) -> bool:
+    def concerns(q: Any, k: Any, *_: Any, is_causal: bool = False, **__: Any) -> bool:
         return on(q, last()) and is_causal and q.shape[-2] < k.shape[-2]
 
     def instead(attend: Any, q: Any, k: Any, v: Any, is_causal: bool, **options: Any) -> Any:

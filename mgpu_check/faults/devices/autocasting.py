@@ -1,0 +1,58 @@
+"""Regions of autocast that are wrong about a dtype, or about what is within and after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from mgpu_check.faults.devices.planting import altered, last, on
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+Plant = Callable[[], Iterator[None]]
+
+
+def _autocast_fault(summary: str, condition: str) -> Callable[[Plant], Plant]:
+    return fault("devices", summary, caught_by=("test_autocast_of_operators",), condition=condition)
+
+
+@_autocast_fault("softmax stays in the dtype of autocast", "one device")
+def softmax_in_low_precision() -> Iterator[None]:
+    """It is taken off the list of what goes to float32."""
+
+    def instead(softmax: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cuda", enabled=False):
+            return softmax(*args, **kwargs)
+
+    with altered(F, "softmax", lambda x, *_, **__: on(x, last()), instead):
+        yield
+
+
+@_autocast_fault("a region of autocast that is left leaves the one around it off", "regions within others")
+def outer_region_off() -> Iterator[None]:
+    """What follows is in float32."""
+    leave = torch.autocast.__exit__
+
+    def exit_(self: Any, *args: Any) -> Any:
+        result = leave(self, *args)
+        if not self._enabled:
+            torch.set_autocast_enabled("cuda", False)
+        return result
+
+    with replaced(torch.autocast, "__exit__", exit_):
+        yield
+
+
+@_autocast_fault("functions of custom_fwd do not cast their inputs", "cast_inputs")
+def inputs_of_functions_not_cast() -> Iterator[None]:
+    """They compute in what they are given."""
+    real = torch.amp.custom_fwd
+
+    def custom_fwd(*args: Any, cast_inputs: Any = None, **kwargs: Any) -> Any:
+        return real(*args, **kwargs)
+
+    with replaced(torch.amp, "custom_fwd", custom_fwd):
+        yield
