@@ -83,6 +83,21 @@ _TABLE = (
             (dtype, op, place) == ("bool", "SUM", "cpu") and size > 1 and function != "reduce_scatter_tensor"
         ),
     ),
+    KnownDefect(
+        "dtensor-mean-of-unequal-parts",
+        "losses of DTensors average the means of parts, also where the parts are of unequal sizes",
+        "https://github.com/pytorch/pytorch/issues/162692",
+        shown_by=("test_sharded.py::test_losses_of_dtensors",),
+        strikes=lambda loss, even, size: loss in ("mse_loss", "huber_loss", "smooth_l1_loss") and not even and size > 1,
+    ),
+    KnownDefect(
+        "dtensor-weighted-mean-of-parts",
+        "nll_loss of DTensors averages the weighted means of parts, whose weights differ",
+        "https://github.com/pytorch/pytorch/issues/185167",
+        shown_by=("test_sharded.py::test_losses_of_dtensors",),
+        strikes=lambda loss, even, size: loss in ("weighted nll_loss", "nll_loss with ignored classes") and size > 1,
+        fixed="2.15",
+    ),
 )
 
 KNOWN_DEFECTS = {defect.name: defect for defect in _TABLE}

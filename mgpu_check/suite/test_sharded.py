@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SEEDS = st.integers(0, 999)
 SIZES = strategies.world_pairs()
 WORLDS = strategies.large_worlds()
+FEW = strategies.large_worlds(most=3)
+"""Worlds for what three ranks show as more do, and would be slow on: each rank works out by itself how operators are divided."""
 TRAININGS = exact_trainings()
 
 
@@ -54,6 +56,20 @@ def test_gradients_of_redistribution(ranks: Ranks, sizes: tuple[int, ...], seed:
     """Gradients go back through redistribution: gathers are reduced and scattered, cuts are gathered."""
     for size in sizes:
         ranks.run(_gradients, seed, size=size)
+
+
+@examples(8, quick=1)
+@given(size=FEW, seed=SEEDS)
+def test_operators_on_dtensors(ranks: Ranks, size: int, seed: int) -> None:
+    """Operators on DTensors give results and gradients of the whole, wherever their operands are divided, evenly or not."""
+    ranks.run(_operators, seed, size=size)
+
+
+@examples(4, quick=1)
+@given(size=FEW, seed=SEEDS)
+def test_losses_of_dtensors(ranks: Ranks, size: int, seed: int) -> None:
+    """Mean losses of DTensors are the mean over all samples, whatever part each rank has."""
+    ranks.run(_losses, seed, size=size)
 
 
 @examples(6, quick=1)
@@ -94,6 +110,13 @@ def test_hybrid_shard(ranks: Ranks, sizes: tuple[int, ...], training: ExactTrain
     """
     for size in sizes:
         ranks.run(_fully_sharded, training, 2, size=size)
+
+
+@examples(6, quick=1)
+@given(size=WORLDS, training=TRAININGS)
+def test_flat_parameters(ranks: Ranks, size: int, training: ExactTraining) -> None:
+    """A model in `FullyShardedDataParallel` trains as one device, with each strategy; its full state dicts are those of one device."""
+    ranks.run(_flat_parameters, training, size=size)
 
 
 @examples(6, quick=1)
@@ -147,6 +170,18 @@ def _gradients(rank: Rank, seed: int) -> None:
     assert_gradients_are_redistributed(rank, seed)
 
 
+def _operators(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.sharded.dtensor_operators import assert_operators_agree
+
+    assert_operators_agree(rank, seed)
+
+
+def _losses(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.sharded.dtensor_operators import assert_losses_agree
+
+    assert_losses_agree(rank, seed)
+
+
 def _sync_batchnorm(rank: Rank, seed: int) -> None:
     from mgpu_check.checks.sharded.sync_batchnorm import assert_sync_batchnorm_agrees
 
@@ -169,6 +204,13 @@ def _fully_sharded(rank: Rank, training: ExactTraining, dimensions: int) -> None
     from mgpu_check.checks.sharded.fully_sharded import assert_fully_sharded_agrees
 
     assert_fully_sharded_agrees(training, rank, dimensions=dimensions)
+
+
+def _flat_parameters(rank: Rank, training: ExactTraining) -> None:
+    from mgpu_check.checks.sharded.flat_parameters import assert_flat_parameters_agree, assert_flat_states_agree
+
+    assert_flat_parameters_agree(training, rank)
+    assert_flat_states_agree(training, rank)
 
 
 def _mixed(rank: Rank, training: ExactTraining) -> None:

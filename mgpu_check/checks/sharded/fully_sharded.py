@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils import _pytree as pytree
 
 from mgpu_check.checks.exact_training import gathered, one_device, own_part, sgd
 from mgpu_check.checks.findings import Findings, on_any_rank
@@ -40,15 +41,31 @@ _WAYS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 """How a model is divided: what it is called, the reduction that only the last micro-batch needs, options of `fully_shard`."""
 
 
-def sharded(training: ExactTraining, rank: Rank, mesh: DeviceMesh | None = None, **options: Any) -> nn.Sequential:
+def sharded(
+    training: ExactTraining,
+    rank: Rank,
+    mesh: DeviceMesh | None = None,
+    *,
+    memory_later: bool = False,
+    together: bool = False,
+    **options: Any,
+) -> nn.Sequential:
     """Return the model of a training on the device of `rank`, each linear layer and the whole under `fully_shard`.
+
+    With `together` the last two layers are divided as one group. With `memory_later` the model is divided without memory, on the meta device, and then given some: what it holds is undefined, as
+    where a model is too large for one device.
 
     Gradients are averaged where the world size is a power of two, so that no quotient rounds, and added up elsewhere.
     """
-    model = training.model().to(rank.device)
+    model = training.model().to("meta" if memory_later else rank.device)
     mesh = init_device_mesh("cuda", (rank.size,)) if mesh is None else mesh
-    for layer in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+    layers: list[Any] = [layer for layer in model if isinstance(layer, nn.Linear)]
+    if together and len(layers) > 1:
+        layers[-2:] = [layers[-2:]]
+    for layer in (*layers, model):
         fully_shard(layer, mesh=mesh, **options)
+    if memory_later:
+        model.to_empty(device=rank.device)
     if scale_of(rank.size) == 1.0:
         _add_up(model)
     return model
@@ -70,11 +87,12 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
     """Assert that a model under `fully_shard` trains as one device does, over a mesh of one dimension, or two (HSDP). A
     collective.
 
-    Parameters are freed after the forward pass, kept until the backward one, and offloaded to the CPU; gradients are
-    accumulated over two micro-batches in the first step. They are reduced only then, or, in the last two cases, scattered
-    after each and added up over the dimension that repeats only then. Parameters that are freed are fetched ahead of time, by
-    name; of those that are kept, weights are divided by columns, where these are a multiple of the parts. Each rank must hold
-    its chunk, of the first dimension else, before and after each step, and no more.
+    Parameters are freed after the forward pass (of an even number of parts each pair of ranks keeps a whole), kept until the
+    backward one, and offloaded to the CPU; gradients are accumulated over two micro-batches in the first step. They are
+    reduced only then, or, in the last two cases, scattered after each and added up over the dimension that repeats only then.
+    Parameters that are freed are fetched ahead of time, by name; of those that are kept, weights are divided by columns, where
+    these are a multiple of the parts. Each rank must hold its chunk, of the first dimension else, before and after each
+    step, and no more.
 
     Raises:
         GradientMismatch: outputs of this rank's samples, gradients or parameters differ.
@@ -90,8 +108,10 @@ def assert_fully_sharded_agrees(training: ExactTraining, rank: Rank, *, dimensio
         for how, until_last, options in _WAYS:
             what = f"fully_shard over {tuple(mesh.shape)}, {how}, on {rank.device}"
             freed = options.get("reshard_after_forward")
-            placed = {"shard_placement_fn": _by_columns(mesh.size(-1))} if freed is False else {}
-            model = sharded(training, rank, mesh, **options, **placed)
+            placed: dict[str, Any] = {"shard_placement_fn": _by_columns(mesh.size(-1))} if freed is False else {}
+            if freed and mesh.size(-1) > 2 and mesh.size(-1) % 2 == 0:
+                placed = {"reshard_after_forward": 2}
+            model = sharded(training, rank, mesh, together=freed is False, **(options | placed))
             if freed:
                 _fetch_ahead(model)
             optimizer = sgd(training, model)
@@ -186,10 +206,12 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
     parameters in float32. A collective.
 
     Gradients are accumulated over two micro-batches. Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
-    in the parameters, shows. All whole numbers on the way are small enough for bfloat16.
+    in the parameters, shows. All whole numbers on the way are small enough for bfloat16. Inputs and outputs in containers
+    are cast as others are.
 
     Raises:
-        GradientMismatch: outputs, gradients or parameters differ, or have another dtype.
+        GradientMismatch: outputs, gradients or parameters differ.
+        ShardError: one of them has another dtype.
     """
     __tracebackhide__ = True
     with Findings() as findings:
@@ -200,6 +222,7 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
         ):
             with findings.collected():
                 _compare_precision(training, rank, low, reduced)
+        _compare_containers(training, rank, findings)
 
 
 def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, reduced: torch.dtype) -> None:
@@ -239,6 +262,55 @@ def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, re
         expected[f"step 1: gradient of {name}"] = copied(value.grad)
         expected[f"step 1: {name}"] = kept[name].double() - training.rate * copied(value.grad)
     assert_same(got, expected, what, rank.index)
+
+
+class _Pair(NamedTuple):
+    values: torch.Tensor
+    numbers: torch.Tensor
+
+
+class _InContainers(nn.Module):
+    """Takes its inputs in containers, by keyword, and returns its outputs in others."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *, given: Mapping[str, Any]) -> dict[str, Any]:
+        x, rows = given["x"]
+        y = self.layer(x)
+        return {"list": [y, None], "pair": _Pair(y.double(), y.long()), "rows": (rows, x), "text": "a word"}
+
+
+def _compare_containers(training: ExactTraining, rank: Rank, findings: Findings) -> None:
+    """Compare what is returned in containers, and the gradients of what is used of it."""
+    what = f"fully_shard, bfloat16, outputs in containers as float32, on {rank.device}, rank {rank.index}"
+    policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    model, exact = (_InContainers(training.layers()[0]) for _ in range(2))
+    fully_shard(model.to(rank.device), mesh=init_device_mesh("cuda", (rank.size,)), mp_policy=policy)
+    _add_up(model)
+    exact.to(torch.bfloat16).double()
+    (inputs, _), (x, _) = training.batches()[0], own_part(training.batches()[0], rank)
+    got = model(given={"x": [x, torch.arange(len(x))]})
+    got["list"][0].sum().backward()
+    gradients = gathered(model, 1)
+    expected = exact(given={"x": [copied(x).double(), torch.arange(len(x))]})
+    exact(given={"x": [inputs.double(), None]})["list"][0].sum().backward()
+    leaves, form = pytree.tree_flatten_with_path(got)
+    wanted, right = pytree.tree_flatten_with_path(expected)
+    findings.require(form == right, f"{what}: outputs have the form {form}, expected {right}", ranks=[rank.index])
+    pairs = zip(leaves, wanted, strict=False)  # there are as many where the form is right
+    results = [(f"output{pytree.keystr(path)}", leaf, should) for (path, leaf), (_, should) in pairs]
+    for name, value in exact.named_parameters():
+        results.append((f"the gradient of {name}", gradients.get(f"step 1: gradient of {name}"), value.grad))
+    for name, leaf, should in results:
+        if isinstance(should, torch.Tensor):
+            # In float64, and whole: exact in float32, which everything comes in.
+            should = should.float() if should.is_floating_point() else should
+            same = isinstance(leaf, torch.Tensor) and leaf.dtype == should.dtype and torch.equal(copied(leaf), should)
+        else:
+            same = leaf == should
+        findings.require(same, f"{what}: {name} is {leaf}, expected {should}", ranks=[rank.index])
 
 
 def assert_clipping_agrees(training: ExactTraining, rank: Rank) -> None:

@@ -28,7 +28,7 @@ def assert_meshes_agree(rank: Rank) -> None:
     must. A collective.
 
     In the group of each dimension the ranks are added up, and put in order. A mesh of all ranks but the last has no place
-    for that one.
+    for that one. A mesh of a group has its ranks; of three dimensions two are taken out.
 
     Raises:
         ReplicaMismatch: this rank has another place, or another group; names mesh, dimension and ranks.
@@ -37,7 +37,7 @@ def assert_meshes_agree(rank: Rank) -> None:
     rows, columns = near_square(rank.size)
     everybody = torch.arange(rank.size)
     shapes: list[tuple[int, ...]] = [(rank.size,), (rows, columns)]
-    if columns % 2 == 0 and columns > 2:
+    if columns % 2 == 0:
         shapes.append((rows, columns // 2, 2))
     found = []
     meshes = [
@@ -97,7 +97,23 @@ def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) 
         part = mesh[name].mesh.tolist() if ranks.dim() > 1 else line
         if part != line:
             texts.append(f"{kind}[{name!r}] has ranks {part}, expected {line}")
+        of_group = DeviceMesh.from_group(mesh.get_group(name), "cuda").mesh.tolist()
+        if of_group != members:
+            texts.append(f"{kind}, dimension {name!r}: the mesh of its group has ranks {of_group}, expected {members}")
+    texts += list(_wrong_slices(mesh, ranks, place, kind))
     return texts[0] if texts else ""
+
+
+def _wrong_slices(mesh: DeviceMesh, ranks: torch.Tensor, place: list[int], kind: str) -> Iterator[str]:
+    """Say which two of three dimensions have not the ranks that share this rank's place in the third."""
+    names = mesh.mesh_dim_names or ()
+    if ranks.dim() != 3:
+        return
+    for left_out in range(3):
+        kept = tuple(name for dim, name in enumerate(names) if dim != left_out)
+        part, expected = mesh[kept].mesh.tolist(), ranks.select(left_out, place[left_out]).tolist()
+        if part != expected:
+            yield f"{kind}[{', '.join(kept)}] has ranks {part}, expected {expected}"
 
 
 def _wrong_collectives(rank: Rank, group: dist.ProcessGroup, members: list[int]) -> str:

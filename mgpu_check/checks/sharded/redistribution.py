@@ -18,7 +18,7 @@ from mgpu_check.errors import ShardError
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
-__all__ = ["assert_gradients_are_redistributed", "assert_redistribution_agrees", "part_of"]
+__all__ = ["assert_gradients_are_redistributed", "assert_redistribution_agrees", "part_of", "placed", "text_of"]
 
 _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
 _REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
@@ -35,7 +35,7 @@ class _Case:
 
     def __str__(self) -> str:
         dtype = name_of(self.dtype)
-        return f"{dtype}{list(self.shape)} from {_text(self.source)} to {_text(self.target)}"
+        return f"{dtype}{list(self.shape)} from {text_of(self.source)} to {text_of(self.target)}"
 
 
 def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> None:
@@ -55,7 +55,7 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     found = []
     for number, case in enumerate(_cases(rank.size, seed, dimensions)):
         whole = _whole(case, seed + number)
-        held = _placed(whole, case, mesh).redistribute(mesh, case.target)
+        held = placed(whole, case.source, mesh).redistribute(mesh, case.target)
         found.append(_wrong(held, part_of(whole, case.target, mesh), case))
         if number % 8 == 0:
             found.append(_wrong_whole(held.full_tensor(), whole, case))
@@ -133,12 +133,12 @@ def part_of(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMe
     return whole
 
 
-def _placed(whole: torch.Tensor, case: _Case, mesh: DeviceMesh) -> DTensor:
+def placed(whole: torch.Tensor, placements: Sequence[Placement], mesh: DeviceMesh) -> DTensor:
     """Make a DTensor from what each rank has by itself, without any collective."""
-    part = part_of(whole, case.source, mesh).clone()
+    part = part_of(whole, placements, mesh).clone()
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "this rank is in the mesh"
-    for dim, (placement, place) in enumerate(zip(case.source, coordinate, strict=True)):
+    for dim, (placement, place) in enumerate(zip(placements, coordinate, strict=True)):
         if not isinstance(placement, Partial):
             continue
         size = mesh.size(dim)
@@ -154,7 +154,7 @@ def _placed(whole: torch.Tensor, case: _Case, mesh: DeviceMesh) -> DTensor:
             part = part - off.to(part.dtype) if placement.reduce_op == "max" else part + off.to(part.dtype)
     device = torch.device(mesh.device_type, torch.cuda.current_device())
     return DTensor.from_local(
-        part.to(device), mesh, case.source, run_check=False, shape=whole.shape, stride=whole.stride()
+        part.to(device), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -180,14 +180,14 @@ def _drawn(rank: Rank, mesh: DeviceMesh) -> Iterator[str]:
             dropped: Any = functional.dropout(torch.ones_like(held), 0.5)
             parts = torch.stack(dropped.full_tensor().chunk(rank.size, dim))
             if _alike(parts):
-                yield f"dropout of {_text([placement])}: two ranks drop the same elements of their parts"
+                yield f"dropout of {text_of([placement])}: two ranks drop the same elements of their parts"
             parts = torch.stack(held.full_tensor().chunk(rank.size, dim))
         if not torch.equal(plain(parts[rank.index]), local):
-            yield f"random numbers as {_text([placement])}: the whole does not have this rank's part"
+            yield f"random numbers as {text_of([placement])}: the whole does not have this rank's part"
         elif placement == Replicate() and any(not torch.equal(part, parts[0]) for part in parts):
-            yield f"random numbers as {_text([placement])}: ranks hold different ones"
+            yield f"random numbers as {text_of([placement])}: ranks hold different ones"
         elif placement != Replicate() and _alike(parts):
-            yield f"random numbers as {_text([placement])}: two ranks hold the same ones"
+            yield f"random numbers as {text_of([placement])}: two ranks hold the same ones"
 
 
 def _alike(parts: torch.Tensor) -> bool:
@@ -197,7 +197,7 @@ def _alike(parts: torch.Tensor) -> bool:
 
 def _wrong(held: DTensor, expected: torch.Tensor, case: _Case) -> str:
     if tuple(held.placements) != case.target or tuple(held.shape) != case.shape:
-        return f"{case} is {_text(held.placements)} of {tuple(held.shape)}"
+        return f"{case} is {text_of(held.placements)} of {tuple(held.shape)}"
     return _compared(held.to_local(), expected, f"{case}, own part")
 
 
@@ -217,7 +217,8 @@ def _compared(got: torch.Tensor, expected: torch.Tensor, what: str) -> str:
     return f"{what}: {count} of {here.numel()} elements differ, the first at {list(at)}: {values}"
 
 
-def _text(placements: Sequence[Placement]) -> str:
+def text_of(placements: Sequence[Placement]) -> str:
+    """Return placements as torch writes them, in parentheses."""
     return f"({', '.join(str(placement) for placement in placements)})"
 
 

@@ -40,9 +40,10 @@ from mgpu_check.recipes import training as recipe
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied, plain
 
-__all__ = ["assert_checkpoint_continues", "assert_state_dict_agrees", "saved_checkpoint"]
+__all__ = ["assert_checkpoint_continues", "assert_state_dict_agrees", "compare_full_state", "saved_checkpoint"]
 
 _NUMBER = 12_345
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def _step(training: ExactTraining, number: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank: Rank) -> None:
@@ -73,11 +74,11 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     with Findings() as findings:
         if rank.index == 0:
             with findings.collected():
-                _compare_full_state(training, state, moments, expected, what)
+                compare_full_state(training, state, moments, expected, what)
         if findings.anywhere(rank):
             return  # what rank 0 would give out, all others would find wrong, too
         other = replace(training, seed=training.seed + 1)
-        fresh = sharded(other, rank)
+        fresh = sharded(other, rank, memory_later=True)
         again = sgd(training, fresh)
         given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
@@ -88,7 +89,7 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     assert_same(got, _after(expected, 2), f"{what}, set again, then one step", rank.index)
 
 
-def _compare_full_state(
+def compare_full_state(
     training: ExactTraining,
     state: Mapping[str, Any],
     moments: Mapping[str, Any],
@@ -119,6 +120,7 @@ def _after(expected: Mapping[str, torch.Tensor], step: int) -> dict[str, torch.T
 def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     """Train for a step, save model and optimizer by `torch.distributed.checkpoint`; return the directory. A collective.
 
+    The state of the optimizer is saved as it is; and flattened, after its groups of parameters were given rates of their own.
     Beside them are DTensors of uneven parts in several dtypes, one of them over a mesh of two dimensions and one above 64 Ki
     elements, a tensor that all ranks hold, one without dimensions, a number and a text.
     """
@@ -129,7 +131,10 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
     _step(training, 1, model, optimizer, rank)
     try:
         parameters, moments = get_state_dict(model, optimizer)
-        state_dict_saver.save({"model": parameters, "optimizer": moments, **_others(rank, 1)}, checkpoint_id=box[0])
+        _set_rates(optimizer, training.rate)
+        flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+        state = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 1)}
+        state_dict_saver.save(state, checkpoint_id=box[0])
     except BaseException:
         shutil.rmtree(box[0], ignore_errors=True)
         raise
@@ -141,6 +146,12 @@ def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.
     values = list(model.parameters())
     groups = [{"params": [value for value in values if (value.dim() > 1) is kind]} for kind in (True, False)]
     return torch.optim.SGD(groups, lr=rate, momentum=training.momentum)
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give each group of parameters a rate of its own."""
+    for number, group in enumerate(optimizer.param_groups):
+        group["lr"] = rate / 2**number
 
 
 def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: Rank, saved_by: int) -> None:
@@ -160,10 +171,12 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
     what = f"checkpoint of {saved_by} ranks, loaded by {rank.size}, on {rank.device}"
     other = replace(training, seed=training.seed + 1)
     model = sharded(other, rank)
-    optimizer = _in_groups(model, training, 2 * training.rate)
+    # States are loaded in place: each into an optimizer of its own.
+    optimizer, another = (_in_groups(model, training, 2 * training.rate) for _ in range(2))
     try:
         parameters, moments = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": parameters, "optimizer": moments, **_others(rank, 0)}
+        flat = get_optimizer_state_dict(model, another, options=_FLAT)
+        state: dict[str, Any] = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 0)}
         state_dict_loader.load(state, checkpoint_id=directory)
         refused = _refuses_what_was_not_saved(directory)
         dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
@@ -184,10 +197,42 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         others = _others(rank, 1)
         with findings.collected():
             _compare_others(state, others, what, rank)
+        with findings.collected():
+            set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
+            _compare_flat(training, model, another, optimizer, what, rank)
         _step(training, 2, model, optimizer, rank)
         stepped = gathered(model, 2)
         with findings.collected():
             assert_same(stepped, _after(expected, 2), f"{what}, then one step", rank.index)
+
+
+def _compare_flat(
+    training: ExactTraining,
+    model: nn.Module,
+    got: torch.optim.Optimizer,
+    other: torch.optim.Optimizer,
+    what: str,
+    rank: Rank,
+) -> None:
+    """Compare an optimizer that was given the flat state with one that was given the `other`: rates of groups, and momentum."""
+    __tracebackhide__ = True
+    where = f"{what}, rank {rank.index}, flat state of the optimizer"
+    like = _in_groups(model, training, training.rate)
+    _set_rates(like, training.rate)
+    rates, wanted = ([group["lr"] for group in one.param_groups] for one in (got, like))
+    if rates != wanted:
+        raise ShardError(f"{where}: groups have the rates {rates}, {wanted} were saved", ranks=[rank.index])
+    for name, value in model.named_parameters():
+        own, should = (plain(_momentum(one, value)) for one in (got, other))
+        if not same_bits(should, own):
+            text = f"the momentum of {name} is not that of the state that is not flat"
+            raise ShardError(f"{where}: {text}", ranks=[rank.index])
+
+
+def _momentum(optimizer: torch.optim.Optimizer, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of the momentum of a parameter; nothing where there is none."""
+    held = optimizer.state[value].get("momentum_buffer")
+    return held.to_local() if isinstance(held, DTensor) else torch.zeros(0)
 
 
 def _refuses_what_was_not_saved(directory: str) -> bool:

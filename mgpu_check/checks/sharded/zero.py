@@ -25,8 +25,8 @@ _DECAY = 0.25
 
 
 def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
-    """Assert that all ranks have, after each step, the parameters of one device; as tensors and as views of buckets. A
-    collective.
+    """Assert that all ranks have, after each step, the parameters of one device; as tensors, of which all but the first
+    are added as a group, and as views of buckets. A collective.
 
     Raises:
         GradientMismatch: this rank has other parameters.
@@ -37,13 +37,17 @@ def assert_zero_agrees(training: ExactTraining, rank: Rank) -> None:
     with Findings() as findings:
         for view in (False, True):
             model = training.model().to(rank.device)
+            parameters = list(model.parameters())
+            later = len(parameters) if view else 1  # a group that is added later cannot be a view
             optimizer = ZeroRedundancyOptimizer(
-                model.parameters(),
+                parameters[:later],
                 torch.optim.SGD,
                 parameters_as_bucket_view=view,
                 lr=training.rate,
                 momentum=training.momentum,
             )
+            if parameters[later:]:
+                optimizer.add_param_group({"params": parameters[later:]})
             got: dict[str, torch.Tensor] = {}
             with full_precision():
                 for step, (inputs, factors) in enumerate(training.batches(), 1):
@@ -61,8 +65,8 @@ def assert_zero_state_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the state which the ranks of AdamW keep is that of one optimizer, divided; put together on the last rank,
     and loaded again, it goes on as one. A collective.
 
-    Two groups of parameters have different rates and decays of weights, which a schedule has halved. What is put together is what the ranks keep
-    then, whatever was put together before.
+    Two groups of parameters have different rates and weight decays, which a schedule has halved. What is put together is the
+    state of that moment, whatever was put together before.
 
     Raises:
         GradientMismatch: parameters or state differ from those of one optimizer by more than rounding.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Shard, _random
+from torch.distributed.tensor import DTensor, Partial, Shard, _random
 from torch.distributed.tensor import _api as api
 from torch.distributed.tensor import _redistribute as redistribute
+from torch.nn import functional as F
 
 from mgpu_check.faults.conditions import is_last, ranks_here
 from mgpu_check.faults.registry import fault
@@ -216,4 +218,70 @@ def gradient_placements_ignored() -> Iterator[None]:
 def parts_draw_alike() -> Iterator[None]:
     tracker = _random.OffsetBasedRNGTracker
     with replaced(tracker, "_set_pre_op_offset", lambda self, *args: None):
+        yield
+
+
+@fault(
+    "sharded",
+    "of a mesh of three dimensions the outer two are the outermost and the innermost",
+    caught_by=("test_device_meshes",),
+    condition="three dimensions, two of them taken out",
+    least_gpus=4,
+)
+def other_dimensions_taken_out() -> Iterator[None]:
+    real = DeviceMesh.__getitem__
+
+    def take(self: DeviceMesh, names: Any) -> DeviceMesh:
+        every = self.mesh_dim_names or ()
+        outer = len(every) == 3 and tuple(names) == every[:2]
+        return real(self, (every[0], every[2]) if outer else names)
+
+    with replaced(DeviceMesh, "__getitem__", take):
+        yield
+
+
+@fault(
+    "sharded",
+    "functions of what is partial are taken of each part, before these are added up",
+    caught_by=("test_operators_on_dtensors",),
+    condition="partial operands, several ranks",
+)
+def partial_operands_not_reduced() -> Iterator[None]:
+    """As if the functions were linear."""
+
+    def of_parts(function: Any) -> Any:
+        def call(self: torch.Tensor, *args: Any) -> Any:
+            if isinstance(self, DTensor) and any(place.is_partial() for place in self.placements):
+                return _of_each_part(lambda part: function(part, *args), self)
+            return function(self, *args)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("abs", "exp", "clamp"):
+            stack.enter_context(replaced(torch.Tensor, name, of_parts(getattr(torch.Tensor, name))))
+        yield
+
+
+def _of_each_part(call: Any, x: DTensor) -> DTensor:
+    part = call(x.to_local())
+    return DTensor.from_local(part, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+@fault(
+    "sharded",
+    "l1_loss of DTensors averages the means of the parts",
+    caught_by=("test_losses_of_dtensors",),
+    condition="parts of unequal sizes",
+)
+def mean_of_unequal_parts() -> Iterator[None]:
+    real = F.l1_loss
+
+    def l1_loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, DTensor) or not isinstance(y, DTensor):
+            return real(x, y)
+        mean = real(x.to_local(), y.to_local())
+        return DTensor.from_local(mean, x.device_mesh, [Partial("avg")], run_check=False)
+
+    with replaced(F, "l1_loss", l1_loss):
         yield

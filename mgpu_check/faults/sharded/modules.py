@@ -36,6 +36,28 @@ def samples_not_counted() -> Iterator[None]:
         yield
 
 
+@fault(
+    "sharded",
+    "SyncBatchNorm of a rank without samples keeps the statistics of before",
+    caught_by=("test_sync_batchnorm",),
+    condition="a rank without samples",
+    least_gpus=3,
+)
+def statistics_of_no_samples_kept() -> Iterator[None]:
+    real = nn.SyncBatchNorm.forward
+
+    def forward(self: nn.SyncBatchNorm, x: torch.Tensor) -> torch.Tensor:
+        mean = self.get_buffer("running_mean")
+        before = mean.clone()
+        normed = real(self, x)
+        if not x.numel():
+            mean.copy_(before)
+        return normed
+
+    with replaced(nn.SyncBatchNorm, "forward", forward):
+        yield
+
+
 @fault("sharded", "the gradients of SyncBatchNorm use sums over the own samples", caught_by=("test_sync_batchnorm",))
 def sums_of_gradients_local() -> Iterator[None]:
     real = dist.all_reduce

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import default_planner
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp_param_group
+from torch.distributed.fsdp._fully_shard import _fsdp_state as fsdp_state
 
 from mgpu_check.faults.registry import fault
 from mgpu_check.faults.sharded.modules import zero_optimizer
@@ -265,4 +266,95 @@ def rates_alone_shared() -> Iterator[None]:
                 group["weight_decay"] = decay
 
     with replaced(optimizer, "_sync_param_groups", staticmethod(share)):
+        yield
+
+
+@fault(
+    "sharded",
+    "outputs in containers keep the dtype of the arithmetic",
+    caught_by=("test_mixed_precision",),
+    condition="MixedPrecisionPolicy(output_dtype=...), outputs in containers",
+)
+def containers_not_cast() -> Iterator[None]:
+    real = fsdp_state.FSDPState._cast_output_dtype
+
+    def cast(self: Any, output: Any) -> Any:
+        return real(self, output) if isinstance(output, torch.Tensor) else output
+
+    with replaced(fsdp_state.FSDPState, "_cast_output_dtype", cast):
+        yield
+
+
+@fault(
+    "sharded",
+    "parameters that an optimizer is given later are divided among ranks, and not sent",
+    caught_by=("test_zero_redundancy_optimizer",),
+    condition="add_param_group, several ranks",
+)
+def later_group_not_sent() -> Iterator[None]:
+    optimizer = zero_optimizer()
+    real, send = optimizer.add_param_group, optimizer._sync_params
+
+    def add(self: Any, param_group: dict[str, Any]) -> None:
+        real(self, param_group)
+        if hasattr(self, "_added_later"):
+            self._added_later += param_group["params"]
+
+    def sync(self: Any) -> None:
+        kept = [(value, value.detach().clone()) for value in self._added_later]
+        send(self)
+        own = {id(value) for group in self.optim.param_groups for value in group["params"]}
+        for value, before in kept:
+            if id(value) not in own:
+                value.data.copy_(before)
+
+    begin = optimizer.__init__
+
+    def start(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        self._added_later = []
+
+    with (
+        replaced(optimizer, "__init__", start),
+        replaced(optimizer, "add_param_group", add),
+        replaced(optimizer, "_sync_params", sync),
+    ):
+        yield
+
+
+@fault(
+    "sharded",
+    "what is divided between two ranks after the forward pass comes back as zeros on the second",
+    caught_by=("test_fully_shard",),
+    condition="reshard_after_forward=2, one of two ranks",
+    least_gpus=4,
+)
+def half_of_a_pair_lost() -> Iterator[None]:
+    real = fsdp_param.FSDPParam.to_sharded_post_forward
+
+    def reshard(self: Any) -> None:
+        real(self)
+        if self.post_forward_mesh_info.shard_mesh_rank == 1:
+            self._sharded_post_forward_param_data.zero_()
+
+    with replaced(fsdp_param.FSDPParam, "to_sharded_post_forward", reshard):
+        yield
+
+
+@fault(
+    "sharded",
+    "of layers that are divided together the last has no gradient",
+    caught_by=("test_fully_shard",),
+    condition="fully_shard of several layers",
+)
+def last_of_a_group_forgotten() -> Iterator[None]:
+    real = fsdp_param_group.FSDPParamGroup.post_backward
+
+    def after(self: Any, *args: Any) -> None:
+        gradient = self.fsdp_params[-1].unsharded_param.grad if len(self.modules) > 1 else None
+        if gradient is not None:
+            gradient.zero_()
+        real(self, *args)
+
+    with replaced(fsdp_param_group.FSDPParamGroup, "post_backward", after):
         yield

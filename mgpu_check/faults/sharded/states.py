@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -141,3 +141,45 @@ def rates_of_groups_not_loaded() -> Iterator[None]:
 
     with replaced(state_dict, "_load_optim_state_dict", load):
         yield
+
+
+def _unflattened(change: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Change what is made of a flat state of an optimizer, before it is loaded."""
+    real: Any = state_dict._unflatten_optim_state_dict
+
+    def unflatten(*args: Any) -> Any:
+        found = real(*args)
+        change(found)
+        return found
+
+    with replaced(state_dict, "_unflatten_optim_state_dict", unflatten):
+        yield
+
+
+@fault(
+    "sharded",
+    "in a flat state of an optimizer all groups of parameters have the rate of the first",
+    caught_by=("test_distributed_checkpoint",),
+    condition="flatten_optimizer_state_dict, several groups of parameters",
+)
+def flat_rates_of_the_first_group() -> Iterator[None]:
+    def change(found: dict[str, Any]) -> None:
+        for group in found["param_groups"]:
+            group["lr"] = found["param_groups"][0]["lr"]
+
+    yield from _unflattened(change)
+
+
+@fault(
+    "sharded",
+    "in a flat state of an optimizer all groups of parameters but the first have no momentum",
+    caught_by=("test_distributed_checkpoint",),
+    condition="flatten_optimizer_state_dict, several groups of parameters",
+)
+def flat_momentum_of_the_first_group() -> Iterator[None]:
+    def change(found: dict[str, Any]) -> None:
+        for group in found["param_groups"][1:]:
+            for name in group["params"]:
+                found["state"][name] = {key: value * 0 for key, value in found["state"][name].items()}
+
+    yield from _unflattened(change)

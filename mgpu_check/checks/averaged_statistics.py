@@ -1,0 +1,50 @@
+"""BatchNorm with momentum=None: running statistics are the plain average of those of all batches so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from mgpu_check.checks.whole import buffers_of
+from mgpu_check.numerics.compare import difference
+
+__all__ = ["STEPS", "averaging", "drawn", "wrong_statistics"]
+
+STEPS = 3
+_CHANNELS = 3
+
+
+def averaging() -> nn.BatchNorm1d:
+    """Return a layer that averages its statistics, on the CPU."""
+    return nn.BatchNorm1d(_CHANNELS, momentum=None)
+
+
+def drawn(rows: int, seed: int) -> list[torch.Tensor]:
+    """Return a batch of whole numbers for each step, on the CPU; the statistics of each are far from those of the others."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(-3, 4, (rows, _CHANNELS), generator=generator).float() * step + step
+        for step in range(1, STEPS + 1)
+    ]
+
+
+def wrong_statistics(layer: nn.BatchNorm1d, batches: Sequence[torch.Tensor]) -> str:
+    """Say which statistic is not what these batches leave; "" if all are right.
+
+    In a batch of n rows a mean and a variance are sums of n terms, whose squares are at most that of the largest number; some
+    eight roundings follow, in each step.
+    """
+    exact = [batch.double() for batch in batches]
+    largest = max(float(batch.square().max()) for batch in exact)
+    bound = len(exact) * (max(map(len, exact)) + 8) * torch.finfo(torch.float32).eps * max(largest, 1.0)
+    for name, expected, tolerance in (
+        ("running_mean", torch.stack([batch.mean(0) for batch in exact]).mean(0), bound),
+        ("running_var", torch.stack([batch.var(0) for batch in exact]).mean(0), bound),
+        ("num_batches_tracked", torch.tensor(len(exact)), 0.0),
+    ):
+        off = difference(buffers_of(layer)[name], expected, tolerance)
+        if off is not None:
+            return f"{name} after {len(exact)} batches: {off}"
+    return ""

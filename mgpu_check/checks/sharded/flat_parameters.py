@@ -1,0 +1,224 @@
+"""FSDP1: models whose flat parameters `FullyShardedDataParallel` divides, against one device: to the bit, on exact data."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from mgpu_check.checks.exact_training import one_device, own_part, sgd
+from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.gradients import assert_same
+from mgpu_check.checks.sharded.meshes import near_square
+from mgpu_check.checks.sharded.states import compare_full_state
+from mgpu_check.errors import GradientMismatch, ShardError
+from mgpu_check.numerics.steps import full_precision
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes import training as recipe
+from mgpu_check.specs.exact_training import ExactTraining
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["assert_flat_parameters_agree", "assert_flat_states_agree"]
+
+_PREFIX = "_fsdp_wrapped_module."
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How a model is divided.
+
+    Attributes:
+        strategy: of torch.
+        named: parameters keep their names and shapes (``use_orig_params``), so each has a gradient of its own.
+        unsynchronized: the first micro-batch is under ``no_sync``.
+        ahead: the next layer's parameters are fetched while one computes, in both passes.
+    """
+
+    strategy: str
+    named: bool = True
+    unsynchronized: bool = False
+    ahead: bool = False
+
+    def __str__(self) -> str:
+        said = (self.strategy, "named" * self.named, "no_sync" * self.unsynchronized, "fetched ahead" * self.ahead)
+        return "FullyShardedDataParallel, " + ", ".join(word for word in said if word)
+
+
+_WAYS = (
+    _Way("FULL_SHARD", unsynchronized=True, ahead=True),
+    _Way("SHARD_GRAD_OP", named=False),
+    _Way("HYBRID_SHARD"),
+)
+
+
+def _wrapped(training: ExactTraining, rank: Rank, way: _Way) -> FullyShardedDataParallel:
+    """Return the model of a training on the device of `rank`, each linear layer and the whole wrapped."""
+    options: dict[str, Any] = {"use_orig_params": way.named, "device_id": rank.device}
+    if way.ahead:
+        options |= {
+            "forward_prefetch": True,
+            "limit_all_gathers": False,
+            "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+        }
+    if way.strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cuda", near_square(rank.size), mesh_dim_names=("repeat", "shard"))
+    return FullyShardedDataParallel(
+        training.model().to(rank.device),
+        sharding_strategy=ShardingStrategy[way.strategy],
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what torch says of worlds of one rank, where there is nothing to divide."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP is switching to use `NO_SHARD`")
+        warnings.filterwarnings("ignore", message="(The|When using) `+NO_SHARD`")
+        yield
+
+
+def assert_flat_parameters_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that a model in `FullyShardedDataParallel` trains as one device does. A collective.
+
+    Parameters are freed after the forward pass, kept until the backward one, fetched ahead, and divided in one dimension
+    of a mesh and repeated in the other; gradients are accumulated over two micro-batches in the first step, also with no
+    reduction after the first of them. The loss is multiplied by the number of ranks, by which gradients are divided: both
+    are exact. The norm that clipping gives must be that of all gradients.
+
+    Raises:
+        GradientMismatch: outputs of this rank's samples, gradients, their norm or parameters differ.
+        ShardError: this rank holds more or less of the flat parameters than its part.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    own = recipe.split(torch.arange(training.batch), rank.size)[rank.index]
+    wanted = {name: value[own] if name.endswith("outputs") else value for name, value in expected.items()}
+    with Findings() as findings, _quiet():
+        for way in _WAYS:
+            what = f"{way}, on {rank.device}"
+            model = _wrapped(training, rank, way)
+            optimizer = sgd(training, model)
+            got: dict[str, torch.Tensor] = {}
+            for step, batch in enumerate(training.batches(), 1):
+                outputs = _step(model, optimizer, own_part(batch, rank), rank.size, way, windows=2 if step == 1 else 1)
+                got |= _whole(model, step, way) | {f"step {step}: outputs": copied(outputs)}
+            norm = float(model.clip_grad_norm_(1e30))
+            with findings.collected():
+                assert_same(got, {name: wanted[name] for name in got}, what, rank.index)
+            with findings.collected():
+                _judge_norm(norm, wanted, training.steps, what, rank)
+            with findings.collected():
+                _judge_parts(model, training, rank, way, what)
+
+
+def _step(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    part: tuple[torch.Tensor, torch.Tensor],
+    size: int,
+    way: _Way,
+    windows: int,
+) -> torch.Tensor:
+    """Take a step by gradients that are accumulated over so many micro-batches; return the outputs."""
+    x, y = part
+    optimizer.zero_grad()
+    outputs: list[torch.Tensor] = []
+    with full_precision():
+        for rows in recipe.split(torch.arange(len(x), device=x.device), windows):
+            last = len(outputs) == windows - 1
+            with model.no_sync() if way.unsynchronized and not last else contextlib.nullcontext():
+                outputs.append(model(x[rows]))
+                (recipe.weighted(outputs[-1], y[rows]) * size).backward()
+        optimizer.step()
+    return torch.cat(outputs)
+
+
+def _whole(model: FullyShardedDataParallel, step: int, way: _Way) -> dict[str, torch.Tensor]:
+    """Put parameters together, and gradients where they have names; as `checks.exact_training.seen` names them. A collective."""
+    found = {}
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=way.named):
+        for name, value in model.named_parameters():
+            plain = name.replace(_PREFIX, "")
+            found[f"step {step}: {plain}"] = copied(value)
+            if way.named:
+                assert value.grad is not None, "all parameters are used"
+                found[f"step {step}: gradient of {plain}"] = copied(value.grad)
+    return found
+
+
+def _judge_norm(norm: float, wanted: Mapping[str, torch.Tensor], step: int, what: str, rank: Rank) -> None:
+    gradients = [value.double() for name, value in wanted.items() if name.startswith(f"step {step}: gradient of ")]
+    right = float(torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt())
+    # Squares, sums and roots of float32, each rounded once: see `mgpu_check.numerics.bounds`.
+    most = right * 2.0**-23 * (sum(gradient.numel() for gradient in gradients) + 4)
+    if not abs(norm - right) <= most:
+        raise GradientMismatch(
+            f"{what}, rank {rank.index}: clip_grad_norm_ gives a norm of {norm!r}, expected {right!r} ± {most:.2g}",
+            ranks=[rank.index],
+        )
+
+
+def _judge_parts(model: FullyShardedDataParallel, training: ExactTraining, rank: Rank, way: _Way, what: str) -> None:
+    """Judge how many elements of each layer's flat parameter this rank holds: the last parts are padded."""
+    if way.named:
+        return
+    got = [value.numel() for value in model.parameters()]
+    whole = [sum(value.numel() for value in layer.parameters()) for layer in training.layers()]
+    right = [-(-count // rank.size) for count in whole]
+    if got != right:
+        raise ShardError(
+            f"{what}, rank {rank.index}: holds {got} elements of the layers, expected {right} of {whole}",
+            ranks=[rank.index],
+        )
+
+
+def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
+    """Assert that full state dicts of a model in `FullyShardedDataParallel` and its optimizer are those of one device, and that a
+    model that is divided in another way goes on from them. A collective.
+
+    Raises:
+        GradientMismatch: parameters or momentum of the state differ, or what comes of the second step.
+    """
+    __tracebackhide__ = True
+    expected = one_device(training)
+    before, after = _WAYS[0], _WAYS[1]
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    what = f"full state dict of {before}, on {rank.device}"
+    with Findings() as findings, _quiet():
+        model = _wrapped(training, rank, before)
+        optimizer = sgd(training, model)
+        _step(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
+        state = get_model_state_dict(model, options=whole)
+        moments = get_optimizer_state_dict(model, optimizer, options=whole)
+        if rank.index == 0:
+            with findings.collected():
+                compare_full_state(training, state, moments, expected, what)
+        if findings.anywhere(rank):
+            return  # what rank 0 would give out, all others would find wrong, too
+        fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
+        again = sgd(training, fresh)
+        given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
+        if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
+            set_optimizer_state_dict(fresh, again, moments if rank.index == 0 else {}, options=given)
+        _step(fresh, again, own_part(training.batches()[1], rank), rank.size, after, windows=1)
+        got = _whole(fresh, 2, after)
+        with findings.collected():
+            assert_same(got, {name: expected[name] for name in got}, f"{what}, loaded, then one step", rank.index)
