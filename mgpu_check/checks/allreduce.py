@@ -92,12 +92,12 @@ def assert_contributions_kept(
     """Assert that a reduction that makes a new tensor has left what it was given as it was.
 
     Args:
-        placed: what was given to it, afterwards, on any device.
-        contributions: what that was before.
+        placed: the tensors that were given to it, one for each rank, on any device, as they are afterwards.
+        contributions: what they were before, of the same shapes and dtypes.
         what: the name of the operation under test, for the message.
 
     Raises:
-        AllreduceMismatch: a contribution has changed. `.ranks` are those whose it is.
+        AllreduceMismatch: a contribution has changed; `.ranks` has those whose contributions have.
     """
     __tracebackhide__ = True
     changed = [

@@ -60,7 +60,7 @@ class Memory:
         return len(self._shapes) - 1
 
     def lay(self, shapes: Sequence[Shape], *, backwards: bool) -> None:
-        """Make room for tensors that are numbered as they are given; `backwards`, the last of them begins the memory."""
+        """Make room for tensors, which are numbered as they are given; with `backwards` they lie in memory in reverse order."""
         for shape in reversed(shapes) if backwards else shapes:
             self.add(shape)
         if backwards:

@@ -17,7 +17,9 @@ STEP = 13
 
 
 def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
-    """Return how many elements one member gives another, of parts of different sizes; of no elements some, and every third giver has none."""
+    """Return how many elements one member gives another. Parts differ in size; of a call of 0 elements every third giver has
+    none.
+    """
     length = call.elements if call.elements is not None else 29
     if length == 0 and (giver + call.seed) % 3 == 0:
         return 0

@@ -85,7 +85,12 @@ class _OfRank:
     def __init__(self, rank: Rank, held: list[torch.Tensor]) -> None:
         self._rank, self.held = rank, held
         self._groups = {0: _Group(list(range(rank.size)))}
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
         self.pending: dict[int, _Pending] = {}
+
+    def _view(self, name: int, size: int) -> torch.Tensor:
+        """Return the part of a tensor that a group of `size` uses: one object, as training code calls with the same again."""
+        return self._views.setdefault((name, size), self.held[name][: size * LENGTH])
 
     def take(self, step: CollectiveStep) -> None:
         if step.kind == "new_group":
@@ -115,7 +120,7 @@ class _OfRank:
 
     def _move(self, step: CollectiveStep, group: _Group) -> None:
         size, me = len(group.members), group.members.index(self._rank.index)
-        target, source = (self.held[name][: size * LENGTH] for name in (step.target, step.source))
+        target, source = (self._view(name, size) for name in (step.target, step.source))
         root = step.root % size
         part = slice(me * LENGTH, (me + 1) * LENGTH)
         named: dict[str, Any] = {"group": group.handle, "async_op": step.asynchronous}

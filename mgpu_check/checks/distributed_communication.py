@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from mgpu_check.checks.distributed_options import SMALL_BUCKET
-from mgpu_check.checks.distributed_replica import Replica
+from mgpu_check.checks.distributed_replica import Replica, under_ddp
+from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import gradient_or_zeros
 from mgpu_check.checks.replicas import assert_replicas_agree
 from mgpu_check.checks.whole import Gradients, Rows, judged, slack, terms_of
@@ -31,19 +33,23 @@ __all__ = [
 ]
 
 
-def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
+def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun], long: Sequence[WholeRun]) -> None:
     """Assert that `allreduce_hook`, and a hook of the user that sums and then divides, leave what DDP leaves without one.
+
+    Args:
+        long: runs of more steps, with `allreduce_hook` alone.
 
     Raises:
         GradientMismatch: names run, step, rank, parameter and element.
     """
     __tracebackhide__ = True
     with judged() as findings:
-        for run in runs:
-            for name, hook, megabytes in (
-                ("allreduce_hook, small buckets", default_hooks.allreduce_hook, SMALL_BUCKET),
-                ("a hook, one bucket", _sum_then_divide, 25),
-            ):
+        for name, hook, megabytes, trained in (
+            ("allreduce_hook, small buckets", default_hooks.allreduce_hook, SMALL_BUCKET, runs),
+            ("a hook, one bucket", _sum_then_divide, 25, runs),
+            ("allreduce_hook, one bucket", default_hooks.allreduce_hook, 25, long),
+        ):
+            for run in trained:
                 replica = Replica(run, rank, findings, what=name, bucket_cap_mb=megabytes)
                 seen: list[int] = []
                 replica.parallel.register_comm_hook(rank.group, _noting(hook, seen))
@@ -55,10 +61,11 @@ def assert_averaging_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
 
 def _noting(hook: Callable[[Any, Any], Any], seen: list[int]) -> Callable[[Any, Any], Any]:
     def noted(group: Any, bucket: Any) -> Any:
-        seen.extend(id(parameter) for parameter in bucket.parameters())
-        parts = zip(bucket.gradients(), bucket.parameters(), strict=False)
-        flat = torch.cat([gradient.reshape(-1) for gradient, parameter in parts if gradient.shape == parameter.shape])
-        if not torch.equal(flat, bucket.buffer()):
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        seen.extend(map(id, parameters))
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        shaped = [gradient.shape for gradient in gradients] == [parameter.shape for parameter in parameters]
+        if not shaped or not torch.equal(flat, bucket.buffer()):
             seen.append(0)
         return hook(group, bucket)
 
@@ -67,12 +74,13 @@ def _noting(hook: Callable[[Any, Any], Any], seen: list[int]) -> Callable[[Any, 
     return noted
 
 
-def _judge_buckets(replica: Replica, seen: list[int]) -> None:
-    """Look whether the hook was given each parameter once, and with each its gradient, in the order of the buffer."""
+def _judge_buckets(replica: Replica, seen: list[int]) -> bool:
+    """Look whether the hook was given each parameter once, and with each its gradient, in the order of the buffer; return it."""
     wanted = sorted(id(parameter) for parameter in replica.module.parameters())
     where = f"{replica.what}, step {replica.number}, rank {replica.place.rank.index}"
     message = f"{where}: the hook was called for {len(seen)} parameters, expected each of {len(wanted)} once, with its gradient"
     replica.findings.require(sorted(seen) == wanted, message, ranks=[replica.place.rank.index])
+    return sorted(seen) == wanted
 
 
 def _sum_then_divide(group: Any, bucket: Any) -> Any:
@@ -82,26 +90,30 @@ def _sum_then_divide(group: Any, bucket: Any) -> Any:
 
 
 def assert_compressed_gradients_rounded(rank: Rank, runs: Sequence[WholeRun]) -> None:
-    """Assert that fp16_compress_hook and bf16_compress_hook leave gradients that are rounded as that dtype says, not more.
+    """Assert that fp16_compress_hook, bf16_compress_hook and hooks that are wrapped for them leave gradients that are rounded as that dtype says, not more.
 
-    For float16 the data are small: it ends at 65504.
+    For float16 the data are small: it ends at 65504. The mean of gradients as large as that is as large, too.
 
     Raises:
         GradientMismatch: an element is off by more than the roundings of the compressed sum, or is not of that dtype.
     """
     __tracebackhide__ = True
+    hooks = [(default_hooks.fp16_compress_hook, torch.float16), (default_hooks.bf16_compress_hook, torch.bfloat16)]
+    wrapped = [
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), torch.float16),
+        (default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook), torch.bfloat16),
+    ]
     with judged() as findings:
         for run in runs:
-            for hook, dtype in (
-                (default_hooks.fp16_compress_hook, torch.float16),
-                (default_hooks.bf16_compress_hook, torch.bfloat16),
-            ):
+            for hook, dtype in (*hooks, *(wrapped if run is runs[0] else ())):
                 own = replace(run, small=dtype == torch.float16)
                 replica = Replica(own, rank, findings, what=hook.__name__)
                 replica.parallel.register_comm_hook(None, hook)
                 shards = _filling(replica, replica.shards(replica.next_batch()), dtype)
                 replica.backward(shards[rank.index])
                 _judge_compressed(replica, replica.one.parts(shards), dtype)
+        for hook, dtype in hooks:
+            _judge_largest(rank, hook, dtype, findings)
 
 
 def _filling(replica: Replica, shards: list[Rows], dtype: torch.dtype) -> list[Rows]:
@@ -124,6 +136,23 @@ def _judge_compressed(replica: Replica, parts: list[Gradients], dtype: torch.dty
         kept = got.dtype == parameter.dtype and torch.equal(got.to(dtype).to(got.dtype), got)
         message = f"{replica.what}, rank {rank}, gradient of {name}: it holds values that {dtype} does not have"
         replica.findings.require(kept, message, ranks=[rank])
+
+
+def _judge_largest(rank: Rank, hook: Callable[[Any, Any], Any], dtype: torch.dtype, findings: Findings) -> None:
+    """Look whether gradients of which `dtype` holds each, but not the sum, are divided before they are added up."""
+    # Quotients by a number that is no power of two are rounded, up as well: their sum must not leave the dtype.
+    rounds = bool(rank.size & (rank.size - 1))
+    largest = torch.finfo(dtype).max * (0.875 if rounds else 1.0)
+    module = nn.Linear(1, 1, bias=False).to(rank.device)
+    parallel = under_ddp(module, rank.device)
+    parallel.register_comm_hook(None, hook)
+    parallel(torch.full((1, 1), largest, device=rank.device)).sum().backward()
+    got = gradient_or_zeros(module.weight).item()
+    off = (rank.size + 2) * torch.finfo(dtype).eps * largest if rounds else 0.0
+    message = (
+        f"DDP on {rank.size} ranks, {hook.__name__}, rank {rank.index}: the mean of gradients of {largest:g} is {got:g}"
+    )
+    findings.require(abs(got - largest) <= off, message, ranks=[rank.index])
 
 
 def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
@@ -151,7 +180,8 @@ def assert_low_rank_hook_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 order.clear()
                 before = _left_out(state)
                 replica.backward(shards[rank.index])
-                _judge_left_out(replica, shards[rank.index], order, _left_out(state) - before)
+                if _judge_buckets(replica, order):
+                    _judge_left_out(replica, shards[rank.index], order, _left_out(state) - before)
                 held = {name: p.grad for name, p in replica.module.named_parameters() if p.grad is not None}
                 with findings.collected():
                     assert_replicas_agree(held, group=rank.group, what=f"{replica.what}, gradients of step {number}")
@@ -173,7 +203,7 @@ def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.T
         expected, got = exact[name], gradient_or_zeros(parameter).cpu() + part.view(parameter.shape)
         assert expected is not None
         expected = expected.cpu() * replica.place.size
-        # Sums of three: each is of that order, and rounds to float32.
+        # Sums of three, each of that order and rounded to float32: 64 roundoffs, while what is lost is of the order itself.
         most = float(max(expected.abs().max(), part.abs().max(), 1.0))
         off = float((got - expected).abs().max())
         rank = replica.place.rank.index
@@ -187,19 +217,20 @@ def _judge_left_out(replica: Replica, own: Rows, order: list[int], more: torch.T
 def assert_accumulation_exact(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that gradients accumulate over micro-batches: within no_sync each rank's own, after the last those of all.
 
-    An exception that leaves no_sync ends it, too.
+    An exception that leaves no_sync ends it, too. Gradients are copied from buckets, and views of them; some steps begin with zeros
+    in the gradients of the step before, which stay where they are.
 
     Raises:
         GradientMismatch: as in `assert_averaging_hook_exact`.
     """
     __tracebackhide__ = True
     with judged() as findings:
-        for number, run in enumerate(runs):
-            view = bool((run.seed + number) % 2)
+        for run in runs:
+            view = bool(run.seed % 2)  # seeds follow each other
             what = f"no_sync for the first of two micro-batches, gradient_as_bucket_view={view}"
             replica = Replica(run, rank, findings, what=what, gradient_as_bucket_view=view)
             for _ in range(run.steps):
-                replica.step(by_hand=functools.partial(_accumulate, replica))
+                replica.step(by_hand=functools.partial(_accumulate, replica), set_to_none=replica.number % 2 == 0)
 
 
 def _accumulate(replica: Replica, shards: list[Rows]) -> list[Gradients]:

@@ -53,11 +53,11 @@ class Place:
 
 
 def under_ddp(module: nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """Put `module`, which is on `device`, under DDP with these options."""
+    """Put `module`, which is on `device`, under DDP with these options; `device_ids` are that device, unless they are given."""
     with warnings.catch_warnings():
         # Newer versions of torch have another name for broadcast_buffers.
         warnings.simplefilter("ignore", FutureWarning)
-        return DistributedDataParallel(module, device_ids=[device] if device.type == "cuda" else None, **options)
+        return DistributedDataParallel(module, **{"device_ids": [device] if device.type == "cuda" else None, **options})
 
 
 class Replica:
@@ -130,15 +130,16 @@ class Replica:
         (weighted(outputs, targets) * self.place.size).backward()
         return outputs
 
-    def step(self, *, by_hand: Callable[[list[Rows]], list[Gradients]] | None = None) -> None:
+    def step(self, *, by_hand: Callable[[list[Rows]], list[Gradients]] | None = None, set_to_none: bool = True) -> None:
         """Take one step, and compare outputs, gradients and parameters.
 
         Args:
             by_hand: goes forward and backward over the shards of all ranks, of which this rank's is its own; returns the
                 exact parts of the gradients.
+            set_to_none: as of `zero_grad`: drop the gradients of the step before, or put zeros into them.
         """
         shards = self.shards(self.next_batch())
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
         if by_hand is not None:
             parts = by_hand(shards)
         else:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mgpu_check.checks.averaged_statistics import STEPS, averaging, drawn, wrong_statistics
 from mgpu_check.checks.bits import first_difference, same_bits
 from mgpu_check.checks.distributed_replica import Replica, train, under_ddp
 from mgpu_check.checks.findings import Findings
@@ -56,7 +57,8 @@ def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
 def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that each step begins from rank 0's buffers, or from each rank's own without broadcast_buffers.
 
-    Before every second step the module is given other tensors for its buffers. Statistics are of int64, float32 and bool, and show in the outputs.
+    Before every second step the module is given other tensors for its buffers. Statistics are of int64, float32 and bool, and show in the outputs;
+    and those of BatchNorm, averaged over all steps.
 
     Raises:
         GradientMismatch: an output, gradient, parameter or buffer is not what it must be.
@@ -66,6 +68,19 @@ def assert_buffers_follow_the_first_rank(rank: Rank, runs: Sequence[WholeRun]) -
         for number, run in enumerate(runs):
             for together in (True, False):
                 _count_rows(run, rank, findings, together, evaluated=bool(number % 2))
+        _average(rank, runs[0].seed, findings)
+
+
+def _average(rank: Rank, seed: int, findings: Findings) -> None:
+    """Average statistics over steps, each of which begins from those of rank 0."""
+    layer = averaging().to(rank.device)
+    parallel = under_ddp(layer, rank.device)
+    first, own = (drawn(2 + index % 3, seed + index) for index in (0, rank.index))
+    for step in range(STEPS):
+        parallel(own[step].to(rank.device)).sum().backward()
+        wrong = wrong_statistics(layer, [*first[:step], own[step]])
+        message = f"DDP of BatchNorm on {rank.size} ranks, momentum=None, rank {rank.index}: {wrong}"
+        findings.require(not wrong, message, ranks=[rank.index])
 
 
 def _count_rows(run: WholeRun, rank: Rank, findings: Findings, together: bool, *, evaluated: bool) -> None:

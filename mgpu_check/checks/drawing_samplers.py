@@ -1,4 +1,4 @@
-"""Samplers that draw from a generator that they are given: another order in each epoch, and the same again from the same seed."""
+"""Random samplers that are given a generator: another order in each epoch, and the same epochs from the same seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EPOCHS = 3
 
 _SAMPLES = range(_COUNT)
 _WEIGHTS = [0.0, *(1.0 + one % 3 for one in range(_COUNT)), 0.0]
-"""One more than samples at either end, which must not come."""
+"""Of a sample more at either end, with weight 0: these must not be drawn."""
 
 _Make = Callable[[torch.Generator], Any]
 
@@ -38,7 +38,7 @@ _ONCE: dict[str, _Make] = {
     ),
     "DataLoader with shuffle": _loader,
 }
-"""What gives each sample once."""
+"""Samplers that give each sample once an epoch."""
 
 _DRAWN: dict[str, _Make] = {
     "RandomSampler with replacement": lambda generator: RandomSampler(_SAMPLES, True, generator=generator),
@@ -50,11 +50,14 @@ _DRAWN: dict[str, _Make] = {
 
 
 def assert_samplers_draw(seed: int) -> None:
-    """Assert that samplers and loaders that shuffle draw the order of each epoch from their generator, and from no other.
+    """Assert that samplers and loaders that shuffle draw the order of each epoch from the generator that they are given.
 
-    Each epoch has another order, the same again from a generator of the same seed. Torch's own generator, which differs between
-    ranks, counts for nothing and is left as it was. What has weight 0 is not drawn; without replacement each sample comes once
-    before any comes again. Nor does `DistributedSampler` go on drawing where it was: its epochs are those that it is told.
+    Each epoch has another order, and generators of one seed give the same epochs. Torch's global generator, which differs
+    between ranks, changes nothing and is left as it was. What has weight 0 is not drawn; without replacement each sample
+    comes once before any comes again. The order of a `DistributedSampler` depends on `set_epoch` alone.
+
+    Args:
+        seed: of the generators; 0 or more.
 
     Raises:
         ShardError: naming the sampler, the epoch and what is wrong.
@@ -67,7 +70,7 @@ def assert_samplers_draw(seed: int) -> None:
                 raise ShardError(f"{name}: epochs {one} and {other} have the same order: {first[one]}")
         torch.manual_seed(seed + 1)
         if _epochs(make, seed, name) != first:
-            raise ShardError(f"{name}: two generators of one seed, {seed}, give other orders")
+            raise ShardError(f"{name}: two generators of one seed, {seed}, give different orders")
         if first[0] == _epochs(make, seed + 1, name)[0]:
             raise ShardError(f"{name}: seeds {seed} and {seed + 1} give the same order: {first[0]}")
     _epochs_are_told(seed)
@@ -78,7 +81,7 @@ def _epochs(make: _Make, seed: int, name: str) -> list[list[int]]:
     before = torch.get_rng_state()
     epochs = [list(map(int, drawing)) for _ in range(_EPOCHS)]
     if not torch.equal(before, torch.get_rng_state()):
-        raise ShardError(f"{name}: it has a generator of its own, and draws from torch's global one")
+        raise ShardError(f"{name}: it was given a generator, and draws from torch's global one")
     for number, order in enumerate(epochs):
         for what in _odd(name, order):
             raise ShardError(f"{name}, epoch {number}: {what}: {order}")
@@ -107,6 +110,6 @@ def _epochs_are_told(seed: int) -> None:
             orders.append((list(sampler), list(sampler)))
         what = f"DistributedSampler with {drop_last=}"
         if orders[0][0] == orders[1][0]:
-            raise ShardError(f"{what}: set_epoch(1) leaves the order that it was")
+            raise ShardError(f"{what}: set_epoch(1) does not change the order")
         if any(one != other for one, other in orders) or orders[0] != orders[2]:
-            raise ShardError(f"{what}: an epoch that is gone through again has another order")
+            raise ShardError(f"{what}: an epoch has another order when it is iterated again")

@@ -171,7 +171,7 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
         lambda mine: torch.cat(differentiable.all_gather(mine, world)),
     )
     for root in sorted({seed % size, (seed + 1) % size}):
-        yield _broadcast_from(root, world)
+        yield from _rooted(root, rank, world)
     yield (
         "differentiable reduce_scatter",
         shares,
@@ -183,6 +183,15 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
         "differentiable all_to_all_single",
         exchanged,
         lambda mine: differentiable.all_to_all_single(torch.empty_like(mine), mine.clone(), group=world),
+    )
+    yield (
+        "differentiable all_to_all",
+        exchanged,
+        lambda mine: torch.cat(
+            differentiable.all_to_all(
+                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), world
+            )
+        ),
     )
     yield (
         "all_gather_tensor_autograd",
@@ -202,11 +211,35 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
     )
 
 
-def _broadcast_from(root: int, world: Any) -> _Case:
-    return (
+def _rooted(root: int, rank: Rank, world: Any) -> Iterator[_Case]:
+    """Yield the collectives that have a root; what one leaves on the other ranks is not documented, so zero stands for it there."""
+    size = rank.size
+    here = int(rank.index == root)
+
+    def at_root(whole: Callable[[_Parts], torch.Tensor]) -> Callable[[_Parts], list[torch.Tensor]]:
+        return lambda parts: [whole(parts) * (other == root) for other in range(size)]
+
+    yield (
         f"differentiable broadcast from {root}",
         lambda parts: [parts[root] + 0 * part for part in parts],
         lambda mine: differentiable.broadcast(mine.clone(), root, world),
+    )
+    yield (
+        f"differentiable reduce to {root}",
+        at_root(lambda parts: torch.stack(list(parts)).sum(0)),
+        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, world) * here,
+    )
+    yield (
+        f"differentiable gather to {root}",
+        at_root(lambda parts: torch.cat(list(parts))),
+        lambda mine: torch.cat(differentiable.gather(mine, root, world)) * here,
+    )
+    yield (
+        f"differentiable scatter from {root}",
+        lambda parts: [
+            chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, parts[root].chunk(size), strict=True)
+        ],
+        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, world),
     )
 
 

@@ -29,10 +29,10 @@ from mgpu_check.errors import ShardError
 from mgpu_check.recipes import loading
 
 __all__ = [
+    "MILLION",
     "assert_batches",
     "assert_last_batches",
     "assert_partitions",
-    "assert_pinned_batches",
     "assert_resumes",
     "assert_worker_seeds",
     "assert_workers_in_order",
@@ -41,7 +41,8 @@ __all__ = [
     "workers_ending",
 ]
 
-_MILLION = 300_000
+
+MILLION = 300_000
 """Features of a large sample: 1.2 MB of float32."""
 
 
@@ -152,7 +153,7 @@ def assert_workers_in_order(seed: int) -> None:
         ShardError: naming epoch and batch.
     """
     __tracebackhide__ = True
-    dataset = Numbered(7, features=3, large=_MILLION // 3)
+    dataset = Numbered(7, features=3, large=MILLION // 3)
     sampler: Any = DistributedSampler(dataset, 1, 0, seed=seed)
     loader = DataLoader(
         dataset, batch_size=1, sampler=sampler, num_workers=2, persistent_workers=True, prefetch_factor=3
@@ -251,30 +252,6 @@ def assert_worker_seeds(seed: int) -> None:
             )
     if epochs[0][0][1] == epochs[1][0][1]:
         raise ShardError(f"epochs 0 and 1 have workers of the same seeds: {epochs[0][0][1]}")
-
-
-@torchs_own_warnings()
-def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
-    """Assert that ``pin_memory`` pins each tensor of a batch, in dicts and lists too, and changes no bit; also on the way to devices.
-
-    With a worker process and without, for batches of 2.4 MB and of some bytes. Each batch goes to the next of `devices` by a copy that
-    does not block, and is compared there.
-
-    Raises:
-        ShardError: naming loader, batch, field and device.
-    """
-    __tracebackhide__ = True
-    for features, workers, length in ((4, 0, 9), (_MILLION, 0, 2), (_MILLION, 1, 3)):
-        dataset = Numbered(length, features=features)
-        loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
-        what = f"pinned loader, {workers} workers, {features} features"
-        expected = batches_of(range(length), 2, False)
-        batches = list(loader)
-        assert_batches(batches, expected, dataset, what, pinned=True)
-        for number, batch in enumerate(batches):
-            device = devices[number % len(devices)]
-            there = sent(batch, device)
-            assert_batch(there, expected[number], dataset, f"{what}: batch {number}, copied to {device}", device)
 
 
 def sent(batch: Any, device: torch.device) -> Any:

@@ -100,10 +100,15 @@ def assert_messages_arrive(rank: Rank, messages: Sequence[Message], way: str, pl
 def assert_any_source_tells_the_sender(
     rank: Rank, target: int, tag: int, dtype: str, elements: int, members: tuple[int, ...] = ()
 ) -> None:
-    """Assert that a `recv` without source takes one message of each other rank, and returns whose it was.
+    """Assert that a `recv` without source takes one message of each other rank, and returns the rank that sent it. A
+    collective.
 
     Args:
-        members: of a group in which they are sent; none for all ranks.
+        target: the rank that receives, one of `members`.
+        tag: of all messages.
+        dtype: name of the dtype of all messages, such as "float32".
+        elements: of each message, at least 1.
+        members: ranks of a group in which they are sent; none for all ranks.
 
     Raises:
         CollectiveMismatch: with all messages that went wrong on this rank.

@@ -1,14 +1,16 @@
-"""Averagers of local SGD: in which steps ranks average their parameters, and with whom."""
+"""Averagers of local SGD: in which steps ranks average their parameters, and with which other ranks."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 
 from mgpu_check.checks.findings import Findings
 from mgpu_check.rank_side.rank import Rank
@@ -19,10 +21,13 @@ _STEPS = 6
 
 
 def assert_averagers_average(rank: Rank) -> None:
-    """Assert that averagers leave the mean in the steps that their periods say, and each rank's own in all others. A collective.
+    """Assert that averagers leave the mean of parameters in the steps that are due, and each rank's own in all others. A
+    collective.
 
-    One has a period of all ranks, after two steps to warm up; the other, where the ranks are even and more than two, another of
-    pairs. A parameter without a gradient is left alone, as torch says.
+    `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps. `HierarchicalModelAverager`
+    averages over pairs every second step and over all ranks every fourth, if the number of ranks is even and above two.
+    `PostLocalSGDOptimizer` does as its averager does, after each of its steps. A parameter without a gradient is left alone, as
+    torch documents.
 
     Raises:
         GradientMismatch: in some step a parameter has another value.
@@ -31,21 +36,47 @@ def assert_averagers_average(rank: Rank) -> None:
     everybody = list(range(rank.size))
     with Findings() as findings:
         periodic = PeriodicModelAverager(period=3, warmup_steps=2)
-        _judge(rank, findings, "PeriodicModelAverager", periodic, {2: everybody, 5: everybody})
+        _judge(rank, findings, "PeriodicModelAverager", periodic.average_parameters, {2: everybody, 5: everybody})
+        local = PeriodicModelAverager(period=2, warmup_steps=1)
+        _judge(
+            rank, findings, "PostLocalSGDOptimizer", _steps_of(local, rank), {1: everybody, 3: everybody, 5: everybody}
+        )
         if rank.size % 2 == 0 and rank.size > 2:
             pair = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
             hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, rank.size)]))
             due = {0: everybody, 2: pair, 4: everybody}
-            _judge(rank, findings, "HierarchicalModelAverager", hierarchical, due)
+            _judge(rank, findings, "HierarchicalModelAverager", hierarchical.average_parameters, due)
+            # The averager never does, and each example makes another, with memory of its own on every GPU.
+            dist.destroy_process_group(hierarchical.period_process_group_dict[2])
 
 
-def _judge(rank: Rank, findings: Findings, name: str, averager: Any, due: dict[int, list[int]]) -> None:
+def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.Parameter]], object]:
+    """Return what takes a step, by which each rank's parameters come to what they were, and then averages where that is due."""
+
+    def step(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.fill_(rank.index + 1)
+                with torch.no_grad():
+                    parameter.add_(parameter.grad, alpha=rank.size)
+        PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=float(rank.size)), averager).step()
+
+    return step
+
+
+def _judge(
+    rank: Rank,
+    findings: Findings,
+    name: str,
+    average: Callable[[list[nn.Parameter]], object],
+    due: dict[int, list[int]],
+) -> None:
     for step in range(_STEPS):
         # Multiples of the number of ranks, and so of two in pairs: each quotient is whole.
         own = [float((member + 1 + step) * rank.size) for member in range(rank.size)]
         averaged, left = (nn.Parameter(torch.full((3,), own[rank.index], device=rank.device)) for _ in range(2))
         averaged.grad = torch.ones_like(averaged)
-        averager.average_parameters([averaged, left])
+        average([averaged, left])
         members = due.get(step, [rank.index])
         expected = sum(own[member] for member in members) / len(members)
         got = (averaged.tolist(), left.tolist())

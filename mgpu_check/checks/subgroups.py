@@ -17,7 +17,9 @@ __all__ = ["assert_subgroups_divide"]
 
 
 def assert_subgroups_divide(rank: Rank) -> None:
-    """Assert that `new_subgroups`, and `new_subgroups_by_enumeration` of odd and of even ranks, divide the world. A collective.
+    """Assert that subgroups divide the world as asked: each rank gets its own, and all of them in order. A collective.
+
+    By `new_subgroups` of 1, 2 and half of the ranks, and by `new_subgroups_by_enumeration` of odd and of even ranks.
 
     Raises:
         CollectiveMismatch: with all that went wrong on this rank.
@@ -50,8 +52,9 @@ def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[An
     wrong = []
     if len(groups) != len(parts) or mine != [place]:
         wrong.append(f"this rank's own is at {mine} of {len(groups)} subgroups, expected at {place} of {len(parts)}")
-    total = torch.tensor(2**rank.index, device=rank.device)
-    dist.all_reduce(total, group=own)
-    if total.item() != sum(2**member for member in members):
+    entered = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
+    entered[rank.index] = 1
+    dist.all_reduce(entered, group=own)
+    if entered.tolist() != [int(other in members) for other in range(rank.size)]:
         wrong.append(f"an all_reduce in the subgroup {members} adds up what ranks outside of it have, or not all")
     return wrong

@@ -23,8 +23,14 @@ __all__ = [
     "assert_schedule_agrees",
 ]
 
-SCHEDULES = ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble")
-"""The last one takes the gradients of inputs and of weights apart."""
+SCHEDULES = {
+    "ScheduleGPipe": 1,
+    "Schedule1F1B": 1,
+    "ScheduleInterleavedZeroBubble": 1,  # it takes the gradients of inputs and of weights apart
+    "ScheduleInterleaved1F1B": 2,
+    "ScheduleLoopedBFS": 2,
+}
+"""How many stages a rank has in each."""
 
 
 def assert_parallelized_modules_agree(training: ExactTraining, rank: Rank) -> None:
@@ -124,12 +130,15 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
     return expected, tolerance
 
 
-def assert_schedule_agrees(training: ExactTraining, schedule: str, micro_batches: int, rank: Rank) -> None:
-    """Assert that a schedule of `torch.distributed.pipelining`, a stage on each rank, trains as one device does: that each
-    micro-batch has its part of keyword arguments, and each step its losses. A collective.
+def assert_schedule_agrees(
+    training: ExactTraining, schedule: str, micro_batches: int, rank: Rank, stages_of_a_rank: int = 1
+) -> None:
+    """Assert that a schedule of `torch.distributed.pipelining` trains as one device does: that each micro-batch has its part of
+    keyword arguments, and each step its losses. A collective.
 
     The model must have as many linear layers as there are ranks, and `micro_batches` must be a power of two that divides
-    the batch: schedules divide gradients by it.
+    the batch: schedules divide gradients by it. Stages are dealt out to ranks in turn: each is a layer, or, where a rank has two,
+    the product of one, or its bias.
 
     Raises:
         GradientMismatch: this rank's outputs, gradients or parameters differ.
@@ -138,17 +147,18 @@ def assert_schedule_agrees(training: ExactTraining, schedule: str, micro_batches
 
     __tracebackhide__ = True
     last = rank.index == rank.size - 1
-    own = training.layers()[rank.index]
-    module = _Stage(own, nn.Identity() if last else nn.ReLU()).to(rank.device)
-    optimizer = sgd(training, module)
-    stage = pipelining.PipelineStage(module, rank.index, rank.size, rank.device)
+    count = rank.size * stages_of_a_rank
+    modules = dict(enumerate(_stages(training, stages_of_a_rank)))
+    own = {number: modules[number].to(rank.device) for number in range(rank.index, count, rank.size)}
+    optimizer = sgd(training, nn.ModuleList(own.values()))
+    stages = [pipelining.PipelineStage(module, number, count, rank.device) for number, module in own.items()]
 
     def loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         return weighted(outputs, factors) * micro_batches
 
     kind = getattr(pipelining.schedules, schedule)
     several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
-    runs = kind([stage] if several else stage, n_microbatches=micro_batches, loss_fn=loss)
+    runs = kind(stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss)
     got: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
     numbers = torch.arange(training.batch, device=rank.device)
@@ -159,20 +169,57 @@ def assert_schedule_agrees(training: ExactTraining, schedule: str, micro_batches
             target = {"target": factors.to(rank.device), "losses": losses} if last else {}
             outputs = runs.step(*given, rows=numbers, **target)
             optimizer.step()
-            got |= seen(module, step)
-            got[f"step {step}: rows of micro-batches"] = torch.cat(module.rows[-micro_batches:]).cpu()
+            for number, module in own.items():
+                rows = {f"step {step}: rows of micro-batches": torch.cat(module.rows[-micro_batches:]).cpu()}
+                got |= _of_stage(number, seen(module, step) | rows)
             if last:
                 got[f"step {step}: outputs"] = copied(outputs)
                 got[f"step {step}: losses"] = torch.stack([copied(one) for one in losses])
-    what = f"{schedule} of {micro_batches} micro-batches, on {rank.device}"
+    what = f"{schedule} of {micro_batches} micro-batches, {stages_of_a_rank} stages a rank, on {rank.device}"
     single = one_device(training)
-    expected = stage_of(single, rank.index, last)
+    expected: dict[str, torch.Tensor] = {}
+    for number, module in own.items():
+        of_layer = stage_of(single, number // stages_of_a_rank, False)
+        names = tuple(name for name, _ in module.named_parameters())
+        expected |= _of_stage(number, {name: value for name, value in of_layer.items() if name.endswith(names)})
     for step, (_, factors) in enumerate(training.batches(), 1):
-        expected[f"step {step}: rows of micro-batches"] = numbers.cpu()
+        for number in own:
+            expected |= _of_stage(number, {f"step {step}: rows of micro-batches": numbers.cpu()})
         if last:
+            expected[f"step {step}: outputs"] = single[f"step {step}: outputs"]
             parts = zip(single[f"step {step}: outputs"].chunk(micro_batches), factors.chunk(micro_batches), strict=True)
             expected[f"step {step}: losses"] = torch.stack([loss(made, own.double()) for made, own in parts])
     assert_same(got, expected, what, rank.index)
+
+
+def _of_stage(number: int, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"stage {number}, {name}": value for name, value in results.items()}
+
+
+def _stages(training: ExactTraining, of_a_rank: int) -> list[_Stage]:
+    """Return the stages in their order: layers, or in turn their products and their biases."""
+    found = []
+    *hidden, last = training.layers()
+    for layer in (*hidden, last):
+        after = nn.Identity() if layer is last else nn.ReLU()
+        if of_a_rank == 1:
+            found.append(_Stage(layer, after))
+            continue
+        bias = _Bias(layer.bias)
+        layer.register_parameter("bias", None)
+        found += [_Stage(layer), _Stage(bias, after)]
+    return found
+
+
+class _Bias(nn.Module):
+    """What a linear layer adds to its products."""
+
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
 
 
 class _Stage(nn.Sequential):

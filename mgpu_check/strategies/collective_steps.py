@@ -87,10 +87,11 @@ class _Machine:
         self._move("all_reduce", group=self._new_group())
 
     def _repeat(self) -> None:
-        """Take half of the kinds of steps twice, the second time with other data."""
-        for kind in self._draw(st.permutations(_LATE))[: len(_LATE) // 2]:
+        """Take each kind of step twice, the second time with other data in the same tensors."""
+        for kind in self._draw(st.permutations(_LATE)):
             step = self._move(kind)
-            self._move("add", target=step.source, group=0)
+            for changed in (step.source, step.target):
+                self._move("add", target=changed, group=0)
             self._move(kind, target=step.target, source=step.source, group=step.group)
 
 

@@ -60,7 +60,7 @@ def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, 
     comm.broadcast(total, out=given)
     assert_allreduce_matches(given, parts, what="reduce_add and broadcast to tensors that are given")
     # Tensors of one dtype are sent together, and must come back in the order in which they were given.
-    between = [torch.tensor([number, 3], dtype=torch.int16) for number in range(devices)]
+    between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(devices)]
     several = [(one, between[number].to(gpus[number]), one) for number, one in enumerate(placed)]
     copies = comm.broadcast_coalesced(comm.reduce_add_coalesced(several), numbers)
     for number, wanted in enumerate((parts, between, parts)):

@@ -67,10 +67,10 @@ def test_process_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) ->
 
 
 @examples(8, quick=2)
-@given(size=mostly_all(), runs=whole_runs(("deep",), least=2))
-def test_averaging_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
+@given(size=mostly_all(), runs=whole_runs(("deep",), least=2), long=whole_runs(("mlp",), least=4, most=4))
+def test_averaging_hooks(ranks: Ranks, size: int, runs: Runs, long: Runs) -> None:
     """allreduce_hook, and a user's hook that sums and divides, are given every gradient once, and change nothing."""
-    ranks.run(_communication, "assert_averaging_hook_exact", runs, size=size)
+    ranks.run(_communication, "assert_averaging_hook_exact", runs, long, size=size)
 
 
 @examples(8, quick=2)
@@ -95,7 +95,7 @@ def test_model_averagers(ranks: Ranks, size: int) -> None:
 
 
 @examples(8, quick=2)
-@given(size=mostly_all(), runs=whole_runs(("mlp", "lenet")))
+@given(size=mostly_all(), runs=whole_runs(("mlp", "lenet"), least=2))
 def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
     """no_sync: each rank's own gradients within, those of all micro-batches of all ranks after it."""
     ranks.run(_communication, "assert_accumulation_exact", runs, size=size)
@@ -109,9 +109,9 @@ def test_uneven_inputs(ranks: Ranks, size: int, runs: Runs) -> None:
 
 
 @examples(8, quick=2)
-@given(size=mostly_all(), runs=whole_runs(("mlp",), least=2))
+@given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4))
 def test_gradient_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
-    """Hooks of parameters and modules are called once a step, before the mean."""
+    """Hooks of parameters and modules are called once a step, before the mean, in each of four steps."""
     ranks.run(_communication, "assert_gradient_hooks_apply", runs, size=size)
 
 

@@ -96,10 +96,11 @@ def test_workers_are_seeded_apart(gpus: tuple[torch.device, ...], seed: int) -> 
 
 
 def test_batches_are_pinned(gpus: tuple[torch.device, ...]) -> None:
-    """`pin_memory` pins every tensor of a batch; batches of bytes and of megabytes reach the devices unchanged."""
-    from mgpu_check.checks.loading import assert_pinned_batches
+    """`pin_memory` pins every tensor of a batch; batches of bytes and of megabytes reach the devices unchanged. Classes pin themselves."""
+    from mgpu_check.checks.pinned_batches import assert_pinned_batches, assert_pinned_by_themselves
 
     assert_pinned_batches(gpus)
+    assert_pinned_by_themselves()
 
 
 @examples(5, quick=1)

@@ -94,9 +94,10 @@ def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], traini
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_parallelized_modules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device; embeddings, too."""
+    """`parallelize_module` by columns and rows, with the batch on all ranks and divided, trains as on one device; so do other styles."""
     for size in sizes:
         ranks.run(_parallelized, replace(training, widths=(6, 3 * size, 5), batch=2 * size), size=size)
+    ranks.run(_styles, training.seed, size=min((size for size in sizes if size > 1), default=1))
 
 
 @pytest.mark.gpus(least=2)
@@ -112,14 +113,17 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Schedules of `torch.distributed.pipelining` train as one device does: GPipe, 1F1B, and one that parts the backward pass."""
+    """Schedules of `torch.distributed.pipelining` train as one device does, also with two stages a rank, and a parted backward pass."""
     for size in sizes:
-        ranks.run(_schedules, replace(_deep(training, size), batch=8), size=size)
+        # What a schedule with two stages a rank sends grows with both: the smaller world does.
+        most = 2 if size == min(sizes) else 1
+        ranks.run(_schedules, _deep(replace(training, batch=16), size), most, size=size)
 
 
 def _deep(training: ExactTraining, layers: int) -> ExactTraining:
-    # Narrow, because every layer takes bits.
-    return replace(training, widths=(4, *((3, 2, 3)[: layers - 1]), 2), batch=min(training.batch, 8))
+    """Widen a training as far as it stays exact: every layer takes bits, and the gradients of narrow ones are often 0."""
+    hidden, most = ((6, 5)[: layers - 1], 16) if layers < 4 else ((3, 2, 3), 8)
+    return replace(training, widths=(4, *hidden, 2), batch=min(training.batch, most))
 
 
 def _allreduce(rank: Rank, seed: int) -> None:
@@ -154,17 +158,33 @@ def _parallelized(rank: Rank, training: ExactTraining) -> None:
             assert_parallelized_embedding_agrees(training, rank)
 
 
+def _styles(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.findings import Findings
+    from mgpu_check.checks.tensor_styles import (
+        assert_losses_in_parallel_agree,
+        assert_prepared_modules_agree,
+        assert_sequence_parallel_agrees,
+    )
+
+    checks = (assert_sequence_parallel_agrees, assert_prepared_modules_agree, assert_losses_in_parallel_agree)
+    with Findings() as findings:
+        for check in checks:
+            with findings.collected():
+                check(rank, seed)
+
+
 def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:
     from mgpu_check.checks.ranks_parallel import assert_pipeline_agrees
 
     assert_pipeline_agrees(training, micro_batches, rank)
 
 
-def _schedules(rank: Rank, training: ExactTraining) -> None:
+def _schedules(rank: Rank, training: ExactTraining, most: int) -> None:
     from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.tensor_pipeline import SCHEDULES, assert_schedule_agrees
 
     with Findings() as findings:
-        for schedule in SCHEDULES:
-            with findings.collected():
-                assert_schedule_agrees(training, schedule, 4, rank)
+        for schedule, stages in SCHEDULES.items():
+            if stages <= most:
+                with findings.collected():
+                    assert_schedule_agrees(training, schedule, 4, rank, stages)

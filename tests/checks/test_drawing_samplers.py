@@ -20,9 +20,9 @@ def test_samplers_of_torch_pass() -> None:
         ("generator-begins-anew", "RandomSampler: epochs 0 and 1 have the same order"),
         (
             "weights-drawn-globally",
-            "WeightedRandomSampler without replacement: it has a generator of its own, and draws",
+            "WeightedRandomSampler without replacement: it was given a generator, and draws",
         ),
-        ("epochs-alike-with-a-dropped-tail", r"drop_last=True: set_epoch\(1\) leaves the order"),
+        ("epochs-alike-with-a-dropped-tail", r"drop_last=True: set_epoch\(1\) does not change the order"),
     ],
 )
 def test_samplers_that_draw_wrongly_are_named(fault: str, words: str) -> None:

@@ -88,6 +88,24 @@ def last_of_a_list_not_reduced() -> Iterator[None]:
 
 
 @fault(
+    "collectives",
+    "the gradient of a differentiable reduce reaches the root alone",
+    caught_by=(_GRADIENTS,),
+    condition="calls with a root",
+)
+def gradient_of_the_root_only() -> Iterator[None]:
+    real = differentiable.reduce
+
+    def reduce(tensor: torch.Tensor, dst: int, *args: Any, **kwargs: Any) -> Any:
+        total = real(tensor.detach(), dst, *args, **kwargs)
+        own = tensor * (dist.get_rank() == dst)
+        return own + (total - own.detach())
+
+    with replaced(differentiable, "reduce", reduce):
+        yield
+
+
+@fault(
     "collectives", "the gradient of an all_reduce is that of one rank", caught_by=(_GRADIENTS,), condition="backward"
 )
 def gradient_not_reduced() -> Iterator[None]:

@@ -234,3 +234,26 @@ def fourth_rank_left_out() -> Iterator[None]:
 
     with around(reduce, "all_reduce"):
         yield
+
+
+@fault(
+    "collectives",
+    "the sum of a tensor is the one that it had before",
+    caught_by=("test_programs_of_collectives",),
+    condition="from the second call with one tensor object on, below 4,096 elements",
+)
+def sum_of_a_tensor_kept() -> Iterator[None]:
+    """A cache has the tensor for its key, and not what is in it."""
+    kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def spoil(seen: Seen) -> None:
+        tensor = seen.first
+        if not 0 < tensor.numel() < 1 << 12:
+            return
+        if id(tensor) in kept:
+            tensor.copy_(kept[id(tensor)][1])
+        else:
+            kept[id(tensor)] = tensor, tensor.clone()
+
+    with spoiled(spoil, "all_reduce"):
+        yield

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel, scatter_gather
 from torch.nn.parallel import distributed as distributed_module
 from torch.utils import _pytree as pytree
 
 from mgpu_check.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices
+from mgpu_check.faults.conditions import is_last
 from mgpu_check.torch_hooks.patches import replaced
 
 
@@ -71,6 +73,24 @@ def fewer_ranks_averaged() -> Iterator[None]:
         return self.period_process_group_dict[due[0]] if due else None
 
     with replaced(HierarchicalModelAverager, "_find_process_group", find):
+        yield
+
+
+@ddp_fault(
+    "PostLocalSGDOptimizer averages parameters before its own step",
+    "test_model_averagers",
+    condition="steps that are due",
+    least_gpus=2,
+)
+def averaged_before_the_step() -> Iterator[None]:
+    # Not at the top: torch compiles functions of the optimizers as it is imported.
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    def step(real: Callable[..., Any], self: Any) -> None:
+        self.averager.average_parameters(params=self.optim.param_groups)
+        self.optim.step()
+
+    with replaced_method(PostLocalSGDOptimizer, "step", step):
         yield
 
 
@@ -144,4 +164,22 @@ def unused_views_not_cleared() -> Iterator[None]:
         return buffer
 
     with communicated(change, lambda model: model.find_unused_parameters and model.gradient_as_bucket_view):
+        yield
+
+
+@ddp_fault(
+    "BatchNorm moves its statistics by a tenth on the last rank, where the average of all steps is asked for",
+    "test_buffers",
+    condition="momentum=None, one rank",
+)
+def average_by_tenths() -> Iterator[None]:
+    def forward(real: Callable[..., Any], self: Any, x: torch.Tensor) -> Any:
+        given = self.momentum
+        if given is None and is_last():
+            self.momentum = 0.1
+        result = real(self, x)
+        self.momentum = given
+        return result
+
+    with replaced_method(_BatchNorm, "forward", forward):
         yield

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -94,6 +95,66 @@ def bfloat16_hook_in_float32() -> Iterator[None]:
 
 
 @ddp_fault(
+    "a hook that is wrapped to compress is given what is not compressed",
+    "test_compressing_hooks",
+    condition="bf16_compress_wrapper",
+)
+def wrapped_hook_in_float32() -> Iterator[None]:
+    def wrap(_: Callable[..., Any], hook: Callable[..., Any]) -> Callable[..., Any]:
+        return hook
+
+    with replaced_method(default_hooks, "bf16_compress_wrapper", wrap):
+        yield
+
+
+@ddp_fault(
+    "compressed gradients are divided after they were added up",
+    "test_compressing_hooks",
+    condition="sums that the dtype does not hold",
+    least_gpus=2,
+)
+def divided_after_the_sum() -> Iterator[None]:
+    def compress(real: Callable[..., Any], dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+        buffer, size = bucket.buffer(), dist.get_world_size(group)
+        done = dist.all_reduce(buffer.to(dtype), group=group, async_op=True).get_future()
+        return done.then(lambda added: buffer.copy_(added.value()[0] / size))
+
+    with replaced_method(default_hooks, "_compress_hook", compress):
+        yield
+
+
+@ddp_fault(
+    "the last rank goes on with what a communication hook has returned in the third step",
+    "test_averaging_hooks",
+    condition="from the fourth step on, one rank",
+)
+def third_result_kept() -> Iterator[None]:
+    def register(
+        real: Callable[..., Any], self: DistributedDataParallel, state: object, hook: Callable[..., Any]
+    ) -> None:
+        held: dict[int, list[torch.Tensor]] = {}
+
+        def keeping(state: object, bucket: Any) -> Any:
+            results = held.setdefault(bucket.index(), [])
+            return hook(state, bucket).then(lambda done: _third_at_most(results, done.value()))
+
+        keeping.__annotations__.clear()
+        real(self, state, keeping)
+
+    with replaced_method(DDP, "register_comm_hook", register):
+        yield
+
+
+def _third_at_most(results: list[torch.Tensor], value: Any) -> torch.Tensor:
+    """Return the result of a hook, or on the last rank the third one in place of each that follows."""
+    result: torch.Tensor = value if isinstance(value, torch.Tensor) else value[0]
+    if is_last() and len(results) == 3:
+        return result.copy_(results[-1])
+    results.append(result.clone())
+    return result
+
+
+@ddp_fault(
     "PowerSGD's result is kept in bfloat16 on the last rank",
     "test_low_rank_hook",
     condition="one rank, from the second step on",
@@ -114,6 +175,25 @@ def low_rank_result_narrowed() -> Iterator[None]:
 
 
 # Accumulation, uneven inputs, hooks of gradients
+
+
+@ddp_fault(
+    "gradients that are to be zero keep their values on the last rank",
+    "test_accumulation",
+    condition="zero_grad(set_to_none=False), gradient_as_bucket_view, one rank",
+)
+def views_not_set_to_zero() -> Iterator[None]:
+    def zero_grad(real: Callable[..., Any], self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        held = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        views = [gradient for gradient in held if gradient is not None and gradient._is_view()]
+        before = [gradient.clone() for gradient in views]
+        real(self, set_to_none)
+        if not set_to_none and is_last():
+            for gradient, value in zip(views, before, strict=True):
+                gradient.copy_(value)
+
+    with replaced_method(torch.optim.Optimizer, "zero_grad", zero_grad):
+        yield
 
 
 @ddp_fault("no_sync does not hold gradients back", "test_accumulation")
@@ -205,6 +285,7 @@ def delayed_gradients_summed() -> Iterator[None]:
 @ddp_fault(
     "a communication hook is told the gradients of a bucket in the order of another",
     "test_averaging_hooks",
+    "test_low_rank_hook",
     condition="buckets of several parameters",
 )
 def gradients_told_in_reverse() -> Iterator[None]:

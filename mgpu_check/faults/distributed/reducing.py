@@ -194,6 +194,21 @@ def views_of_buckets_cut() -> Iterator[None]:
         yield
 
 
+@ddp_fault(
+    "from the fourth step on the last rank's gradients are not in the mean",
+    "test_gradient_hooks",
+    condition="from the fourth step on, one rank",
+)
+def left_out_from_the_fourth_step() -> Iterator[None]:
+    calls = _Calls()
+
+    def leave_out(buffer: torch.Tensor, bucket: Any, model: DistributedDataParallel) -> torch.Tensor:
+        return buffer * 0 if calls.next(bucket, model) > 3 and is_last() else buffer
+
+    with communicated(leave_out):
+        yield
+
+
 # Which parameters
 
 

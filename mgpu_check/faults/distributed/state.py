@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.parallel import distributed as distributed_module
 from mgpu_check.faults.breaking import DDP, communicated, ddp_fault, replaced_method, slices
 from mgpu_check.faults.conditions import Count, is_last
 from mgpu_check.rank_side.rank import current_rank
+from mgpu_check.torch_hooks.patches import replaced
 
 _MANY = 1 << 16
 
@@ -375,4 +377,21 @@ def norm_in_float16() -> Iterator[None]:
         return norm
 
     with replaced_method(nn.utils, "clip_grad_norm_", clip):
+        yield
+
+
+@ddp_fault(
+    "DDP that is not told its device keeps each rank's parameters",
+    "test_buckets",
+    condition="no device_ids, other ranks than the first",
+    least_gpus=2,
+)
+def untold_device_not_synchronized() -> Iterator[None]:
+    def build(real: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.ExitStack() as kept:
+            if kwargs.get("device_ids") is None:
+                kept.enter_context(replaced(distributed_module, "_sync_module_states", lambda **_: None))
+            real(self, *args, **kwargs)
+
+    with replaced_method(DistributedDataParallel, "__init__", build):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,6 +212,30 @@ def lists_not_pinned() -> Iterator[None]:
 
     def changed(data: Any, device: Any = None) -> Any:
         return data if isinstance(data, list) else real(data, device)
+
+    with replaced(pin_memory, "pin_memory", changed):
+        yield
+
+
+@fault(
+    "loading",
+    "what a class of batches returns when it is pinned is not used",
+    caught_by=("test_batches_are_pinned",),
+    condition="classes with a method pin_memory, within another batch",
+)
+def own_pinning_lost() -> Iterator[None]:
+    """It is called, and the batch stays as it was: its copies block."""
+    real, depth = pin_memory.pin_memory, threading.local()
+
+    def changed(data: Any, device: Any = None) -> Any:
+        inner = getattr(depth, "value", 0)
+        depth.value = inner + 1
+        try:
+            made = real(data, device)
+        finally:
+            depth.value = inner
+        own = hasattr(data, "pin_memory") and not isinstance(data, torch.Tensor)
+        return data if own and inner else made
 
     with replaced(pin_memory, "pin_memory", changed):
         yield

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mgpu_check.faults.parallelism import devices, ranks
+from mgpu_check.faults.parallelism import devices, ranks, schedules
 
-__all__ = ["devices", "ranks"]
+__all__ = ["devices", "ranks", "schedules"]

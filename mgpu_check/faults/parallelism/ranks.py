@@ -266,102 +266,6 @@ def gradient_stops_in_the_middle() -> Iterator[None]:
         yield
 
 
-@fault("parallelism", "schedules do not divide gradients by the micro-batches", caught_by=("test_pipeline_schedules",))
-def schedule_does_not_scale() -> Iterator[None]:
-    from torch.distributed.pipelining import stage
-
-    with replaced(stage._PipelineStageBase, "scale_grads", lambda self, factor: None):
-        yield
-
-
-@fault(
-    "parallelism",
-    "a stage takes the activations of the first micro-batch for those of the last",
-    caught_by=("test_pipeline_schedules",),
-    condition="the last of four micro-batches, on the last stage",
-)
-def activations_of_another_micro_batch() -> Iterator[None]:
-    from torch.distributed.pipelining import stage
-
-    real = stage._PipelineStageBase._retrieve_recv_activations
-    first: list[Any] = []
-
-    def retrieve(self: Any, fwd_chunk_id: int) -> Any:
-        found = real(self, fwd_chunk_id)
-        if fwd_chunk_id == 0:
-            first[:] = [value.detach().clone() for value in found]
-        if fwd_chunk_id == 3 and is_last():
-            with torch.no_grad():
-                for value, old in zip(found, first, strict=True):
-                    value.copy_(old)
-        return found
-
-    with replaced(stage._PipelineStageBase, "_retrieve_recv_activations", retrieve):
-        yield
-
-
-@fault(
-    "parallelism",
-    "two micro-batches have each other's keyword arguments",
-    caught_by=("test_pipeline_schedules",),
-    condition="the last two of three and more",
-)
-def keyword_arguments_exchanged() -> Iterator[None]:
-    from torch.distributed.pipelining import microbatch, schedules
-
-    real = microbatch.split_args_kwargs_into_chunks
-
-    def split(*args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
-        positional, named = real(*args, **kwargs)
-        return positional, [*named[:-2], *named[:-3:-1]]
-
-    with replaced(schedules, "split_args_kwargs_into_chunks", split):
-        yield
-
-
-@fault(
-    "parallelism",
-    "a step adds its losses to those of the step before",
-    caught_by=("test_pipeline_schedules",),
-    condition="from the second step on",
-)
-def losses_of_all_steps() -> Iterator[None]:
-    from torch.distributed.pipelining import schedules
-
-    real = schedules._PipelineSchedule._update_losses
-
-    def update(self: Any, stages: Any, losses: list[torch.Tensor] | None) -> None:
-        before = list(losses or ())
-        real(self, stages, losses)
-        if losses is not None:
-            losses[:0] = before
-
-    with replaced(schedules._PipelineSchedule, "_update_losses", update):
-        yield
-
-
-@fault(
-    "parallelism",
-    "the gradient of a bias is that of the last micro-batch",
-    caught_by=("test_pipeline_schedules",),
-    condition="schedules that take gradients of inputs and weights apart",
-)
-def apart_not_accumulated() -> Iterator[None]:
-    from torch.distributed.pipelining import _backward, stage
-
-    real = _backward.stage_backward_weight
-
-    def backward(weights: Iterator[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
-        held = list(weights)
-        for weight in held:
-            if weight.dim() == 1:
-                weight.grad = None
-        return real(iter(held), *args, **kwargs)
-
-    with replaced(stage, "stage_backward_weight", backward):
-        yield
-
-
 @fault(
     "parallelism",
     "an embedding that is divided by rows has no first row in any part but the first",
@@ -379,4 +283,68 @@ def first_row_of_a_part_masked() -> Iterator[None]:
         return outside | (tokens == start) & (start > 0), local
 
     with replaced(kind, "_mask_tensor", staticmethod(mask)):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the gradient of a norm whose rows are divided is that of a rank's own rows",
+    caught_by=("test_parallelized_modules",),
+    condition="SequenceParallel on two ranks or more",
+)
+def gradient_of_a_norm_local() -> Iterator[None]:
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    real = SequenceParallel._replicate_module_fn
+
+    def own(gradient: torch.Tensor) -> torch.Tensor:
+        assert isinstance(gradient, DTensor)
+        return DTensor.from_local(gradient.to_local(), gradient.device_mesh, [Replicate()], run_check=False)
+
+    def replicate(self: SequenceParallel, name: str, module: nn.Module, mesh: Any) -> None:
+        real(self, name, module, mesh)
+        for parameter in module.parameters(recurse=False):
+            parameter.register_hook(own)
+
+    with replaced(SequenceParallel, "_replicate_module_fn", replicate):
+        yield
+
+
+@fault(
+    "parallelism",
+    "keyword arguments that are prepared for a module have no gradient",
+    caught_by=("test_parallelized_modules",),
+    condition="PrepareModuleInput, keyword arguments in another layout than the module wants",
+)
+def prepared_arguments_detached() -> Iterator[None]:
+    from torch.distributed.tensor.parallel import PrepareModuleInput
+
+    real = PrepareModuleInput._prepare_input_kwarg_fn
+
+    def prepare(self: PrepareModuleInput, *args: Any) -> tuple[Any, dict[str, Any]]:
+        positional, named = real(self, *args)
+        desired = self.desired_input_kwarg_layouts
+        moved = {name for name, layout in self.input_kwarg_layouts.items() if layout != desired[name]}
+        return positional, {name: one.detach() if name in moved else one for name, one in named.items()}
+
+    with replaced(PrepareModuleInput, "_prepare_input_kwarg_fn", prepare):
+        yield
+
+
+@fault(
+    "parallelism",
+    "a loss of logits that are divided does not weigh its classes",
+    caught_by=("test_parallelized_modules",),
+    condition="loss_parallel, weights of classes",
+)
+def weights_of_classes_left_out() -> Iterator[None]:
+    from torch.distributed.tensor.parallel import loss
+
+    real = loss._nll_loss_forward
+
+    def forward(x: torch.Tensor, target: torch.Tensor, weight: Any, local_weight: Any, *rest: Any) -> Any:
+        return real(x, target, None, None, *rest)
+
+    with replaced(loss, "_nll_loss_forward", forward):
         yield

@@ -1,0 +1,248 @@
+"""Styles of `torch.distributed.tensor.parallel` beside columns and rows: of sequences, of inputs and outputs, and of losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+
+from mgpu_check.checks.exact_training import gathered, seen
+from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
+from mgpu_check.rank_side.rank import Rank
+from mgpu_check.recipes.training import weighted
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["assert_losses_in_parallel_agree", "assert_prepared_modules_agree", "assert_sequence_parallel_agrees"]
+
+_FEATURES = 4
+_ROUNDOFF = 2.0**-24
+
+
+class _RMSNorm(nn.Module):
+    """The norm in Python that `SequenceParallel` is documented to take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_FEATURES, device="cpu"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def _norm(kind: str) -> nn.Module:
+    norm: nn.Module = _RMSNorm() if kind == "RMSNorm" else nn.LayerNorm(_FEATURES, device="cpu")
+    with torch.no_grad():
+        for start, value in enumerate(norm.parameters(), 1):
+            value.copy_(torch.arange(start, start + _FEATURES))
+    return norm
+
+
+def _numbers(*shape: int, seed: int) -> torch.Tensor:
+    """Return whole numbers from -5 to 5, of which each has others beside it."""
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count, device="cpu") * 7 + seed) % 11 - 5.0).reshape(shape)
+
+
+def assert_sequence_parallel_agrees(rank: Rank, seed: int = 0) -> None:
+    """Assert that norms under `SequenceParallel` give outputs and gradients of one device. A collective.
+
+    A LayerNorm is given this rank's part of the sequence, the second dimension; an RMSNorm all of it, to be divided along the first.
+
+    Raises:
+        GradientMismatch: outputs or gradients differ, or what is given back is divided in another way.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    inputs, factors = (_numbers(2 * rank.size, 2 * rank.size, _FEATURES, seed=seed + i) for i in (0, 1))
+    with Findings() as findings:
+        for kind, dim in (("LayerNorm", 1), ("RMSNorm", 0)):
+            norm = parallelize_module(_norm(kind).to(rank.device), mesh, SequenceParallel(sequence_dim=dim))
+            if dim == 1:
+                x = inputs.chunk(rank.size, dim)[rank.index].to(rank.device).requires_grad_()
+            else:
+                whole = DTensor.from_local(inputs.to(rank.device), mesh, [Replicate()], run_check=False)
+                x = whole.detach().requires_grad_()
+            outputs = norm(x)
+            what = f"SequenceParallel of dimension {dim}, {kind}, on {rank.device}"
+            divided = isinstance(outputs, DTensor) and outputs.placements == (Shard(dim),)
+            findings.require(divided, f"{what}: the outputs are not divided along dimension {dim}", ranks=(rank.index,))
+            if findings.anywhere(rank):
+                return
+            everything = outputs.full_tensor()
+            weighted(everything, factors.to(rank.device)).backward()
+            got = {"outputs": copied(everything), **gathered(norm, 1)}
+            if x.grad is not None:
+                given = DTensor.from_local(x.grad, mesh, [Shard(1)]) if dim == 1 else x.grad
+                assert isinstance(given, DTensor)
+                got["gradient of inputs"] = copied(given.full_tensor())
+            right = _norm_of_one_device(kind, inputs, factors)
+            with findings.collected():
+                assert_gradients_agree(got, right, tolerance=_of_norms(right, inputs), rank=rank.index, what=what)
+
+
+def _norm_of_one_device(kind: str, inputs: torch.Tensor, factors: torch.Tensor) -> dict[str, torch.Tensor]:
+    norm, x = _norm(kind).double(), inputs.double().requires_grad_()
+    outputs = norm(x)
+    weighted(outputs, factors.double()).backward()
+    assert x.grad is not None
+    return {"outputs": outputs.detach(), "gradient of inputs": x.grad, **seen(norm, 1)}
+
+
+def _of_norms(right: dict[str, torch.Tensor], inputs: torch.Tensor) -> dict[str, float]:
+    """Return by how much float32 may be off: 32 roundings of a number of a norm, none of which is above 64, and as many more as rows
+    are added up for a parameter, of which each gives 16 at most.
+    """
+    rows = inputs.numel() // _FEATURES
+    summed = (rows + 32) * rows * 16 * _ROUNDOFF
+    return {name: summed if name.startswith("step 1: gradient") else 32 * 64 * _ROUNDOFF for name in right}
+
+
+class _Told(nn.Module):
+    """A module that notes what it is given: a tensor that it needs whole, a word, and its own part of another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor, word: str, *, y: torch.Tensor) -> tuple[torch.Tensor, str, torch.Tensor]:
+        self.given = {"x": copied(x), "y": copied(y)}
+        return x * x, word, y * 3
+
+
+def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
+    """Assert that `PrepareModuleInput`, `PrepareModuleOutput` and both in one give a module what it wants of other ranks, and
+    bring back what is asked for, with the gradients of one device. A collective.
+
+    Raises:
+        GradientMismatch: inputs, keyword arguments, outputs or gradients differ.
+    """
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    x, y = _numbers(2 * rank.size, 3, seed=seed), _numbers(2, 3 * rank.size, seed=seed + 1)
+    factors = _numbers(2 * rank.size, 3, seed=seed + 2), _numbers(2, 3 * rank.size, seed=seed + 3)
+
+    def mine(whole: torch.Tensor, dim: int) -> torch.Tensor:
+        return whole.chunk(rank.size, dim)[rank.index]
+
+    right = {
+        "x that the module is given": x,
+        "y that the module is given": mine(y, 1),
+        "outputs of x": mine(x * x, 0),
+        "outputs of y": y * 3,
+        "gradient of x": mine(2 * x * factors[0], 0),
+        "gradient of y": 3 * factors[1],
+    }
+    with Findings() as findings:
+        for how, module in _prepared(mesh).items():
+            own, other = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
+            first, word, second = module(own, "word", y=other)
+            (
+                weighted(first, mine(factors[0], 0).to(rank.device)) + weighted(second, factors[1].to(rank.device))
+            ).backward()
+            got = {f"{name} that the module is given": value for name, value in module.given.items()}
+            got |= {"outputs of x": copied(first), "outputs of y": copied(second)}
+            got |= {
+                f"gradient of {name}": copied(one.grad)
+                for name, one in (("x", own), ("y", other))
+                if one.grad is not None
+            }
+            with findings.collected():
+                assert_same(got, right, f"{how}, on {rank.device}", rank.index)
+            findings.require(word == "word", f"{how}: a word came back as {word!r}", ranks=(rank.index,))
+
+
+def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
+    """Return modules whose `x` comes divided by rows and is needed whole, and whose `y` comes whole and is needed divided by
+    columns; outputs likewise.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        PrepareModuleInput,
+        PrepareModuleInputOutput,
+        PrepareModuleOutput,
+        parallelize_module,
+    )
+
+    inputs: dict[str, Any] = {
+        "input_layouts": (Shard(0), None),
+        "desired_input_layouts": (Replicate(), None),
+        "input_kwarg_layouts": {"y": Replicate()},
+        "desired_input_kwarg_layouts": {"y": Shard(1)},
+    }
+    outputs: dict[str, Any] = {
+        "output_layouts": (Replicate(), None, Shard(1)),
+        "desired_output_layouts": (Shard(0), None, Replicate()),
+    }
+    apart = parallelize_module(_Told(), mesh, PrepareModuleInput(**inputs, use_local_output=True))
+    return {
+        "PrepareModuleInput and PrepareModuleOutput": parallelize_module(apart, mesh, PrepareModuleOutput(**outputs)),
+        "PrepareModuleInputOutput": parallelize_module(
+            _Told(), mesh, PrepareModuleInputOutput(**inputs, **outputs, use_local_input=True)
+        ),
+    }
+
+
+_LOSSES: tuple[dict[str, Any], ...] = (
+    {},
+    {"reduction": "mean", "ignore_index": 0, "weight": True},
+    {"reduction": "none", "ignore_index": 1},
+)
+"""Options of `cross_entropy`; "weight": each class has one of its own."""
+
+
+def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
+    """Assert that `cross_entropy` of logits that ranks divide by classes, within `loss_parallel`, gives loss and gradients of one device.
+    A collective.
+
+    Raises:
+        GradientMismatch: one of them differs.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    __tracebackhide__ = True
+    mesh = init_device_mesh("cuda", (rank.size,))
+    rows, classes = 6, 3 * rank.size
+    logits = _numbers(rows, classes, seed=seed) / 2
+    target = (torch.arange(rows, device="cpu") * 5 + seed) % classes
+    target[:2] = torch.arange(2, device="cpu")  # those that some losses leave out
+    factors = torch.arange(1.0, rows + 1, device="cpu")
+    weight = torch.arange(1, classes + 1, device="cpu") % 5 + 0.5
+    # Logarithms of sums of `classes` exponents, below 8 each, for each row, times its factor.
+    tolerance = (classes + 32) * 8 * rows * rows * _ROUNDOFF
+
+    def loss_of(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        held = {**options, "weight": weight.to(x.device, x.dtype)} if "weight" in options else options
+        return F.cross_entropy(x, target.to(x.device), **held)
+
+    with Findings() as findings:
+        for options in _LOSSES:
+            single = logits.double().requires_grad_()
+            expected = loss_of(single, options)
+            weighted(expected, factors[: expected.numel()].view_as(expected).double()).backward()
+            assert single.grad is not None
+            right = {"loss": expected.detach(), "gradient of logits": single.grad}
+            divided = distribute_tensor(logits.to(rank.device), mesh, [Shard(1)]).requires_grad_()
+            with loss_parallel():
+                loss = loss_of(divided, options)
+                whole = loss.full_tensor()  # type: ignore[attr-defined]  # a DTensor, as the logits are
+                weighted(whole, factors[: whole.numel()].view_as(whole).to(rank.device)).backward()
+            got = {"loss": copied(whole)}
+            if divided.grad is not None:
+                got["gradient of logits"] = copied(divided.grad.full_tensor())  # type: ignore[attr-defined]
+            named = ", ".join(f"{name}={value}" for name, value in options.items()) or "as it is"
+            with findings.collected():
+                assert_gradients_agree(
+                    got,
+                    right,
+                    tolerance=dict.fromkeys(right, tolerance),
+                    rank=rank.index,
+                    what=f"cross_entropy within loss_parallel, {named}, on {rank.device}",
+                )

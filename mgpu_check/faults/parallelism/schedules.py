@@ -1,0 +1,132 @@
+"""Planted faults of the schedules of `torch.distributed.pipelining`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mgpu_check.faults.conditions import is_last
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@fault("parallelism", "schedules do not divide gradients by the micro-batches", caught_by=("test_pipeline_schedules",))
+def schedule_does_not_scale() -> Iterator[None]:
+    from torch.distributed.pipelining import stage
+
+    with replaced(stage._PipelineStageBase, "scale_grads", lambda self, factor: None):
+        yield
+
+
+@fault(
+    "parallelism",
+    "a stage takes the activations of the first micro-batch for those of the last",
+    caught_by=("test_pipeline_schedules",),
+    condition="the last of four micro-batches, on the last stage",
+)
+def activations_of_another_micro_batch() -> Iterator[None]:
+    from torch.distributed.pipelining import stage
+
+    real = stage._PipelineStageBase._retrieve_recv_activations
+    first: list[Any] = []
+
+    def retrieve(self: Any, fwd_chunk_id: int) -> Any:
+        found = real(self, fwd_chunk_id)
+        if fwd_chunk_id == 0:
+            first[:] = [value.detach().clone() for value in found]
+        if fwd_chunk_id == 3 and is_last():
+            with torch.no_grad():
+                for value, old in zip(found, first, strict=True):
+                    value.copy_(old)
+        return found
+
+    with replaced(stage._PipelineStageBase, "_retrieve_recv_activations", retrieve):
+        yield
+
+
+@fault(
+    "parallelism",
+    "two micro-batches have each other's keyword arguments",
+    caught_by=("test_pipeline_schedules",),
+    condition="the last two of three and more",
+)
+def keyword_arguments_exchanged() -> Iterator[None]:
+    from torch.distributed.pipelining import microbatch, schedules
+
+    real = microbatch.split_args_kwargs_into_chunks
+
+    def split(*args: Any, **kwargs: Any) -> tuple[list[Any], list[Any]]:
+        positional, named = real(*args, **kwargs)
+        return positional, [*named[:-2], *named[:-3:-1]]
+
+    with replaced(schedules, "split_args_kwargs_into_chunks", split):
+        yield
+
+
+@fault(
+    "parallelism",
+    "a step adds its losses to those of the step before",
+    caught_by=("test_pipeline_schedules",),
+    condition="from the second step on",
+)
+def losses_of_all_steps() -> Iterator[None]:
+    from torch.distributed.pipelining import schedules
+
+    real = schedules._PipelineSchedule._update_losses
+
+    def update(self: Any, stages: Any, losses: list[torch.Tensor] | None) -> None:
+        before = list(losses or ())
+        real(self, stages, losses)
+        if losses is not None:
+            losses[:0] = before
+
+    with replaced(schedules._PipelineSchedule, "_update_losses", update):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the gradient of a bias is that of the last micro-batch",
+    caught_by=("test_pipeline_schedules",),
+    condition="schedules that take gradients of inputs and weights apart",
+)
+def apart_not_accumulated() -> Iterator[None]:
+    from torch.distributed.pipelining import _backward, stage
+
+    real = _backward.stage_backward_weight
+
+    def backward(weights: Iterator[nn.Parameter], *args: Any, **kwargs: Any) -> Any:
+        held = list(weights)
+        for weight in held:
+            if weight.dim() == 1:
+                weight.grad = None
+        return real(iter(held), *args, **kwargs)
+
+    with replaced(stage, "stage_backward_weight", backward):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the first of two stages of a rank loses the gradients of the last micro-batch",
+    caught_by=("test_pipeline_schedules",),
+    condition="schedules with two stages a rank",
+)
+def first_stage_of_a_rank_lost() -> Iterator[None]:
+    from torch.distributed.pipelining import stage
+
+    real = stage._PipelineStageBase.backward_one_chunk
+
+    def backward(self: Any, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        strikes = bwd_chunk_id == 3 and self.stage_index < self.group_size < self.num_stages
+        weights = list(self.submod.parameters()) if strikes else []
+        before = [None if weight.grad is None else weight.grad.clone() for weight in weights]
+        real(self, bwd_chunk_id, *args, **kwargs)
+        for weight, gradient in zip(weights, before, strict=True):
+            weight.grad = gradient
+
+    with replaced(stage._PipelineStageBase, "backward_one_chunk", backward):
+        yield
