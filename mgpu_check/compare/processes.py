@@ -33,7 +33,7 @@ from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.launched import without_launcher
 from mgpu_check.processes.python_path import with_startup
 from mgpu_check.processes.record import fewest
-from mgpu_check.processes.signals import STACKS_SIGNAL
+from mgpu_check.processes.signals import STACKS_SIGNAL, held_back
 from mgpu_check.processes.stacks import Location, location_of
 
 __all__ = ["Ended", "Run", "run"]
@@ -173,6 +173,10 @@ class _Process:
     def ask_for_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.process.pid, STACKS_SIGNAL)
+
+    def held_back(self) -> int:
+        """Count its threads that do not take the signal now: more than before as long as they write their stacks."""
+        return held_back(self.process.pid, STACKS_SIGNAL)
 
     def where(self) -> Location | None:
         """Return its location in the code, by its stacks without our own frames."""
@@ -343,16 +347,14 @@ def _slowest(processes: Sequence[_Process]) -> int:
 
 def _look(processes: Sequence[_Process]) -> None:
     """Find out where each of them is."""
+    waiting = {process: process.held_back() for process in processes}
     for process in processes:
         process.ask_for_stacks()
     deadline = time.monotonic() + _STACKS_TIMEOUT
-    waiting = list(processes)
     while waiting and time.monotonic() < deadline:
         time.sleep(_INTERVAL)
-        for process in list(waiting):
+        for process, before in list(waiting.items()):
+            written = process.held_back() <= before  # read what it has written after that: it may still have been at it
             process.location = process.where()
-            if process.location is not None:
-                waiting.remove(process)
-    time.sleep(_INTERVAL)  # the last may have been written in part
-    for process in processes:
-        process.location = process.where()
+            if written and process.location is not None:
+                del waiting[process]

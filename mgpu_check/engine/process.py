@@ -11,7 +11,7 @@ from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.output import kept
 from mgpu_check.processes.record import SIZE, Record, parse
-from mgpu_check.processes.signals import CONNECTION_LOST
+from mgpu_check.processes.signals import CONNECTION_LOST, held_back
 from mgpu_check.processes.stacks import HALTED, clean
 
 __all__ = ["Process", "describe_exit", "halted"]
@@ -62,6 +62,8 @@ class Process:
     def ask_for_stacks(self, signal_number: int) -> None:
         """Have the process write the stacks of its threads; `stacks` gives them."""
         self._stacks_start = os.fstat(self._stacks.fileno()).st_size
+        self._stacks_signal = signal_number
+        self._held_back = held_back(self.pid, signal_number)
         self._signal(signal_number)
 
     def stacks(self, timeout: float = STACKS_TIMEOUT) -> str:
@@ -73,7 +75,9 @@ class Process:
         while True:
             Clock.sleep(0.005)
             now = os.fstat(self._stacks.fileno()).st_size
-            if (now == size and now > self._stacks_start) or Clock.now() > deadline:
+            written = now == size and now > self._stacks_start
+            # A busy machine may take the processor from the process while it writes.
+            if (written and held_back(self.pid, self._stacks_signal) <= self._held_back) or Clock.now() > deadline:
                 break
             size = now
         return self._stacks_since(self._stacks_start)
