@@ -74,12 +74,12 @@ def assert_outputs_ordered(devices: Devices, rows: int, seed: int) -> None:
     expected = _Several()(x)
     for number, order in enumerate(both_ways(devices)):
         model = _Several().to(order[0])
-        given = DataParallel(model, device_ids=told(order)).device_ids
-        if given != indices_of(order):
-            raise GradientMismatch(f"{_named(order)}: it has devices {given}")
         home = order[(seed + number) % len(order)]
         for output_device in (None, home):
-            got = DataParallel(model, device_ids=told(order), output_device=output_device)(x)
+            wrapped = DataParallel(model, device_ids=told(order), output_device=output_device)
+            if wrapped.device_ids != indices_of(order):
+                raise GradientMismatch(f"{_named(order)}: it has devices {wrapped.device_ids}")
+            got = wrapped(x)
             where = order[0] if output_device is None else output_device
             if len(order) == 1:
                 where = order[0]

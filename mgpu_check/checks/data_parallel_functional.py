@@ -24,7 +24,7 @@ class _Scaled(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([[3.0]]))
 
-    def forward(self, x: torch.Tensor, *, shift: torch.Tensor, sign: int = 1) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0, sign: int = 1) -> torch.Tensor:
         return sign * (x * self.weight) + shift
 
 
@@ -55,23 +55,14 @@ def assert_functional_form_agrees(devices: Devices, rows: int, seed: int) -> Non
             require_same(f"{what}: the gradient", model.weight.grad, alone.weight.grad, order[0])
 
 
-class _Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(3.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
 def _assert_parts_agree(order: Devices, x: torch.Tensor) -> None:
     """Assert that scattered inputs, replicas that are applied to them, and what is gathered are the module's own."""
     __tracebackhide__ = True
-    model, indices = _Weighted().to(order[0]), indices_of(order)
+    model, indices = _Scaled().to(order[0]), indices_of(order)
     inputs = parallel.scatter(x.to(order[0]), indices)
     outputs = parallel.parallel_apply(parallel.replicate(model, indices)[: len(inputs)], inputs)
     got = parallel.gather(outputs, order[-1])
     what = f"scatter, replicate, parallel_apply and gather on {', '.join(map(str, order))}"
     require_same(f"{what}: the output", got.detach(), x * 3, order[-1])
     got.sum().backward()
-    require_same(f"{what}: the gradient", model.weight.grad, x.sum(), order[0])
+    require_same(f"{what}: the gradient", model.weight.grad, x.sum().view(1, 1), order[0])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mgpu_check.checks.bits import first_difference, same_bits
-from mgpu_check.checks.data_parallel_results import Devices, both_ways
+from mgpu_check.checks.data_parallel_results import Devices, both_ways, indices_of
 from mgpu_check.checks.operating.values import significands
 from mgpu_check.errors import ReplicaMismatch
 from mgpu_check.recipes.everything import Everything
@@ -30,7 +30,7 @@ def assert_replicas_hold(devices: Devices, seed: int) -> None:
     for order in both_ways(devices):
         model = Everything(seed).to(order[0])
         for detach in (False, True):
-            replicas = replicate(model, [device.index for device in order], detach)
+            replicas = replicate(model, indices_of(order), detach)
             for device, replica in zip(order, replicas, strict=True):
                 what = f"replicate to {', '.join(map(str, order))}, detach={detach}: the replica on {device}"
                 for name, expected in tensors.items():
@@ -51,7 +51,7 @@ def _many_buffers(order: Devices, seed: int) -> None:
     values = significands((_LARGE,), torch.float32, seed)
     # Each has values, and a gradient, of its own: one in the place of another is seen.
     model = nn.ParameterList(values * 2.0**place for place in range(4)).to(order[0])
-    replicas = replicate(model, [device.index for device in order])
+    replicas = replicate(model, indices_of(order))
     terms = []
     for number, (device, replica) in enumerate(zip(order, replicas, strict=True), start=1):
         what = f"replicate of more than 16 MiB to {', '.join(map(str, order))}: the replica on {device}"

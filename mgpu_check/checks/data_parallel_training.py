@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 
 from mgpu_check.checks.averaged_statistics import averaging, drawn, wrong_statistics
-from mgpu_check.checks.data_parallel_results import Devices, both_ways, require_same
+from mgpu_check.checks.data_parallel_results import Devices, both_ways, indices_of, require_same
 from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.whole import (
     OneDevice,
@@ -41,7 +41,7 @@ __all__ = [
 
 
 def _wrapped(model: nn.Module, order: Devices) -> nn.Module:
-    return DataParallel(model.to(order[0]), device_ids=[device.index for device in order])
+    return DataParallel(model.to(order[0]), device_ids=indices_of(order))
 
 
 def _shards(batch: Rows, order: Devices) -> list[Rows]:

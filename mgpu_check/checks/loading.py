@@ -29,7 +29,7 @@ from mgpu_check.errors import ShardError
 from mgpu_check.recipes import loading
 
 __all__ = [
-    "MILLION",
+    "LARGE",
     "assert_batches",
     "assert_last_batches",
     "assert_partitions",
@@ -41,8 +41,7 @@ __all__ = [
     "workers_ending",
 ]
 
-
-MILLION = 300_000
+LARGE = 300_000
 """Features of a large sample: 1.2 MB of float32."""
 
 
@@ -153,7 +152,7 @@ def assert_workers_in_order(seed: int) -> None:
         ShardError: naming epoch and batch.
     """
     __tracebackhide__ = True
-    dataset = Numbered(7, features=3, large=MILLION // 3)
+    dataset = Numbered(7, features=3, large=LARGE // 3)
     sampler: Any = DistributedSampler(dataset, 1, 0, seed=seed)
     loader = DataLoader(
         dataset, batch_size=1, sampler=sampler, num_workers=2, persistent_workers=True, prefetch_factor=3

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from mgpu_check.checks.loading import MILLION, assert_batches, sent, torchs_own_warnings
+from mgpu_check.checks.loading import LARGE, assert_batches, sent, torchs_own_warnings
 from mgpu_check.checks.numbered import Numbered, assert_batch
 from mgpu_check.checks.sampling import batches_of
 from mgpu_check.errors import ShardError
@@ -27,7 +27,7 @@ def assert_pinned_batches(devices: Sequence[torch.device]) -> None:
         ShardError: naming loader, batch, field and device.
     """
     __tracebackhide__ = True
-    for features, workers, length in ((4, 0, 9), (MILLION, 0, 2), (MILLION, 1, 3)):
+    for features, workers, length in ((4, 0, 9), (LARGE, 0, 2), (LARGE, 1, 3)):
         dataset = Numbered(length, features=features)
         loader = DataLoader(dataset, batch_size=2, pin_memory=True, num_workers=workers)
         what = f"pinned loader, {workers} workers, {features} features"

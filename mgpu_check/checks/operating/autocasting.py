@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from mgpu_check.checks.counters import fractions
 from mgpu_check.checks.covered import covered
 from mgpu_check.checks.operating.agreement import Places, Wrong, difference, named_wrong
+from mgpu_check.checks.operating.values import shaped
 from mgpu_check.torch_hooks.precision import repeatable
 from mgpu_check.torch_hooks.tensors import name_of
 
@@ -21,11 +22,6 @@ __all__ = ["assert_autocast_as_documented"]
 Operation = Callable[..., torch.Tensor]
 
 _ROWS, _COLUMNS, _OUT = 4, 6, 5
-
-
-def _taps(b: torch.Tensor, *shape: int) -> torch.Tensor:
-    """Return numbers of `b` as taps of a convolution."""
-    return b.reshape(-1)[: torch.Size(shape).numel()].view(shape)
 
 
 _LOW: dict[str, Operation] = {
@@ -41,12 +37,12 @@ _LOW: dict[str, Operation] = {
     "multi_dot": lambda a, b, c: torch.linalg.multi_dot((a, b, c.t())),
     "linear": lambda a, b, c: F.linear(a, b.t(), c[0]),
     "prelu": lambda a, b, c: F.prelu(a - 0.5, b[0, :1]),
-    "conv1d": lambda a, b, c: F.conv1d(a[None], _taps(b, 2, 4, 3), stride=2),
-    "conv2d": lambda a, b, c: F.conv2d(a[None, None], _taps(b, 2, 1, 3, 3), stride=2),
-    "conv3d": lambda a, b, c: F.conv3d(a.view(1, 1, 2, 2, 6), _taps(b, 2, 1, 2, 2, 2), stride=2),
-    "conv_transpose1d": lambda a, b, c: F.conv_transpose1d(a[None], _taps(b, 4, 2, 3), stride=2),
-    "conv_transpose2d": lambda a, b, c: F.conv_transpose2d(a[None, None], _taps(b, 1, 2, 3, 3), stride=2),
-    "conv_transpose3d": lambda a, b, c: F.conv_transpose3d(a.view(1, 1, 2, 2, 6), _taps(b, 1, 2, 2, 2, 2), stride=2),
+    "conv1d": lambda a, b, c: F.conv1d(a[None], shaped(b, 2, 4, 3), stride=2),
+    "conv2d": lambda a, b, c: F.conv2d(a[None, None], shaped(b, 2, 1, 3, 3), stride=2),
+    "conv3d": lambda a, b, c: F.conv3d(a.view(1, 1, 2, 2, 6), shaped(b, 2, 1, 2, 2, 2), stride=2),
+    "conv_transpose1d": lambda a, b, c: F.conv_transpose1d(a[None], shaped(b, 4, 2, 3), stride=2),
+    "conv_transpose2d": lambda a, b, c: F.conv_transpose2d(a[None, None], shaped(b, 1, 2, 3, 3), stride=2),
+    "conv_transpose3d": lambda a, b, c: F.conv_transpose3d(a.view(1, 1, 2, 2, 6), shaped(b, 1, 2, 2, 2, 2), stride=2),
 }
 """Those that go to the dtype of autocast, of float32 operands. With strides of 2 cuDNN has no algorithms that round otherwise."""
 
@@ -107,7 +103,7 @@ _WIDEST: dict[str, Operation] = {
     "addcdiv": lambda x, y: torch.addcdiv(x, y, x),
     "addcmul": lambda x, y: torch.addcmul(x, y, x),
     "atan2": lambda x, y: torch.atan2(x, y),
-    "bilinear": lambda x, y: F.bilinear(x, y, _taps(torch.cat((y, y, y)), 2, _COLUMNS, _COLUMNS)),
+    "bilinear": lambda x, y: F.bilinear(x, y, shaped(torch.cat((y, y, y)), 2, _COLUMNS, _COLUMNS)),
     "cross": lambda x, y: torch.cross(x[:, :3], y[:, :3], dim=1),
     "dot": lambda x, y: torch.dot(x[0], y[0]),
     "grid_sample": lambda x, y: F.grid_sample(x[None, None], y[None, :, :4].reshape(1, 2, 4, 2), align_corners=False),

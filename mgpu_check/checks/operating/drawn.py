@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from mgpu_check.checks.operating.agreement import Wrong, named_wrong
+from mgpu_check.torch_hooks.tensors import name_of
 
 __all__ = ["assert_drawn_by_weight"]
 
@@ -49,7 +50,7 @@ def _judged(device: torch.device, seed: int) -> Iterator[tuple[str, str]]:
     for dtype in (torch.float32, torch.float64):
         rows = weights.to(device, dtype).repeat(_ROWS, 1)
         drawn = torch.multinomial(rows, some, generator=generator).cpu()
-        kind = f"multinomial of {str(dtype).removeprefix('torch.')}"
+        kind = f"multinomial of {name_of(dtype)}"
         yield f"{kind} without replacement", _distinct(drawn, weights) or _spread(drawn, (first, second))
         drawn = torch.multinomial(rows, 2, replacement=True, generator=generator).cpu()
         yield f"{kind} with replacement", _possible(drawn, weights) or _spread(drawn, (first, first))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mgpu_check.checks.operating.agreement import Function
+from mgpu_check.checks.operating.values import shaped
 
 __all__ = ["RECURRENT", "SEQUENCES"]
 
@@ -55,7 +56,7 @@ def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
         layer = build(*args, **options, device="meta").eval()
         flat = x.reshape(-1) / 4
         weights = {
-            name: flat.roll(number)[: parameter.numel()].view(parameter.shape)
+            name: shaped(flat.roll(number), *parameter.shape)
             for number, (name, parameter) in enumerate(layer.named_parameters())
         }
         steps = x.view(3, 4, _COLUMNS)[..., :4]

@@ -8,13 +8,14 @@ import torch
 from torch.nn import functional as F
 
 from mgpu_check.checks.operating.agreement import Function
+from mgpu_check.checks.operating.values import shaped
 
 __all__ = ["SPATIAL", "WIDE_SPATIAL"]
 
 
 def _convolved(image: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Convolve with taps and a bias of `x`; with strides of 2 cuDNN has no algorithms that round otherwise."""
-    return F.conv2d(image, x.view(-1)[:72].view(2, 4, 3, 3), x[0, :2], stride=2, padding=1)
+    return F.conv2d(image, shaped(x, 2, 4, 3, 3), x[0, :2], stride=2, padding=1)
 
 
 def _images(name: str, *args: Any, **options: Any) -> Function:
@@ -33,8 +34,7 @@ def _volumes(name: str, *args: Any, **options: Any) -> Function:
 
 
 def _taps(x: torch.Tensor, *shape: int) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    return x.flip(0).reshape(-1)[:count].view(shape)
+    return shaped(x.flip(0), *shape)
 
 
 SPATIAL: tuple[tuple[str, Function], ...] = (

@@ -20,6 +20,7 @@ __all__ = [
     "REAL",
     "anything",
     "pairs",
+    "shaped",
     "significands",
     "small",
     "whole",
@@ -35,6 +36,11 @@ ALL = (*REAL, *COMPLEX)
 
 _CPU = torch.device("cpu")
 _PART = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def shaped(x: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return the first elements of `x` in another shape, such as that of the weights of a layer."""
+    return x.reshape(-1)[: torch.Size(shape).numel()].view(shape)
 
 
 @lru_cache(maxsize=256)

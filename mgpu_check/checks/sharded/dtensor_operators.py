@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from mgpu_check.checks.known_defects import known_defect
-from mgpu_check.checks.sharded.redistribution import part_of, placed, text_of
-from mgpu_check.errors import ShardError
+from mgpu_check.checks.sharded.redistribution import part_of, placed, require_none_wrong, text_of
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import plain
 
@@ -91,15 +90,7 @@ def assert_operators_agree(rank: Rank, seed: int) -> None:
     mesh = init_device_mesh("cuda", (rank.size,))
     shape = max(3, 2 * rank.size - 1), max(5, 3 * rank.size - 1)  # torch refuses extremes of an empty part
     wholes = [_numbers(shape, seed + number) for number in range(2)]
-    _raise([_wrong(*call, mesh) for call in _calls(wholes, seed)], rank)
-
-
-def _raise(texts: list[str], rank: Rank) -> None:
-    __tracebackhide__ = True
-    first, *others = [text for text in texts if text] or [""]
-    if first:
-        more = f"; and {len(others)} more are wrong" if others else ""
-        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {first}{more}", ranks=[rank.index])
+    require_none_wrong((_wrong(*call, mesh) for call in _calls(wholes, seed)), rank)
 
 
 _Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor], tuple[Placement, ...]]
@@ -216,7 +207,7 @@ def _judge_loss(
 
     def judge(right: torch.Tensor) -> None:
         if not bool((here - right).abs() <= 2.0**-18 * (right.abs() + 1)):
-            _raise([f"{what}: got {here.item()}, expected {right.item()}"], rank)
+            require_none_wrong([f"{what}: got {here.item()}, expected {right.item()}"], rank)
 
     def explained() -> None:
         parts = zip(*(whole.chunk(rank.size) for whole in wholes), strict=True)

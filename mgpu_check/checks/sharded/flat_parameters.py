@@ -10,13 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -25,7 +18,7 @@ from mgpu_check.checks.exact_training import one_device, own_part, sgd
 from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_same
 from mgpu_check.checks.sharded.meshes import near_square
-from mgpu_check.checks.sharded.states import compare_full_state
+from mgpu_check.checks.sharded.states import give_full_state, take_full_state
 from mgpu_check.errors import GradientMismatch, ShardError
 from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
@@ -199,25 +192,17 @@ def assert_flat_states_agree(training: ExactTraining, rank: Rank) -> None:
     __tracebackhide__ = True
     expected = one_device(training)
     before, after = _WAYS[0], _WAYS[1]
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     what = f"full state dict of {before}, on {rank.device}"
     with Findings() as findings, _quiet():
         model = _wrapped(training, rank, before)
         optimizer = sgd(training, model)
         _step(model, optimizer, own_part(training.batches()[0], rank), rank.size, before, windows=1)
-        state = get_model_state_dict(model, options=whole)
-        moments = get_optimizer_state_dict(model, optimizer, options=whole)
-        if rank.index == 0:
-            with findings.collected():
-                compare_full_state(training, state, moments, expected, what)
+        state = take_full_state(training, model, optimizer, expected, findings, what, rank)
         if findings.anywhere(rank):
             return  # what rank 0 would give out, all others would find wrong, too
         fresh = _wrapped(replace(training, seed=training.seed + 1), rank, after)
         again = sgd(training, fresh)
-        given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
-        if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
-            set_optimizer_state_dict(fresh, again, moments if rank.index == 0 else {}, options=given)
+        give_full_state(training, state, fresh, again)
         _step(fresh, again, own_part(training.batches()[1], rank), rank.size, after, windows=1)
         got = _whole(fresh, 2, after)
         with findings.collected():

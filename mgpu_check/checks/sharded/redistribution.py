@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,14 @@ from mgpu_check.errors import ShardError
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of, plain
 
-__all__ = ["assert_gradients_are_redistributed", "assert_redistribution_agrees", "part_of", "placed", "text_of"]
+__all__ = [
+    "assert_gradients_are_redistributed",
+    "assert_redistribution_agrees",
+    "part_of",
+    "placed",
+    "require_none_wrong",
+    "text_of",
+]
 
 _MOVED = ("float32", "bfloat16", "int64", "bool", "complex64", "float64", "uint8", "float16", "int32")
 _REDUCED = ("float32", "int64", "bfloat16", "float64", "int32", "float16")
@@ -62,6 +69,16 @@ def assert_redistribution_agrees(rank: Rank, seed: int, *, dimensions: int) -> N
     if dimensions == 1:
         found += list(_distributed(rank, mesh, seed))
         found += list(_drawn(rank, mesh))
+    require_none_wrong(found, rank)
+
+
+def require_none_wrong(found: Iterable[str], rank: Rank) -> None:
+    """Require that nothing was found wrong with DTensors of this rank; "" stands for what is right.
+
+    Raises:
+        ShardError: has the first text, and how many more there are.
+    """
+    __tracebackhide__ = True
     texts = [text for text in found if text]
     if texts:
         more = f"; and {len(texts) - 1} more are wrong" if texts[1:] else ""
@@ -254,6 +271,4 @@ def assert_gradients_are_redistributed(rank: Rank, seed: int) -> None:
             (local * factor.to(rank.device)).sum().backward()
             assert leaf.grad is not None
             found.append(_compared(leaf.grad, part_of(back, [source], mesh), f"gradient of {case}"))
-    texts = [text for text in found if text]
-    if texts:
-        raise ShardError(f"DTensor on {rank.device}, rank {rank.index}: {texts[0]}", ranks=[rank.index])
+    require_none_wrong(found, rank)

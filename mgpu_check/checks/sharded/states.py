@@ -40,7 +40,13 @@ from mgpu_check.recipes import training as recipe
 from mgpu_check.specs.exact_training import ExactTraining
 from mgpu_check.torch_hooks.tensors import copied, plain
 
-__all__ = ["assert_checkpoint_continues", "assert_state_dict_agrees", "compare_full_state", "saved_checkpoint"]
+__all__ = [
+    "assert_checkpoint_continues",
+    "assert_state_dict_agrees",
+    "give_full_state",
+    "saved_checkpoint",
+    "take_full_state",
+]
 
 _NUMBER = 12_345
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -67,29 +73,57 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     model = sharded(training, rank)
     optimizer = sgd(training, model)
     _step(training, 1, model, optimizer, rank)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state: dict[str, Any] = get_model_state_dict(model, options=options)
-    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
     expected = one_device(training)
     with Findings() as findings:
-        if rank.index == 0:
-            with findings.collected():
-                compare_full_state(training, state, moments, expected, what)
+        state = take_full_state(training, model, optimizer, expected, findings, what, rank)
         if findings.anywhere(rank):
             return  # what rank 0 would give out, all others would find wrong, too
         other = replace(training, seed=training.seed + 1)
         fresh = sharded(other, rank, memory_later=True)
         again = sgd(training, fresh)
-        given = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(fresh, state if rank.index == 0 else {}, options=given)
-        if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
-            set_optimizer_state_dict(fresh, again, moments if rank.index == 0 else {}, options=given)
+        give_full_state(training, state, fresh, again)
         _step(training, 2, fresh, again, rank)
         got = gathered(fresh, 2)
     assert_same(got, _after(expected, 2), f"{what}, set again, then one step", rank.index)
 
 
-def compare_full_state(
+FullState = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""Full state dicts of a model and its optimizer: rank 0 has them, all others have empty ones."""
+
+
+def take_full_state(
+    training: ExactTraining,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    expected: Mapping[str, torch.Tensor],
+    findings: Findings,
+    what: str,
+    rank: Rank,
+) -> FullState:
+    """Return the full state dicts after the first step; rank 0 compares them with what one device has. A collective."""
+    __tracebackhide__ = True
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: dict[str, Any] = get_model_state_dict(model, options=options)
+    moments: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer, options=options))
+    if rank.index == 0:
+        with findings.collected():
+            _compare_full_state(training, state, moments, expected, what)
+        return state, moments
+    return {}, {}
+
+
+def give_full_state(
+    training: ExactTraining, state: FullState, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    """Have rank 0 give out full state dicts to a model and its optimizer on all ranks. A collective."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    parameters, moments = state
+    set_model_state_dict(model, dict(parameters), options=options)
+    if training.momentum:  # torch refuses to give out a state without a tensor: it would not know the device
+        set_optimizer_state_dict(model, optimizer, dict(moments), options=options)
+
+
+def _compare_full_state(
     training: ExactTraining,
     state: Mapping[str, Any],
     moments: Mapping[str, Any],
