@@ -204,7 +204,7 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     Raises:
         GradientMismatch: one of them differs.
     """
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
     __tracebackhide__ = True
@@ -232,11 +232,13 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
             divided = distribute_tensor(logits.to(rank.device), mesh, [Shard(1)]).requires_grad_()
             with loss_parallel():
                 loss = loss_of(divided, options)
-                whole = loss.full_tensor()  # type: ignore[attr-defined]  # a DTensor, as the logits are
+                assert isinstance(loss, DTensor)
+                whole = loss.full_tensor()
                 weighted(whole, factors[: whole.numel()].view_as(whole).to(rank.device)).backward()
             got = {"loss": copied(whole)}
             if divided.grad is not None:
-                got["gradient of logits"] = copied(divided.grad.full_tensor())  # type: ignore[attr-defined]
+                assert isinstance(divided.grad, DTensor)
+                got["gradient of logits"] = copied(divided.grad.full_tensor())
             named = ", ".join(f"{name}={value}" for name, value in options.items()) or "as it is"
             with findings.collected():
                 assert_gradients_agree(
