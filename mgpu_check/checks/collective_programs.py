@@ -98,7 +98,7 @@ class _OfRank:
             self._groups[step.group] = _Group(members, dist.new_group(members))
         elif step.kind == "destroy_group":
             self._wait([name for name, one in self.pending.items() if one.group == step.group])
-            dist.destroy_process_group(self._groups.pop(step.group).handle)
+            self._destroy(self._groups.pop(step.group))
         else:
             self._wait([step.target, step.source])
             if self._rank.index in self._groups[step.group].members:
@@ -109,7 +109,12 @@ class _OfRank:
         self._wait(list(self.pending))
         for group in self._groups.values():
             if group.handle is not None:
-                dist.destroy_process_group(group.handle)
+                self._destroy(group)
+
+    def _destroy(self, group: _Group) -> None:
+        # Gloo connects while a group is made: no rank may end that for another one.
+        dist.barrier(device_ids=[self._rank.device.index])
+        dist.destroy_process_group(group.handle)
 
     def _wait(self, names: Sequence[int]) -> None:
         for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -24,6 +25,7 @@ __all__ = ["NO_CPU", "NcclGroup", "connect", "install_groups", "nccl_alone", "nc
 
 NO_CPU = "No backend type associated with device type cpu"
 _CHANGING_PLACES = timedelta(seconds=10)
+_BEING_MADE = timedelta(seconds=10)
 _NCCL_NAMES = ("nccl", "nccl2", "nccl-lazy", "nccl-legacy")
 _pg = torch._C._distributed_c10d.ProcessGroup
 
@@ -37,6 +39,19 @@ class NcclGroup:
     backends: dict[str, str]  # by device type, as the user asked for them
     backend: ProcessGroupNCCL
     numbers: dict[int, int] = field(default_factory=dict)  # of the devices of ranks, as hardware counts them
+
+    def made(self) -> None:
+        """Tell the other ranks that this one has made the group."""
+        self.store.set(f"mgpu_check/made/{self.pg.rank()}", "")
+
+    def await_made(self) -> None:
+        """Wait until all ranks have made the group, 10 s at most.
+
+        Gloo connects while a group is made: a rank that still does raises "Connection closed by peer" if another one frees
+        the group. NCCL connects in the first collective.
+        """
+        with contextlib.suppress(RuntimeError):  # a rank is gone, or the store
+            self.store.wait([f"mgpu_check/made/{rank}" for rank in range(self.pg.size())], _BEING_MADE)
 
     def tell(self, number: int) -> None:
         """Tell the other ranks the number of the device of this one."""
@@ -55,6 +70,13 @@ class NcclGroup:
 _groups: dict[str, NcclGroup] = {}
 _destroyed: list[NcclGroup] = []
 """Those that were destroyed last. See `_forgetting`."""
+
+
+def _let_go() -> None:
+    """Free the groups that were destroyed last."""
+    for group in _destroyed:
+        group.await_made()
+    _destroyed.clear()
 
 
 def nccl_of(group: dist.ProcessGroup | None) -> NcclGroup | None:
@@ -116,6 +138,7 @@ def _register(
     group = NcclGroup(pg, store, backends, ProcessGroupNCCL.of(pg, options or NcclOptions()))
     group.backend.counted_elsewhere = "cpu" in backends
     _groups[pg.group_name] = group
+    group.made()
     if isinstance(device, torch.device):
         pg.bound_device_id = device
         connect(group, device.index)  # where the device is known, NCCL does not wait for the first collective
@@ -137,7 +160,7 @@ def _helper(
         *args: object,
         **kwargs: object,
     ) -> tuple[dist.ProcessGroup, c10d.Store]:
-        _destroyed.clear()
+        _let_go()
         given = (group_size, group_rank, global_ranks_in_group)
         backends: dict[str, str] = {}
         if active_node() is not None:
@@ -197,6 +220,7 @@ def _forgetting(original: Callable[..., None]) -> Callable[..., None]:
         every = group is None or group is dist.group.WORLD
         given = [*c10d._world.pg_map] if every else [group]
         names = [one.group_name for one in given if isinstance(one, _pg)]
+        _let_go()
         original(group)
         _destroyed[:] = [_groups.pop(name) for name in names if name in _groups]
 

@@ -306,6 +306,36 @@ def test_whatever_comes_first_refuses_two_ranks_on_one_device(on_ranks):
             assert "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 0" in found[1], name
 
 
+def destroyed_unused(rank, size):
+    """Destroy a group that no collective has used while rank 1 is still making it; see whether rank 0 has freed it there."""
+    store = dist.distributed_c10d._get_default_store()
+    before = dist.new_group()
+    freed = None
+    made = groups.NcclGroup.made
+
+    def late(group):
+        nonlocal freed
+        store.wait(["destroyed"])
+        freed = refusal(lambda: store.wait(["freed"], timedelta(seconds=0.5))) is None
+        made(group)
+
+    if rank == 1:
+        groups.NcclGroup.made = late
+    unused = dist.new_group()
+    groups.NcclGroup.made = made
+    dist.destroy_process_group(unused)
+    if rank == 0:
+        store.set("destroyed", "")
+    dist.destroy_process_group(before)  # frees the one that was destroyed before it
+    if rank == 0:
+        store.set("freed", "")
+    return freed
+
+
+def test_a_group_is_freed_once_all_ranks_have_made_it(on_ranks):
+    assert on_ranks(destroyed_unused) == [None, False]
+
+
 def moved(rank, size):
     def reduced(index):
         dist.all_reduce(x := torch.ones(1, device=f"cuda:{index}"))
