@@ -12,14 +12,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Parcel"]
 
-_LEAST = 1 << 14
-"""Bytes from which on it is worth while."""
-
 
 class Parcel:
     """A dict that holds tensors, as it is pickled: what is unpickled is a dict again.
 
-    Large dense tensors on the CPU arrive as tensors of their own, without autograd history, even where they shared memory.
+    Dense tensors on the CPU arrive as tensors of their own, without autograd history, even where they shared memory.
     """
 
     def __init__(self, content: Mapping[Any, Any]) -> None:
@@ -50,9 +47,9 @@ def _packed(value: Any) -> Any:
 
     if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout != torch.strided:
         return value
-    if value.is_quantized or value.is_conj() or value.is_neg():
+    if value.is_quantized or value.is_conj() or value.is_neg() or not value.numel():
         return value
-    return _Bytes(value) if value.numel() * value.element_size() >= _LEAST else value
+    return _Bytes(value)
 
 
 def _unpacked(keys: list[Hashable], values: list[Any]) -> dict[Hashable, Any]:

@@ -230,6 +230,17 @@ def test_ranks_measure_large_steps_together(ranks):
     assert not counted.ran["measure"]
 
 
+def test_ranks_do_a_large_step_once_whatever_has_to_be_measured(ranks):
+    """Where all ranks have the same, one of them sends it."""
+    narrow = Narrow(ranks)
+    trials = Trials(narrow, Program(right, _large, batch), frozenset(KINDS), None, "step")
+    trials._expectations._elements = 0  # one rank does all that is measured, which is what `Narrow` changes
+    for seed in range(3):
+        assert trials.run(Scenario(2, 6, seed=seed)) is None
+    assert narrow.ran["measure_slightly_moved"] == 3
+    assert narrow.ran["run_step"] == 3 + 1  # the first case is repeated
+
+
 def _with_one_thread(rank, program, scenario):
     torch.set_num_threads(1)  # as many as there are, sums are added up in another order
     return measure_provisionally(rank, program, scenario)

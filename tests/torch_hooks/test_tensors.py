@@ -63,6 +63,7 @@ def test_a_parcel_arrives_as_the_dict_that_it_was():
         "gaps": torch.arange(40_000, dtype=torch.bfloat16).view(200, 200).t(),
         "small": torch.ones(2),
         "scalar": torch.tensor(2),
+        "empty": torch.ones(0, 3),
         "differentiable": torch.ones(10_000, requires_grad=True),
         "conjugated": torch.ones(10_000, dtype=torch.complex64).conj(),
         "sparse": torch.eye(200).to_sparse(),
