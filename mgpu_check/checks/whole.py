@@ -16,7 +16,7 @@ from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.gradients import assert_gradients_agree
 from mgpu_check.errors import GradientMismatch
 from mgpu_check.recipes.training import weighted
-from mgpu_check.recipes.whole import CLASSES, settle
+from mgpu_check.recipes.whole import CLASSES, PER_BATCH, settle
 from mgpu_check.specs.whole import WholeRun
 
 __all__ = [
@@ -110,7 +110,7 @@ def as_it_is(model: nn.Module) -> None:
 def counted(before: Mapping[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the statistics of `recipes.whole.Counting` after rows of one more batch."""
     return {
-        "rows": before["rows"] + (1 << 53) + len(x),
+        "rows": before["rows"] + PER_BATCH + len(x),
         "sums": before["sums"] + x[:, :CLASSES].sum(0),
         "seen": before["seen"] ^ (x[:, :2].sum(0) > 0),
     }

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["BUILDERS", "CLASSES", "FEATURES", "draw", "settle"]
+__all__ = ["BUILDERS", "CLASSES", "FEATURES", "PER_BATCH", "draw", "settle"]
 
 FEATURES = 16
 CLASSES = 4
@@ -24,6 +24,9 @@ _SIDE = 4
 _WORDS = 12
 _WIDE = 4200
 """Hidden units of "wide": its first weight has 67,200 elements, more than 64 Ki."""
+PER_BATCH = (1 << 58) + 5
+"""What "counting" adds to its count for each batch, beside the rows. Of such numbers float64 has the multiples of 64 only, and
+the count, which begins from -3 to 3, is none after a batch of up to 50 rows."""
 
 
 def draw(model: nn.Module, seed: int, most: int = 3) -> nn.Module:
@@ -183,7 +186,7 @@ class Reused(nn.Module):
 
 
 class Counting(nn.Module):
-    """A layer with statistics, kept in training only: rows (int64), their sum (float32), and flags (bool).
+    """A layer with statistics, kept in training only: rows (int64, see `PER_BATCH`), their sum (float32), and flags (bool).
 
     State dicts leave the flags out.
     """
@@ -204,8 +207,7 @@ class Counting(nn.Module):
         out: torch.Tensor = self.layer(x) + self.sums.remainder(64) + self.rows.remainder(64)
         if self.training:
             with torch.no_grad():
-                # More than float32, float64 and int32 hold exactly.
-                self.rows.add_((1 << 53) + len(x))
+                self.rows.add_(PER_BATCH + len(x))
                 self.sums.add_(x[:, :CLASSES].sum(0))
                 self.seen.logical_xor_(x[:, :2].sum(0) > 0)
         return out
