@@ -18,7 +18,7 @@ _COMMANDS = {
     "compare": "run a training script on one device and on ranks: compare --gpus=4 -- train.py --args",
     "devices": "list the GPUs that torch sees here",
     "pytest": "run pytest with these arguments; under torchrun or srun on all the ranks that they launch",
-    "selftest": "plant every known fault and show which check catches it; --quick: for the check that must, only",
+    "selftest": "plant every known fault and show which checks catch it; --quick: a third of them",
     "simulate": "run a script as if this machine had GPUs: simulate --gpus=4 -- script.py --args",
 }
 

@@ -28,6 +28,22 @@ _SHARE = 3
 """`--quick` takes one fault of so many."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
+_HELP = """\
+usage: mgpu-check selftest [--quick] [--all-pairs] [--seeds=N] [--gpus=N] [--simulate] [pytest arguments]
+                           [FILE[::CHECK] ...]
+
+Plants each known fault, runs the checks that must catch it, and prints who catches what. Runs each check without any, too.
+Without --gpus it simulates four. Every argument of pytest works, but for -n: -k NAME, -x, --gpu-level=quick, ...
+
+  --quick      plant a third of the faults, always the same ones, and leave out checks that must catch none of them
+  --all-pairs  try each fault on all checks of its property, and want for each check a fault that no other catches
+  --seeds=N    try each pair with the seeds 0 to N-1, and want 19 of 20 to catch the fault
+  -k           only pairs whose names match: of a property, a check, or a fault
+
+exit codes:
+  0 every fault is caught by the checks that must   1 one is not, or a check fails without any   2 interrupted
+  3 internal error   4 wrong usage   5 no test was run
+"""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,6 +57,9 @@ def main(argv: Sequence[str]) -> int:
         0 if every check catches all faults that it must, there is one for each check, and every check passes without
         any; 1 if not; 4 for a wrong option; pytest's own exit code where the run itself did not work.
     """
+    if "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0
     ours = {_QUICK, _ALL_PAIRS}
     arguments = [word for word in argv if word not in ours and not word.startswith(f"{_SEEDS}=")]
     own = tuple(word for word in argv if word not in arguments)

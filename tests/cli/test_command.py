@@ -120,6 +120,11 @@ def test_selftest_of_one_property_proves_each_check(command, pairs):
     assert "every fault is caught, every check catches one" in text
 
 
+def test_selftest_has_help_of_its_own(command):
+    text = command("selftest", "--help")
+    assert all(option in text for option in ("--quick", "--all-pairs", "--seeds=N", "--gpus=N", "exit codes:"))
+
+
 def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
     text = command("selftest", "--quick", "--seeds=3", "-k", "gpu_scalars_are_no_numbers")
     assert re.search(r"^  gpu-scalars-taken-for-numbers +3 ", text, re.MULTILINE), text
