@@ -7,8 +7,8 @@ The backing device computes what they would. The rules are those of torch for a 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -88,42 +88,58 @@ def attention_functions() -> dict[str, object]:
     }
 
 
-def _math(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
-    """Compute by plain operators what a kernel of CUDA would; raise RuntimeError where the code has left it none."""
-    params = Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    if not (_flash(params) or _mem_efficient(params) or _cudnn(params)):
-        raise RuntimeError("No available kernel. Aborting execution.")
-    computed: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )
-    return computed[0]
-
-
 def _attention(original: Function) -> Function:
     @functools.wraps(original)
     def attention(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> torch.Tensor:
         if not query.device == key.device == value.device:
             raise RuntimeError(
                 "Expected query, key, and value to have the same device type, but got query.device: "
                 f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
             )
-        if isinstance(query, SimulatedTensor) and not torch._C._get_math_sdp_enabled():
-            return _math(query, key, value, *args, **kwargs)
-        return original(query, key, value, *args, **kwargs)
+        asked = query, key, value, attn_mask, dropout_p, is_causal
+        if isinstance(query, SimulatedTensor) and _by_operators(Params(*asked, enable_gqa), scale):
+            mask = attn_mask
+            if is_causal and mask is None:
+                # What C++ makes is on no simulated device; see `composites`.
+                mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+            causal = is_causal and attn_mask is not None  # which is refused
+            if mask is not None and mask.dtype is torch.bool:
+                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
+            computed: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_attention_math(
+                query, key, value, mask, dropout_p, causal, None, scale=scale, enable_gqa=enable_gqa
+            )
+            return computed[0]
+        return original(*asked, scale=scale, enable_gqa=enable_gqa)
 
     return attention
+
+
+def _by_operators(params: Params, scale: float | None) -> bool:
+    """Return whether plain operators compute what a kernel of CUDA would, or an attention that no kernel takes.
+
+    Raises:
+        RuntimeError: the code has left no kernel that takes it.
+    """
+    if not torch._C._get_math_sdp_enabled():
+        if not (_flash(params) or _mem_efficient(params) or _cudnn(params)):
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return True
+    tensors = params.query, params.key, params.value, params.attn_mask
+    if not params.is_causal or min(tensor.dim() for tensor in tensors if tensor is not None) < 2:
+        return False
+    chosen = torch._fused_sdp_choice(
+        *tensors, params.dropout, params.is_causal, scale=scale, enable_gqa=params.enable_gqa
+    )
+    return bool(chosen == torch.nn.attention.SDPBackend.MATH.value)
 
 
 def install_attention(patches: Patches) -> None:

@@ -1,4 +1,8 @@
-"""Functions that make a tensor in C++, on the device that they believe their input is on, and return or combine it."""
+"""Functions that make a tensor in C++, on the device that they believe their input is on, and return or combine it.
+
+Where they combine it, `mismatch` tells by its references that nobody else has it, unless a `TorchDispatchMode` stands
+between and holds it, too: as when a gate perturbs a step. Here they are given tensors of the device instead.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +57,40 @@ def _istft(original: Function) -> Function:
     return istft
 
 
+def _one_hot(original: Function) -> Function:
+    @functools.wraps(original)
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        made = original(raw(tensor), num_classes)
+        return tag(made, tensor.device) if isinstance(tensor, SimulatedTensor) else made
+
+    return one_hot
+
+
+def _combinations(original: Function) -> Function:
+    """Wrap ``combinations`` to choose elements by index in place of a mask."""
+
+    @functools.wraps(original)
+    def combinations(input: torch.Tensor, r: int = 2, with_replacement: bool = False) -> torch.Tensor:
+        if not isinstance(input, SimulatedTensor) or input.dim() != 1 or r < 0:
+            return original(input, r, with_replacement)
+        chosen = original(torch.arange(len(input)), r, with_replacement)
+        return input[chosen.to(input.device)] if r else input.new_empty(0)
+
+    return combinations
+
+
+def _quantile(original: Function) -> Function:
+    """Wrap ``quantile`` and ``nanquantile``, which make a tensor of a number."""
+
+    @functools.wraps(original)
+    def quantile(input: torch.Tensor, q: float | torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if isinstance(input, SimulatedTensor) and isinstance(q, float | int) and 0 <= q <= 1:
+            q = torch.tensor(q, dtype=input.dtype, device=input.device)
+        return original(input, q, *args, **kwargs)
+
+    return quantile
+
+
 def _unflatten(original: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., Sequence[torch.Tensor]]:
     """Wrap the inverse of flattening, which makes tensors without elements anew."""
 
@@ -70,5 +108,12 @@ def install_composites(patches: Patches) -> None:
     """Replace those functions."""
     patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
     patches.replace(torch.istft, _istft(torch.istft))
+    one_hot = torch.nn.functional.one_hot
+    patches.replace(one_hot, _one_hot(one_hot))
+    patches.replace(torch.combinations, _combinations(torch.combinations))
+    for name in ("quantile", "nanquantile"):
+        function = getattr(torch, name)
+        patches.replace(function, _quantile(function))
+        patches.wrap(torch.Tensor, name, _quantile)
     unflatten = torch._utils._unflatten_dense_tensors
     patches.replace(unflatten, _unflatten(unflatten))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import io
@@ -10,6 +11,9 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mgpu_check.simulated import is_simulated, simulated_device_count, simulated_node, to_real
 
@@ -267,6 +271,61 @@ def test_what_c_makes_for_an_operator_is_on_the_device():
     joined = torch._utils._flatten_dense_tensors([empty, a])
     parts = torch._utils._unflatten_dense_tensors(joined, [empty, a])
     assert [part.device for part in parts] == [a.device] * 2 and torch.equal(parts[1], a)
+
+
+class _Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+COMBINED_IN_C = {
+    "one_hot": lambda x: F.one_hot(x.long(), 3),
+    "combinations": lambda x: torch.combinations(x, with_replacement=True),
+    "combinations of none": lambda x: torch.combinations(x, 0),
+    "quantile": lambda x: torch.quantile(x, 0.3),
+    "quantile of a tensor": lambda x: x.quantile(torch.tensor([0.1, 0.5], device=x.device)),
+    "nanquantile": lambda x: x.nanquantile(0.3),
+    "causal attention": lambda x: F.scaled_dot_product_attention(
+        x[None, :, None], x[None, :, None], x[None, :, None], is_causal=True
+    ),
+    "causal attention with dropout": lambda x: F.scaled_dot_product_attention(
+        *(x.expand(1, 1, 2, 3).mT,) * 3, None, 1e-9, True
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Passing])
+@pytest.mark.parametrize("name", COMBINED_IN_C)
+def test_what_c_combines_with_a_tensor_is_on_its_device_under_a_mode_too(name, mode):
+    x = torch.tensor([0.0, 1.0, 2.0])
+    expected = COMBINED_IN_C[name](x)
+    with mode():
+        found = COMBINED_IN_C[name](x.to("cuda:1"))
+    assert found.device == torch.device("cuda:1") and found.dtype == expected.dtype
+    assert torch.allclose(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, _Passing])
+@pytest.mark.parametrize("name", ["combinations", "quantile", "nanquantile", "causal attention"])
+def test_gradients_come_back_through_what_c_combines(name, mode):
+    gradients = []
+    for device in ("cpu", "cuda:1"):
+        x = torch.tensor([0.0, 1.0, 2.0], device=device, requires_grad=True)
+        with mode():
+            (COMBINED_IN_C[name](x) * 3).sum().backward()
+        gradients.append(x.grad.cpu())
+    assert torch.allclose(*gradients)
+
+
+@pytest.mark.parametrize("masked", [torch.bool, torch.float32])
+def test_attention_by_a_kernel_of_cuda_heeds_its_mask(masked):
+    x = torch.randn(1, 2, 4, 8)
+    mask = torch.ones(4, 4).tril().bool() if masked is torch.bool else torch.randn(4, 4)
+    expected = F.scaled_dot_product_attention(x, x, x, mask)
+    on_device = x.to("cuda:1")
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        found = F.scaled_dot_product_attention(on_device, on_device, on_device, mask.to("cuda:1"))
+    assert torch.allclose(found.cpu(), expected, atol=1e-6)
 
 
 @pytest.mark.usefixtures("node")
