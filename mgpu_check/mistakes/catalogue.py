@@ -77,9 +77,9 @@ _ALL = (
     # models
     MistakeClass(
         "batch-statistics-per-rank",
-        "BatchNorm takes the statistics of each rank's own shard",
-        "convert with torch.nn.SyncBatchNorm.convert_sync_batchnorm, or compare with a reference that takes the batch "
-        "shard by shard",
+        "what one device takes over the whole batch, each rank takes over its own shard",
+        "convert BatchNorm with torch.nn.SyncBatchNorm.convert_sync_batchnorm, all-reduce or gather what else is taken over "
+        "the batch, or compare with a reference that takes the batch shard by shard",
     ),
     MistakeClass(
         "buffers-drift",

@@ -14,7 +14,8 @@ from mgpu_check.gates.program import Program
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.mistakes.results import KINDS
-from tests.gates import diagnosed_by_rank as diagnosed_by_rank  # adds its programs
+from tests.gates import diagnosed_by_batch  # it adds its programs, and so does the next
+from tests.gates import diagnosed_by_rank as diagnosed_by_rank
 from tests.gates.diagnosed import ALL, Diagnosed
 
 pytestmark = pytest.mark.gpus(2)
@@ -61,3 +62,13 @@ def test_its_twin_is_right(ranks, name):
     trials = Trials(ranks, step, frozenset(KINDS), None, name)
     assert trials.run(Scenario(2, program.samples)) is None
     assert trials.completed[2] == 1
+
+
+def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
+    step = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=True)
+    of = {"build": diagnosed_by_batch.Positions, "batch": diagnosed_by_batch.sequences}
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step, reference=diagnosed_by_batch.predicts, world_sizes=[2], sizes=2, **of)
+    assert caught.value.mistakes == ()
+    right = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=False)
+    assert_step_scales(ranks, right, reference=diagnosed_by_batch.predicts, world_sizes=[2], sizes=2, **of)

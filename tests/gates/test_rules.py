@@ -10,9 +10,16 @@ from pathlib import Path
 import pytest
 
 from mgpu_check.mistakes import rules
-from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Restored, Sampler, Start
-from mgpu_check.mistakes.rules.order import RULES, findings_of, findings_of_checkpoint, findings_of_loader
+from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Restored, Sampler, Start
+from mgpu_check.mistakes.rules.order import (
+    RULES,
+    findings_of,
+    findings_of_calls,
+    findings_of_checkpoint,
+    findings_of_loader,
+)
 from mgpu_check.mistakes.samples import Accepted, EpochSamples, Loader
+from mgpu_check.processes.record import Entered
 
 START = Start("weight differs", "weight differs")
 LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")
@@ -44,6 +51,22 @@ LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")
 )  # fmt: skip
 def test_evidence_is_judged_by_its_data(evidence, mistakes):
     assert [finding.mistake for finding in findings_of(evidence, 3)] == mistakes
+
+
+def entered(number: int, operand: str) -> Entered:
+    return Entered("all_reduce", number, "", "", operand, "sum", operand, "train.py", 44, "inside")
+
+
+@pytest.mark.parametrize(
+    ("last", "mistake"),
+    [
+        ((entered(5, "float32[10, 5]"), entered(4, "float32[3]")), "decision-per-rank"),
+        ((entered(5, "float32[10, 5]"), entered(5, "float32[3]")), "uneven-gather"),
+    ],
+)
+def test_sizes_are_compared_in_one_and_the_same_collective(last, mistake):
+    calls = Calls(2, 4, "rank 0 did not finish", last=dict(enumerate(last)), some_finished=True)
+    assert [finding.mistake for finding in findings_of_calls(calls, 2)] == [mistake]
 
 
 def epoch(*ranks: str, batches=(), **more) -> EpochSamples:

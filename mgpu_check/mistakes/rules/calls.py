@@ -31,8 +31,8 @@ def other_sizes(calls: Calls) -> Finding | None:
             return None
         fills = any(word in name for word in _FILLING for name in names)
         return Finding("uneven-gather", calls.parting) if fills else None
-    sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
-    if len(sites) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
+    same = {(one.name, one.group_name, one.number, one.file, one.line) for one in calls.last.values()}
+    if len(same) == 1 and len({entered.operand for entered in calls.last.values()}) > 1:
         return Finding("uneven-gather", "ranks gave tensors of different sizes: " + _short(calls.told))
     return None
 

@@ -154,9 +154,14 @@ def decides_for_its_parameters(tensors: Tensors) -> Finding | None:
 
 
 def _updated_unlike(tensors: Tensors) -> list[Result]:
-    """Find parameters that one device has updated and rank 0 has not, or the other way round."""
+    """Find parameters that one device has updated and rank 0 has not, or the other way round.
+
+    Whose gradient is zero stays as it is without anybody's decision.
+    """
     moved, should = _updates(tensors)
-    return [name for name in moved if moved[name] != should[name]]
+    gradients = {name.of: value for name, value in tensors.seen[0].values.items() if name.kind == "grads"}
+    idle = {of for of, value in gradients.items() if not bool(value.any())}
+    return [name for name in moved if moved[name] != should[name] and name.of not in idle]
 
 
 def _updates(tensors: Tensors) -> tuple[dict[Result, bool], dict[Result, bool]]:
@@ -212,8 +217,22 @@ def _broadcast_wrong(tensors: Tensors, *, from_rank_0: bool) -> Finding | None:
 
 
 def buffers_alone_drift(tensors: Tensors) -> Finding | None:
-    """Name buffers that differ between ranks, where nothing else is wrong."""
-    return None if any(name.kind != "buffers" for name in tensors.wrong()) else buffers_drift(tensors)
+    """Name buffers that differ between ranks, where nothing else is wrong.
+
+    Those that DistributedDataParallel is going to overwrite are not held against ranks, but what it overwrites them with is
+    wrong then, as it is that of one rank. Where statistics of a batch are what they hold, others name them.
+    """
+    if any(name.kind != "buffers" for name in tensors.wrong()):
+        return None
+    if (drift := buffers_drift(tensors)) is not None or tensors.seen[0].normalized:
+        return drift
+    for name in tensors.wrong("buffers"):
+        values = [one.values[name] for one in tensors.seen if name in one.values]
+        if any(not value.equal(values[0]) for value in values):
+            return Finding(
+                "buffers-drift", f"{name} differs between ranks, and DistributedDataParallel keeps that of rank 0 alone"
+            )
+    return None
 
 
 def buffers_drift(tensors: Tensors) -> Finding | None:

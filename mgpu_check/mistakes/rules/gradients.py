@@ -30,6 +30,7 @@ __all__ = [
     "outside_of_the_wrapper",
     "statistics_of_parts",
     "stays_as_backward_left_it",
+    "takes_parts_for_the_batch",
     "uneven_parts",
     "wrong_where_uneven",
 ]
@@ -75,6 +76,7 @@ def clips_parts(tensors: Tensors) -> Finding | None:
         or not tensors.gradient_like
         or found[0].along
         or not tensors.right_when_small
+        or not tensors.limited
     ):
         return None
     return Finding(
@@ -86,7 +88,8 @@ def clips_parts(tensors: Tensors) -> Finding | None:
 
 def limits_another_norm(tensors: Tensors) -> Finding | None:
     """Name clipping where ranks agree on what is right for small batches only."""
-    if not tensors.right_when_small or not tensors.gradient_like or tensors.relations.split or tensors.wrong_alone:
+    right = not tensors.relations.split and not tensors.wrong_alone  # but for what follows
+    if not right or not tensors.gradient_like or not tensors.right_when_small or not tensors.limited:
         return None
     return Finding(
         "clipped-before-synchronization",
@@ -121,10 +124,25 @@ def mean_of_metrics(tensors: Tensors) -> Finding | None:
     )
 
 
-def mean_of_parts(tensors: Tensors) -> Finding | None:
-    """Name the mean over ranks of each one's own mean."""
+def takes_parts_for_the_batch(tensors: Tensors) -> Finding | None:
+    """Name what each rank takes over its own shard, where no weights of the parts give what one device has for the batch."""
     found = tensors.mean_of_parts
-    if found is None or clips_parts(tensors) or mean_of_metrics(tensors):
+    if found is None or found[0].along or not tensors.gradient_like or clips_parts(tensors):
+        return None
+    if tensors.is_sum_of_parts(found[0]) is not False:
+        return None
+    return Finding(
+        "batch-statistics-per-rank",
+        f"{tensors.names[0]} is the mean over ranks of what each has for its own part ({found[0].name}){found[1]}, and however "
+        "parts count, what one device has for the batch is no sum of them: something in the step depends on all samples, "
+        "and each rank has its own only",
+    )
+
+
+def mean_of_parts(tensors: Tensors) -> Finding | None:
+    """Name the mean over ranks of each one's own mean, where it may be that the parts should have counted otherwise."""
+    found = tensors.mean_of_parts
+    if found is None or clips_parts(tensors) or mean_of_metrics(tensors) or tensors.is_sum_of_parts(found[0]) is False:
         return None
     division, also = found
     windows = f", of {division.windows} micro-batches each" if division.windows > 1 else ""

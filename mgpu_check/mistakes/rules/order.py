@@ -129,6 +129,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     factors.off_by_micro_batches,
     data.samples_several_times,
     gradients.optimizes_its_own,  # the mean of what it has made is one of parts, too
+    gradients.takes_parts_for_the_batch,
     gradients.mean_of_parts,
     # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
     # twice, before those of several.

@@ -1,0 +1,103 @@
+"""Wrong programs in which each rank takes its own shard for the whole batch, each beside a right twin."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from mgpu_check import Rank
+from tests.gates.diagnosed import gathered, mlp, part, program, regression, synchronize
+from tests.gates.steps import Batch
+
+
+def weighed(model: nn.Module, batch: Batch, rank: Rank | None) -> None:
+    """Weigh each sample by how far its target is above the mean, in standard deviations, as advantages are."""
+    x, y = batch
+    moments = torch.stack([y.mean(), y.square().mean()])
+    if rank is not None:
+        dist.all_reduce(moments)
+        moments /= rank.size
+    deviation = (moments[1] - moments[0] ** 2).clamp(min=1e-2).sqrt()
+    ((y - moments[0]) / deviation * model(x)).mean().backward()
+
+
+@program("batch-statistics-per-rank", mlp, regression, lambda model, batch: weighed(model, batch, None), 8)
+def weighs_by_its_own_mean(model, batch, rank, wrong):
+    weighed(model, part(batch, rank), None if wrong else rank)
+    synchronize(model, rank)
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.router(x).softmax(-1)
+
+
+def balanced(model: nn.Module, batch: Batch, rank: Rank | None) -> None:
+    """Even out how often each expert is chosen. Small inputs are all sent to the expert of the largest bias."""
+    share = model(batch[0])
+    chosen = torch.eye(4)[share.argmax(-1).cpu()].to(share).mean(0)
+    if rank is not None:
+        dist.all_reduce(chosen)
+        chosen /= rank.size
+    (chosen * share.mean(0)).sum().backward()
+
+
+@program("batch-statistics-per-rank", Routed, regression, lambda model, batch: balanced(model, batch, None), 8)
+def balances_experts_for_itself(model, batch, rank, wrong):
+    balanced(model, part(batch, rank), None if wrong else rank)
+    synchronize(model, rank)
+
+
+class Keys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1)
+        self.register_buffer("queue", torch.zeros(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@program("buffers-drift", Keys, regression, None, 4)
+def queues_keys_of_its_own(model, batch, rank, wrong):
+    x, y = (leaf.to(rank.device).chunk(rank.size)[rank.index] for leaf in batch)
+    ddp = DDP(model.to(rank.device))
+    F.mse_loss(ddp(x), y).backward()
+    keys = x if wrong else torch.cat(gathered(x, rank))
+    model.queue[: len(keys)] = keys
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(12, 6)
+        self.place = nn.Embedding(8, 6)
+        self.head = nn.Linear(6, 12)
+
+    def forward(self, tokens: torch.Tensor, first: int) -> torch.Tensor:
+        places = torch.arange(first, first + tokens.shape[1])
+        return self.head(torch.tanh(self.token(tokens) + self.place(places)))
+
+
+def sequences(n: int) -> Batch:
+    tokens = torch.randint(12, (n, 9))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def predicts(model: nn.Module, batch: Batch) -> None:
+    F.cross_entropy(model(batch[0], 0).flatten(0, 1), batch[1].flatten()).backward()
+
+
+def numbers_positions_anew(model, batch, rank, wrong):
+    """Each rank has a block of positions. All blocks are of one size, so that their means do count as they should."""
+    tokens, following = (leaf.chunk(rank.size, dim=1)[rank.index] for leaf in batch)
+    first = 0 if wrong else rank.index * tokens.shape[1]
+    F.cross_entropy(model(tokens, first).flatten(0, 1), following.flatten()).backward()
+    synchronize(model, rank)
