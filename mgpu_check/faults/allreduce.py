@@ -341,3 +341,41 @@ def last_given_tensor_left_out() -> Iterator[None]:
 
     with replaced(comm, "broadcast", broadcast):
         yield
+
+
+@fault(
+    "allreduce",
+    "reduce_add to another device than the current one leaves out the last part",
+    caught_by=("test_reduce_add_and_broadcast",),
+    condition="destinations other than the current device",
+)
+def part_left_out_elsewhere() -> Iterator[None]:
+    real = comm.reduce_add
+
+    def reduce_add(inputs: Sequence[torch.Tensor], destination: int | None = None) -> torch.Tensor:
+        total: torch.Tensor = real(inputs, destination)
+        return total if total.device.index == torch.cuda.current_device() else total - inputs[-1].to(total.device)
+
+    with replaced(comm, "reduce_add", reduce_add):
+        yield
+
+
+@fault(
+    "allreduce",
+    "broadcast_coalesced copies a slice as if there were no gaps in it",
+    caught_by=("test_broadcast_of_every_layout",),
+    condition="tensors with gaps, several devices",
+)
+def slices_broadcast_without_gaps() -> Iterator[None]:
+    real = comm.broadcast_coalesced
+
+    def broadcast(tensors: Sequence[torch.Tensor], devices: Any, *size: Any) -> Any:
+        rows = real(tensors, devices, *size)
+        for number, one in enumerate(tensors):
+            if _has_gaps(one):
+                for row in rows[1:]:
+                    row[number].copy_(one.as_strided((one.numel(),), (1,), one.storage_offset()).view(one.shape))
+        return rows
+
+    with replaced(comm, "broadcast_coalesced", broadcast):
+        yield

@@ -39,33 +39,24 @@ def test_hand_written_allreduce(gpus: tuple[torch.device, ...], devices: int, da
 
 
 @examples(60)
-@given(devices=strategies.device_counts(), data=contributions())
-def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions) -> None:
-    """What DataParallel adds gradients up with, and then broadcasts, is the sum on every device; of several tensors, too.
+@given(devices=strategies.device_counts(), data=contributions(), home=st.integers(0, 7))
+def test_reduce_add_and_broadcast(gpus: tuple[torch.device, ...], devices: int, data: Contributions, home: int) -> None:
+    """What DataParallel adds gradients up with, to any device, and then broadcasts, is the sum on every device; of several tensors, too.
 
     What was added up stays as it was.
     """
-    import torch
-    from torch.nn.parallel import comm
+    from mgpu_check.checks.device_sums import assert_added_up
 
-    from mgpu_check.checks.allreduce import assert_allreduce_matches, assert_contributions_kept
+    assert_added_up(data, gpus[:devices], gpus[home % devices])
 
-    parts, numbers = data.parts(devices), [gpu.index for gpu in gpus[:devices]]
-    placed = [data.placed(part, gpu) for part, gpu in zip(parts, gpus, strict=False)]
-    total = comm.reduce_add(placed)
-    assert_contributions_kept(placed, parts, what="reduce_add")
-    held = comm.broadcast(total, numbers)
-    assert_allreduce_matches(list(held), parts, what="reduce_add and broadcast")
-    given = [torch.zeros_like(part, device=gpu) for part, gpu in zip(parts, gpus, strict=False)]
-    comm.broadcast(total, out=given)
-    assert_allreduce_matches(given, parts, what="reduce_add and broadcast to tensors that are given")
-    # Tensors of one dtype are sent together, and must come back in the order in which they were given.
-    between = [torch.tensor([number, 3], dtype=torch.int32) for number in range(devices)]
-    several = [(one, between[number].to(gpus[number]), one) for number, one in enumerate(placed)]
-    copies = comm.broadcast_coalesced(comm.reduce_add_coalesced(several), numbers)
-    for number, wanted in enumerate((parts, between, parts)):
-        what = f"reduce_add_coalesced and broadcast_coalesced, tensor {number}"
-        assert_allreduce_matches([copy[number] for copy in copies], wanted, what=what)
+
+@examples(10, quick=2)
+@given(data=contributions(), home=st.integers(0, 7))
+def test_broadcast_of_every_layout(gpus: tuple[torch.device, ...], data: Contributions, home: int) -> None:
+    """Tensors in every layout are broadcast from any device to all, alone and together, bit for bit."""
+    from mgpu_check.checks.device_sums import assert_broadcast
+
+    assert_broadcast(data, gpus, gpus[home % len(gpus)])
 
 
 @examples(120)
