@@ -85,6 +85,8 @@ def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor
 def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that large batches are scattered and gathered bit for bit: along rows and columns, from the CPU, pinned memory and a device.
 
+    They are gathered on a device and on the CPU.
+
     Raises:
         ShardError: naming shard, device, row and element.
     """
@@ -106,8 +108,9 @@ def assert_large_batches(devices: Sequence[torch.device], seed: int) -> None:
         chosen = devices if number % 2 else backwards
         shards = nn.parallel.scatter(batch, chosen, dim)
         assert_shards_cover(batch, shards, chosen, dim)
-        target = devices[(number + seed) % len(devices)]
-        assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)
+        for target in (devices[(number + seed) % len(devices)], "cpu"):
+            # Its annotation leaves out the string "cpu", which it takes, and needs.
+            assert_gathered(batch, nn.parallel.gather(shards, target, dim), target)  # type: ignore[arg-type]
 
 
 def assert_given_sizes(devices: Sequence[torch.device], seed: int) -> None:

@@ -142,3 +142,30 @@ def gradients_of_numbers_averaged() -> Iterator[None]:
 
     with replaced(Gather, "backward", staticmethod(averaged)):
         yield
+
+
+@fault(
+    "scatter",
+    "on its way to the CPU a shard passes a buffer of 1 MiB, and the rest of a larger one is lost",
+    caught_by=("test_large_batches",),
+    condition="to the CPU, shards above 1 MiB but the first",
+)
+def host_buffer_too_small() -> Iterator[None]:
+    """Beyond the buffer the memory of the host is what it was."""
+
+    def change(gather: Callable[..., Any], outputs: Sequence[Any], target: Any, dim: int) -> Any:
+        if str(target) == "cpu" and all(isinstance(one, torch.Tensor) for one in outputs):
+            outputs = [*outputs[:1], *map(_first_mebibyte, outputs[1:])]
+        return gather(outputs, target, dim)
+
+    with _gathered(change):
+        yield
+
+
+def _first_mebibyte(shard: torch.Tensor) -> torch.Tensor:
+    """Return a shard with zeros behind its first MiB."""
+    fits = (1 << 20) // shard.itemsize
+    if shard.numel() <= fits:
+        return shard
+    flat = shard.reshape(-1)
+    return torch.cat([flat[:fits], torch.zeros_like(flat[fits:])]).view(shard.shape)
