@@ -6,7 +6,8 @@ waits for one that has found something.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "assert_models_train",
     "assert_static_graph_trains",
     "assert_unused_parameters_reduced",
+    "own_group",
 ]
 
 SMALL_BUCKET = 0.0001
@@ -140,16 +142,18 @@ def assert_groups_apart(rank: Rank, runs: Sequence[WholeRun], first: Sequence[in
         GradientMismatch: as in `assert_models_train`.
     """
     __tracebackhide__ = True
+    with judged() as findings, own_group(rank, first) as (members, place):
+        for run in runs:
+            other = replace(run, seed=run.seed + members[0])
+            train(other, place, findings, what=f"process_group of {members}")
+
+
+@contextlib.contextmanager
+def own_group(rank: Rank, first: Sequence[int]) -> Iterator[tuple[list[int], Place]]:
+    """Make two groups of ranks, `first` and all others; give the members of this rank's, and its place in it. A collective."""
     chosen = sorted({member % rank.size for member in first})
     both = [chosen, [index for index in range(rank.size) if index not in chosen]]
     groups = [dist.new_group(members) if members else None for members in both]
-    with judged() as findings:
-        for run in runs:
-            for number, (members, group) in enumerate(zip(both, groups, strict=True)):
-                if rank.index in members:
-                    other = replace(run, seed=run.seed + number)
-                    place = Place(rank, members.index(rank.index), len(members), group)
-                    train(other, place, findings, what=f"process_group of {members}")
-    for members, group in zip(both, groups, strict=True):
-        if rank.index in members:
-            dist.destroy_process_group(group)
+    members, group = next((one, group) for one, group in zip(both, groups, strict=True) if rank.index in one)
+    yield members, Place(rank, members.index(rank.index), len(members), group)
+    dist.destroy_process_group(group)

@@ -70,21 +70,29 @@ def test_process_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) ->
 @given(size=mostly_all(), runs=whole_runs(("deep",), least=2), long=whole_runs(("mlp",), least=4, most=4))
 def test_averaging_hooks(ranks: Ranks, size: int, runs: Runs, long: Runs) -> None:
     """allreduce_hook, and a user's hook that sums and divides, are given every gradient once, and change nothing."""
-    ranks.run(_communication, "assert_averaging_hook_exact", runs, long, size=size)
+    ranks.run(_hooks, "assert_averaging_hook_exact", runs, long, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_compressing_hooks(ranks: Ranks, size: int, runs: Runs) -> None:
     """fp16_compress_hook and bf16_compress_hook: gradients rounded as these dtypes say, and not more."""
-    ranks.run(_communication, "assert_compressed_gradients_rounded", runs, size=size)
+    ranks.run(_hooks, "assert_compressed_gradients_rounded", runs, size=size)
 
 
 @examples(8, quick=2)
 @given(size=mostly_all(), runs=whole_runs(("mlp",), least=4, most=4))
 def test_low_rank_hook(ranks: Ranks, size: int, runs: Runs) -> None:
     """PowerSGD: exact until it begins to compress, then equal on all ranks, and nothing is left out for good."""
-    ranks.run(_communication, "assert_low_rank_hook_exact", runs, size=size)
+    ranks.run(_hooks, "assert_low_rank_hook_exact", runs, size=size)
+
+
+@pytest.mark.gpus(least=2)
+@examples(8, quick=1)
+@given(size=mostly_all(2), runs=whole_runs(("mlp",), least=3, most=3), first=st.sets(st.integers(0, 7), min_size=1))
+def test_hooks_in_groups(ranks: Ranks, size: int, runs: Runs, first: set[int]) -> None:
+    """Hooks that average, compress and approximate take the mean over the group that they are given."""
+    ranks.run(_hooks, "assert_hooks_keep_to_groups", runs, sorted(first), size=size)
 
 
 @examples(4, quick=1)
@@ -101,10 +109,10 @@ def test_accumulation(ranks: Ranks, size: int, runs: Runs) -> None:
     ranks.run(_communication, "assert_accumulation_exact", runs, size=size)
 
 
-@examples(8, quick=2)
+@examples(8, quick=1)
 @given(size=mostly_all(), runs=whole_runs(("mlp",)))
 def test_uneven_inputs(ranks: Ranks, size: int, runs: Runs) -> None:
-    """join: ranks that have run out of batches leave the mean to the others, and end with their parameters."""
+    """join: ranks that have run out of batches leave the mean to the others, and end with their parameters, or all stop at once."""
     ranks.run(_communication, "assert_uneven_inputs_joined", runs, size=size)
 
 
@@ -208,6 +216,12 @@ def _communication(rank: Rank, check: str, *arguments: object) -> None:
     from mgpu_check.checks import distributed_communication
 
     getattr(distributed_communication, check)(rank, *arguments)
+
+
+def _hooks(rank: Rank, check: str, *arguments: object) -> None:
+    from mgpu_check.checks import distributed_hooks
+
+    getattr(distributed_hooks, check)(rank, *arguments)
 
 
 def _state(rank: Rank, check: str, *arguments: object) -> None:

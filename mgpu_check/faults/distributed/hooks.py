@@ -174,6 +174,42 @@ def low_rank_result_narrowed() -> Iterator[None]:
         yield
 
 
+@ddp_fault(
+    "a compressing hook divides by the number of all ranks in a group, too",
+    "test_hooks_in_groups",
+    condition="hooks that are given a group of some of the ranks",
+    least_gpus=2,
+)
+def compressed_mean_over_all() -> Iterator[None]:
+    def compress(real: Callable[..., Any], dtype: torch.dtype, group: Any, bucket: Any) -> Any:
+        size = dist.get_world_size(group)
+        return real(dtype, group, bucket).then(lambda done: done.value().mul_(size / dist.get_world_size()))
+
+    with replaced_method(default_hooks, "_compress_hook", compress):
+        yield
+
+
+@ddp_fault(
+    "PowerSGD does not keep what it has left out of other buckets than the first",
+    "test_low_rank_hook",
+    condition="several buckets",
+)
+def left_out_of_later_buckets() -> Iterator[None]:
+    def compress(real: Callable[..., Any], state: Any, bucket: Any) -> Any:
+        future = real(state, bucket)
+        return future if bucket.index() == 0 else future.then(functools.partial(_forget, state, bucket.index()))
+
+    with replaced_method(powerSGD_hook, "powerSGD_hook", compress):
+        yield
+
+
+def _forget(state: Any, bucket: int, done: Any) -> torch.Tensor:
+    result: torch.Tensor = done.value()
+    if bucket in state.error_dict:
+        state.error_dict[bucket].zero_()
+    return result
+
+
 # Accumulation, uneven inputs, hooks of gradients
 
 
@@ -239,6 +275,31 @@ def joined_ranks_left_behind() -> Iterator[None]:
                     parameter.copy_(before)
 
     with replaced_method(DDP, "_sync_final_model", sync):
+        yield
+
+
+@ddp_fault(
+    "join ends with the model of the last rank, whoever has trained longest",
+    "test_uneven_inputs",
+    condition="the last rank runs out of batches before another",
+    least_gpus=2,
+)
+def join_ends_with_the_last_rank() -> Iterator[None]:
+    with replaced_method(DDP, "_find_common_rank", lambda real, self, rank, cond: real(self, rank, True)):
+        yield
+
+
+@ddp_fault(
+    "join goes on where it is to end with the first rank that has no batch left",
+    "test_uneven_inputs",
+    condition="throw_on_early_termination=True",
+    least_gpus=2,
+)
+def join_does_not_throw() -> Iterator[None]:
+    def join(real: Callable[..., Any], self: DistributedDataParallel, **options: Any) -> Any:
+        return real(self, **(options | {"throw_on_early_termination": False}))
+
+    with replaced_method(DDP, "join", join):
         yield
 
 
