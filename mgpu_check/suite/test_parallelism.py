@@ -83,6 +83,17 @@ def test_model_parallelism(gpus: tuple[torch.device, ...], training: ExactTraini
         assert_model_parallel_agrees(deep, [gpus[index] for index in order[:count]])
 
 
+@pytest.mark.gpus(least=2)
+@examples(12, quick=1)
+@given(order=strategies.device_orders(least=2), seed=st.integers(0, 999))
+def test_steps_over_devices(gpus: tuple[torch.device, ...], order: tuple[int, ...], seed: int) -> None:
+    """Gradients of parameters on several devices are clipped by one norm; optimizers step, or a GradScaler skips, on all of them."""
+    from mgpu_check.checks.devices_stepping import assert_clipped_over_devices, assert_stepped_over_devices
+
+    assert_clipped_over_devices([gpus[index] for index in order], seed)
+    assert_stepped_over_devices([gpus[index] for index in order], seed)
+
+
 @examples(12, quick=2)
 @given(sizes=strategies.world_pairs(), training=TRAININGS)
 def test_tensor_parallelism_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:

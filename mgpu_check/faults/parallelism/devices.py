@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.registry import fault
 from mgpu_check.recipes import model_parallel, parameter_server, training
 from mgpu_check.torch_hooks.patches import replaced
@@ -156,4 +159,48 @@ def optimizer_state_moves() -> Iterator[None]:
         return result
 
     with replaced(torch.optim.SGD, "step", step):
+        yield
+
+
+@fault(
+    "parallelism",
+    "gradients are clipped on the first device only",
+    caught_by=("test_steps_over_devices",),
+    condition="kernels of lists, several devices",
+)
+def clipped_on_the_first_device() -> Iterator[None]:
+    def multiply(real: Callable[..., Any], tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        if tensors[0].device == first[0]:
+            real(tensors, factor)
+
+    def clip(real: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> None:
+        parameters = list(parameters)
+        first[0] = parameters[0].device
+        with replaced_method(torch, "_foreach_mul_", multiply):
+            real(parameters, *args, **kwargs)
+
+    first: list[torch.device | None] = [None]
+    with replaced_method(clip_grad, "_clip_grads_with_norm_", clip):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the last device's infinities do not reach a fused optimizer",
+    caught_by=("test_steps_over_devices",),
+    condition="fused, one device of several",
+)
+def infinities_of_one_device_unseen() -> Iterator[None]:
+    def step(real: Callable[..., Any], self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        def check(check_inf: Callable[..., Any], *given: Any) -> Any:
+            found = check_inf(*given)
+            if len(found) > 1:
+                found.pop(max(found, key=lambda device: device.index))
+            return found
+
+        fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        with replaced_method(torch.amp.GradScaler, "_check_inf_per_device", check) if fused else nullcontext():
+            return real(self, optimizer, *args, **kwargs)
+
+    with replaced_method(torch.amp.GradScaler, "step", step):
         yield
