@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -205,9 +206,9 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that a mixed precision policy computes in the low precision, reduces in the one that it names, and keeps
     parameters in float32. A collective.
 
-    Gradients are accumulated over two micro-batches. Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
-    in the parameters, shows. All whole numbers on the way are small enough for bfloat16. Inputs and outputs in containers
-    are cast as others are.
+    Gradients are of one micro-batch, or accumulated over two or three. Parameters are whole numbers and a small rest, which the low precision drops: whatever is computed with it, or loses it
+    in the parameters, shows. All whole numbers on the way are small enough for bfloat16. Where the reduction alone is in low
+    precision it drops the rest of the gradients. Inputs and outputs in containers are cast as others are.
 
     Raises:
         GradientMismatch: outputs, gradients or parameters differ.
@@ -215,21 +216,33 @@ def assert_mixed_precision_agrees(training: ExactTraining, rank: Rank) -> None:
     """
     __tracebackhide__ = True
     with Findings() as findings:
-        for low, reduced in (
-            (torch.bfloat16, torch.float32),
-            (torch.bfloat16, torch.bfloat16),
-            (torch.float16, torch.float32),
-        ):
+        for low, reduced, windows in _PRECISIONS:
             with findings.collected():
-                _compare_precision(training, rank, low, reduced)
+                _compare_precision(training, rank, low, reduced, windows)
         _compare_containers(training, rank, findings)
 
 
-def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, reduced: torch.dtype) -> None:
+_PRECISIONS = (
+    (torch.bfloat16, torch.float32, 1),
+    (torch.bfloat16, torch.float32, 3),
+    (torch.bfloat16, torch.bfloat16, 2),
+    (torch.float16, torch.float32, 2),
+    (None, torch.bfloat16, 1),
+)
+"""Dtypes of the arithmetic (None: of the parameters) and of the reduction, and micro-batches: one is reduced as it is, the
+others are accumulated in the dtype of the reduction.
+"""
+
+
+def _compare_precision(
+    training: ExactTraining, rank: Rank, low: torch.dtype | None, reduced: torch.dtype, windows: int
+) -> None:
     """Take a step by one policy, and compare when all collectives have ended."""
     __tracebackhide__ = True
-    what = f"fully_shard, {low} reduced in {reduced}, on {rank.device}"
+    what = f"fully_shard, {low} reduced in {reduced}, {windows} micro-batches, on {rank.device}"
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced, output_dtype=torch.float32)
+    if low is None:
+        training = replace(training, fine=0.0)
     model = sharded(training, rank, mp_policy=policy)
     _add_up(model)
     optimizer = sgd(training, model)
@@ -242,10 +255,14 @@ def _compare_precision(training: ExactTraining, rank: Rank, low: torch.dtype, re
     # The gradients of rank 0's last micro-batch are so much larger that only float32 can add the others to them.
     if reduced == torch.float32:
         first = len(recipe.split(factors, rank.size)[0])
-        factors[first // 2 : first] *= 64
+        start = first * (windows - 1) // windows
+        factors[start:first] *= 64
         if rank.index == 0:
-            y[first // 2 :] *= 64
-    outputs = _step_of_windows(model, optimizer, x, y, windows=2, until_last="set_requires_gradient_sync")
+            y[start:] *= 64
+    if low is None:
+        # Gradients are as much above whole numbers, until the reduction drops it.
+        y *= 1 + 2.0**-12
+    outputs = _step_of_windows(model, optimizer, x, y, windows=windows, until_last="set_requires_gradient_sync")
     got = gathered(model, 1)
     got["outputs"] = copied(outputs)
     dtypes = {value.dtype for value in got.values()}

@@ -38,7 +38,7 @@ from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes import training as recipe
 from mgpu_check.specs.exact_training import ExactTraining
-from mgpu_check.torch_hooks.tensors import copied, plain
+from mgpu_check.torch_hooks.tensors import copied, name_of, plain
 
 __all__ = [
     "assert_checkpoint_continues",
@@ -65,26 +65,40 @@ def assert_state_dict_agrees(training: ExactTraining, rank: Rank) -> None:
     """Assert that the full state dicts of a sharded model and its optimizer are those of one device, and that a model goes
     on when rank 0 gives them out again. A collective.
 
+    The model has buffers, too, which nobody divides.
+
     Raises:
-        GradientMismatch: parameters or momentum of the state differ, or what comes of the second step.
+        GradientMismatch: parameters, buffers or momentum of the state differ, or what comes of the second step.
     """
     __tracebackhide__ = True
     what = f"full state dict on {rank.device}"
     model = sharded(training, rank)
+    buffers = _with_buffers(model, rank, 1)
     optimizer = sgd(training, model)
     _step(training, 1, model, optimizer, rank)
     expected = one_device(training)
     with Findings() as findings:
-        state = take_full_state(training, model, optimizer, expected, findings, what, rank)
+        whole = expected | {f"step 1: {name}": value for name, value in buffers.items()}
+        state = take_full_state(training, model, optimizer, whole, findings, what, rank)
         if findings.anywhere(rank):
             return  # what rank 0 would give out, all others would find wrong, too
         other = replace(training, seed=training.seed + 1)
         fresh = sharded(other, rank, memory_later=True)
+        _with_buffers(fresh, rank, 0)
         again = sgd(training, fresh)
         give_full_state(training, state, fresh, again)
+        given = {name: copied(value) for name, value in fresh.named_buffers()}
         _step(training, 2, fresh, again, rank)
         got = gathered(fresh, 2)
-    assert_same(got, _after(expected, 2), f"{what}, set again, then one step", rank.index)
+    assert_same(given | got, buffers | _after(expected, 2), f"{what}, set again, then one step", rank.index)
+
+
+def _with_buffers(model: nn.Sequential, rank: Rank, factor: int) -> dict[str, torch.Tensor]:
+    """Give the last layer buffers of several dtypes and shapes, times a factor; return copies of them by their names."""
+    for dtype, shape in ((torch.float32, (7,)), (torch.bfloat16, (3, 5)), (torch.int64, ()), (torch.bool, (4,))):
+        values = (torch.arange(1, torch.Size(shape).numel() + 1) % 3 * factor).to(dtype).reshape(shape)
+        model[-1].register_buffer(f"held_{len(shape)}_{name_of(dtype)}", values.to(rank.device))
+    return {name: copied(value) for name, value in model.named_buffers()}
 
 
 FullState = tuple[Mapping[str, Any], Mapping[str, Any]]

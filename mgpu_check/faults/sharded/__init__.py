@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mgpu_check.faults.sharded import dtensors, flat, modules, options, states
+from mgpu_check.faults.sharded import dtensors, flat, modules, options, precision, states
 
-__all__ = ["dtensors", "flat", "modules", "options", "states"]
+__all__ = ["dtensors", "flat", "modules", "options", "precision", "states"]

@@ -37,6 +37,26 @@ def full_state_cut_wrongly() -> Iterator[None]:
         yield
 
 
+@fault(
+    "sharded",
+    "what a model counts is given out as it was on the last rank",
+    caught_by=("test_state_dict",),
+    condition="buffers without dimensions",
+)
+def counts_not_given_out() -> Iterator[None]:
+    real = utils._broadcast_state_dict
+
+    def broadcast(full: Any, local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        before = {key: value for key, value in local.items() if isinstance(value, torch.Tensor) and not value.dim()}
+        before = {key: value.clone() for key, value in before.items() if not value.is_meta}
+        real(full, local, *args, **kwargs)
+        if is_last():
+            local.update(before)
+
+    with replaced(state_dict, "_broadcast_state_dict", broadcast):
+        yield
+
+
 @fault("sharded", "the momentum is not given out with the parameters", caught_by=("test_state_dict",))
 def momentum_not_given_out() -> Iterator[None]:
     real = torch.optim.Optimizer.load_state_dict
