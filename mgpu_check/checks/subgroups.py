@@ -19,7 +19,9 @@ __all__ = ["assert_subgroups_divide"]
 def assert_subgroups_divide(rank: Rank) -> None:
     """Assert that subgroups divide the world as asked: each rank gets its own, and all of them in order. A collective.
 
-    By `new_subgroups` of 1, 2 and half of the ranks, and by `new_subgroups_by_enumeration` of odd and of even ranks.
+    By `new_subgroups` of 1, 2 and half of the ranks, by `new_subgroups_by_enumeration` of odd and of even ranks, and by `new_group`
+    of ranks that are not in order, which it sorts, or, where torch can, keeps as they are. Each rank is told the numbers of
+    all members in its group, and what a collective puts in order is in theirs.
 
     Raises:
         CollectiveMismatch: with all that went wrong on this rank.
@@ -34,12 +36,29 @@ def assert_subgroups_divide(rank: Rank) -> None:
         if count and rank.size % count == 0:
             parts = [everybody[start : start + count] for start in everybody[::count]]
             wanted[f"new_subgroups of {count}"] = (parts, functools.partial(dist.new_subgroups, count))
+    mixed = [number for part in turns for number in part]
+    backwards = [part[::-1] for part in turns]
+    wanted["new_group of ranks out of order"] = ([everybody], functools.partial(_new_groups, rank, [mixed]))
+    for parts in ([mixed], backwards):
+        kept = functools.partial(_new_groups, rank, parts, sort_ranks=False)
+        wanted[f"new_group, sort_ranks=False, of {parts}"] = (parts, kept)
     findings: list[WrongResult] = []
     for what, (parts, make) in wanted.items():
-        own, groups = make()
+        try:
+            own, groups = make()
+        except TypeError as refusal:
+            if "sort_ranks" not in str(refusal):
+                raise
+            continue  # torch is older
         findings += [WrongResult(what, text) for text in _wrong(rank, parts, own, groups)]
         dist.destroy_process_group(own)
     raise_findings(findings, len(wanted), rank)
+
+
+def _new_groups(rank: Rank, parts: Sequence[list[int]], **options: Any) -> tuple[Any, list[Any]]:
+    """Make a group of each part; return this rank's own, and all."""
+    groups = [dist.new_group(part, **options) for part in parts]
+    return next(group for group, part in zip(groups, parts, strict=True) if rank.index in part), groups
 
 
 def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[Any]) -> list[str]:
@@ -52,9 +71,20 @@ def _wrong(rank: Rank, parts: Sequence[list[int]], own: Any, groups: Sequence[An
     wrong = []
     if len(groups) != len(parts) or mine != [place]:
         wrong.append(f"this rank's own is at {mine} of {len(groups)} subgroups, expected at {place} of {len(parts)}")
+    told = {
+        "this rank's number": (dist.get_rank(own), members.index(rank.index)),
+        "the size": (dist.get_world_size(own), len(members)),
+        "get_global_rank": ([dist.get_global_rank(own, number) for number in range(len(members))], members),
+        "get_group_rank": ([dist.get_group_rank(own, member) for member in members], list(range(len(members)))),
+    }
+    wrong += [f"{name} in {members} is {got}, expected {right}" for name, (got, right) in told.items() if got != right]
+    gathered = torch.zeros(len(members), dtype=torch.int64, device=rank.device)
+    dist.all_gather(list(gathered.chunk(len(members))), torch.tensor([rank.index], device=rank.device), group=own)
     entered = torch.zeros(rank.size, dtype=torch.int64, device=rank.device)
     entered[rank.index] = 1
     dist.all_reduce(entered, group=own)
     if entered.tolist() != [int(other in members) for other in range(rank.size)]:
         wrong.append(f"an all_reduce in the subgroup {members} adds up what ranks outside of it have, or not all")
+    elif gathered.tolist() != members:
+        wrong.append(f"an all_gather in the subgroup {members} gives the ranks {gathered.tolist()}")
     return wrong

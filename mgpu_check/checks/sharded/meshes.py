@@ -90,8 +90,10 @@ def _wrong(rank: Rank, mesh: DeviceMesh, ranks: torch.Tensor, *, calling: bool) 
         elif calling and (text := _wrong_collectives(rank, mesh.get_group(name), members)):
             texts.append(f"{kind}, dimension {name!r}: {text}")
         # Of ranks that are not in order it is the number in the group, which has them in order.
-        if line == members and mesh.get_local_rank(name) != place[dim]:
-            texts.append(f"{kind}, dimension {name!r}: local rank {mesh.get_local_rank(name)}, expected {place[dim]}")
+        number = members.index(rank.index) if rank.index in members else None
+        for asked in (name, dim):
+            if (told := mesh.get_local_rank(asked)) != number:
+                texts.append(f"{kind}, dimension {asked!r}: local rank {told}, expected {number}")
         if mesh.size(dim) != len(line):
             texts.append(f"{kind}, dimension {name!r}: size {mesh.size(dim)}, expected {len(line)}")
         part = mesh[name].mesh.tolist() if ranks.dim() > 1 else line

@@ -109,6 +109,44 @@ def subgroups_last_first() -> Iterator[None]:
 
 @fault(
     "collectives",
+    "the numbers of members are those that they would have in order",
+    caught_by=(_GROUPS,),
+    condition="get_group_rank, groups whose ranks are not in order",
+)
+def numbers_in_order() -> Iterator[None]:
+    real = dist.get_group_rank
+
+    def number(group: Any, global_rank: int) -> int:
+        real(group, global_rank)
+        return sorted(dist.get_process_group_ranks(group)).index(global_rank)
+
+    with replaced(dist, "get_group_rank", number):
+        yield
+
+
+@fault(
+    "collectives",
+    "members of a group are taken to be as far apart as its first two",
+    caught_by=(_GROUPS,),
+    condition="get_global_rank, groups of three ranks and more at different distances",
+    least_gpus=3,
+)
+def members_evenly_apart() -> Iterator[None]:
+    real = dist.get_global_rank
+
+    def rank_of(group: Any, group_rank: int) -> int:
+        found = real(group, group_rank)
+        if dist.get_world_size(group) < 3:
+            return found
+        first, second = (real(group, number) for number in (0, 1))
+        return first + group_rank * (second - first)
+
+    with replaced(dist, "get_global_rank", rank_of):
+        yield
+
+
+@fault(
+    "collectives",
     "a rank outside of a group loses what it has",
     caught_by=(_GROUPS,),
     condition="ranks that are not in the group",

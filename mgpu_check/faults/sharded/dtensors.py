@@ -57,6 +57,24 @@ def local_rank_of_the_world() -> Iterator[None]:
 
 @fault(
     "sharded",
+    "a mesh numbers a rank in a group by its place in the mesh",
+    caught_by=("test_device_meshes",),
+    condition="meshes of two dimensions whose ranks are not in order, asked by number",
+    least_gpus=2,
+)
+def local_rank_of_the_place() -> Iterator[None]:
+    real = DeviceMesh.get_local_rank
+
+    def get_local_rank(self: DeviceMesh, mesh_dim: int | str | None = None) -> int:
+        place = self.get_coordinate()
+        return place[mesh_dim] if place and isinstance(mesh_dim, int) and self.ndim == 2 else real(self, mesh_dim)
+
+    with replaced(DeviceMesh, "get_local_rank", get_local_rank):
+        yield
+
+
+@fault(
+    "sharded",
     "what is gathered ends with the padding of the last part",
     caught_by=("test_redistribution",),
     condition="sizes that are no multiple of the number of ranks",
