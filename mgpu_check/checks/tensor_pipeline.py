@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +23,10 @@ __all__ = [
     "assert_parallelized_embedding_agrees",
     "assert_parallelized_modules_agree",
     "assert_schedule_agrees",
+    "with_large_activations",
 ]
+
+_LARGE = 1 << 16
 
 SCHEDULES = {
     "ScheduleGPipe": 1,
@@ -130,15 +135,30 @@ def _with_divided_bias(training: ExactTraining, ranks: int) -> tuple[dict[str, t
     return expected, tolerance
 
 
+def with_large_activations(training: ExactTraining, micro_batches: int) -> ExactTraining:
+    """Return one step of a training whose first stage hands on 64 Ki elements for each micro-batch.
+
+    It stays exact for up to 16 samples and stages of few features after the first: sums of 64 Ki small numbers are below 2^24.
+    """
+    width = _LARGE * micro_batches // training.batch
+    return replace(training, widths=(training.widths[0], width, *training.widths[2:]), steps=1)
+
+
 def assert_schedule_agrees(
-    training: ExactTraining, schedule: str, micro_batches: int, rank: Rank, stages_of_a_rank: int = 1
+    training: ExactTraining,
+    schedule: str,
+    micro_batches: int,
+    rank: Rank,
+    stages_of_a_rank: int = 1,
+    *,
+    scaled: bool = True,
 ) -> None:
     """Assert that a schedule of `torch.distributed.pipelining` trains as one device does: that each micro-batch has its part of
     keyword arguments, and each step its losses. A collective.
 
     The model must have as many linear layers as there are ranks, and `micro_batches` must be a power of two that divides
     the batch: schedules divide gradients by it. Stages are dealt out to ranks in turn: each is a layer, or, where a rank has two,
-    the product of one, or its bias.
+    the product of one, or its bias. Gradients are `scaled`: the loss is the mean over micro-batches; or else their sum.
 
     Raises:
         GradientMismatch: this rank's outputs, gradients or parameters differ.
@@ -154,11 +174,11 @@ def assert_schedule_agrees(
     stages = [pipelining.PipelineStage(module, number, count, rank.device) for number, module in own.items()]
 
     def loss(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        return weighted(outputs, factors) * micro_batches
+        return weighted(outputs, factors) * (micro_batches if scaled else 1)
 
     kind = getattr(pipelining.schedules, schedule)
     several = issubclass(kind, pipelining.schedules.PipelineScheduleMulti)
-    runs = kind(stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss)
+    runs = kind(stages if several else stages[0], n_microbatches=micro_batches, loss_fn=loss, scale_grads=scaled)
     got: dict[str, torch.Tensor] = {}
     losses: list[torch.Tensor] = []
     numbers = torch.arange(training.batch, device=rank.device)
@@ -175,7 +195,8 @@ def assert_schedule_agrees(
             if last:
                 got[f"step {step}: outputs"] = copied(outputs)
                 got[f"step {step}: losses"] = torch.stack([copied(one) for one in losses])
-    what = f"{schedule} of {micro_batches} micro-batches, {stages_of_a_rank} stages a rank, on {rank.device}"
+    how = f"{stages_of_a_rank} stages a rank, scale_grads={scaled}, widths {training.widths}"
+    what = f"{schedule} of {micro_batches} micro-batches, {how}, on {rank.device}"
     single = one_device(training)
     expected: dict[str, torch.Tensor] = {}
     for number, module in own.items():

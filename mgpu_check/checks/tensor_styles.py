@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 from mgpu_check.checks.exact_training import gathered, seen
-from mgpu_check.checks.findings import Findings
+from mgpu_check.checks.findings import Findings, on_any_rank
 from mgpu_check.checks.gradients import assert_gradients_agree, assert_same
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.recipes.training import weighted
@@ -143,9 +143,10 @@ def assert_prepared_modules_agree(rank: Rank, seed: int = 0) -> None:
         for how, module in _prepared(mesh).items():
             own, other = (tensor.to(rank.device).requires_grad_() for tensor in (mine(x, 0), y))
             first, word, second = module(own, "word", y=other)
-            (
-                weighted(first, mine(factors[0], 0).to(rank.device)) + weighted(second, factors[1].to(rank.device))
-            ).backward()
+            parts = mine(factors[0], 0).to(rank.device), factors[1].to(rank.device)
+            # What has another shape has no gradient to compare; that of others could wait for it.
+            if not on_any_rank(rank, (first.shape, second.shape) != (parts[0].shape, parts[1].shape)):
+                (weighted(first, parts[0]) + weighted(second, parts[1])).backward()
             got = {f"{name} that the module is given": value for name, value in module.given.items()}
             got |= {"outputs of x": copied(first), "outputs of y": copied(second)}
             got |= {
@@ -189,9 +190,13 @@ def _prepared(mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
+_NO_CLASS = -100
+"""What `ignore_index` is unless it is given."""
+
 _LOSSES: tuple[dict[str, Any], ...] = (
     {},
     {"reduction": "mean", "ignore_index": 0, "weight": True},
+    {"reduction": "sum", "ignore_index": 1, "weight": True},
     {"reduction": "none", "ignore_index": 1},
 )
 """Options of `cross_entropy`; "weight": each class has one of its own."""
@@ -213,6 +218,8 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
     logits = _numbers(rows, classes, seed=seed) / 2
     target = (torch.arange(rows, device="cpu") * 5 + seed) % classes
     target[:2] = torch.arange(2, device="cpu")  # those that some losses leave out
+    without_class = target.clone()
+    without_class[2] = _NO_CLASS
     factors = torch.arange(1.0, rows + 1, device="cpu")
     weight = torch.arange(1, classes + 1, device="cpu") % 5 + 0.5
     # Logarithms of sums of `classes` exponents, below 8 each, for each row, times its factor.
@@ -220,7 +227,9 @@ def assert_losses_in_parallel_agree(rank: Rank, seed: int = 0) -> None:
 
     def loss_of(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
         held = {**options, "weight": weight.to(x.device, x.dtype)} if "weight" in options else options
-        return F.cross_entropy(x, target.to(x.device), **held)
+        # With weights torch looks up, for the gradient, that of what is no class.
+        given = target if "ignore_index" in options or "weight" in options else without_class
+        return F.cross_entropy(x, given.to(x.device), **held)
 
     with Findings() as findings:
         for options in _LOSSES:

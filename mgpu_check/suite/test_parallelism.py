@@ -124,7 +124,7 @@ def test_pipeline_by_hand(ranks: Ranks, sizes: tuple[int, ...], training: ExactT
 @examples(8, quick=1)
 @given(sizes=strategies.world_pairs(least=2, most=4), training=TRAININGS)
 def test_pipeline_schedules(ranks: Ranks, sizes: tuple[int, ...], training: ExactTraining) -> None:
-    """Schedules of `torch.distributed.pipelining` train as one device does, also with two stages a rank, and a parted backward pass."""
+    """Schedules of `torch.distributed.pipelining` train as one device: two stages a rank, parted backward passes, too."""
     for size in sizes:
         # What a schedule with two stages a rank sends grows with both: the smaller world does.
         most = 2 if size == min(sizes) else 1
@@ -192,10 +192,15 @@ def _pipeline(rank: Rank, training: ExactTraining, micro_batches: int) -> None:
 
 def _schedules(rank: Rank, training: ExactTraining, most: int) -> None:
     from mgpu_check.checks.findings import Findings
-    from mgpu_check.checks.tensor_pipeline import SCHEDULES, assert_schedule_agrees
+    from mgpu_check.checks.tensor_pipeline import SCHEDULES, assert_schedule_agrees, with_large_activations
 
+    large = with_large_activations(training, 4)
     with Findings() as findings:
         for schedule, stages in SCHEDULES.items():
             if stages <= most:
                 with findings.collected():
                     assert_schedule_agrees(training, schedule, 4, rank, stages)
+            # In one of two worlds, and once for the schedules that one table of actions drives.
+            if stages == 1 and most == 2:
+                with findings.collected():
+                    assert_schedule_agrees(large, schedule, 4, rank, stages, scaled=False)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mgpu_check.faults.parallelism import devices, ranks, schedules
+from mgpu_check.faults.parallelism import devices, ranks, schedules, styles
 
-__all__ = ["devices", "ranks", "schedules"]
+__all__ = ["devices", "ranks", "schedules", "styles"]

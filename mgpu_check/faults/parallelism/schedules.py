@@ -130,3 +130,46 @@ def first_stage_of_a_rank_lost() -> Iterator[None]:
 
     with replaced(stage._PipelineStageBase, "backward_one_chunk", backward):
         yield
+
+
+@fault(
+    "parallelism",
+    "gradients are divided by the micro-batches although the loss adds them up",
+    caught_by=("test_pipeline_schedules",),
+    condition="scale_grads=False, schedules that a table of actions drives",
+    least_gpus=2,
+)
+def gradients_divided_all_the_same() -> Iterator[None]:
+    from torch.distributed.pipelining import schedules
+
+    kind = schedules.PipelineScheduleMulti
+    real = kind.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs | {"scale_grads": True})
+
+    with replaced(kind, "__init__", init):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the gradient of a large activation lacks its last elements",
+    caught_by=("test_pipeline_schedules",),
+    condition="64 Ki elements and more",
+    least_gpus=2,
+)
+def end_of_a_large_gradient_lost() -> Iterator[None]:
+    from torch.distributed.pipelining import stage
+
+    real = stage._PipelineStageBase._retrieve_recv_grads
+
+    def retrieve(self: Any, bwd_chunk_id: int) -> Any:
+        found = real(self, bwd_chunk_id)
+        for gradient in found:
+            if gradient is not None and gradient.numel() >= 1 << 16:
+                gradient.view(-1)[-4096:] = 0
+        return found
+
+    with replaced(stage._PipelineStageBase, "_retrieve_recv_grads", retrieve):
+        yield

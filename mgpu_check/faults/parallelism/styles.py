@@ -1,0 +1,71 @@
+"""Planted faults of styles of `torch.distributed.tensor.parallel`, and of losses in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor.parallel import PrepareModuleOutput, loss
+
+from mgpu_check.faults.registry import fault
+from mgpu_check.torch_hooks.patches import replaced
+
+_MODULES = "test_parallelized_modules"
+_MEAN, _SUM = 1, 2
+
+
+@fault(
+    "parallelism",
+    "a mean loss in parallel hands back gradients that are divided by all targets",
+    caught_by=(_MODULES,),
+    condition="loss_parallel, targets that are ignored, classes of one weight",
+)
+def ignored_targets_divide() -> Iterator[None]:
+    real = loss._nll_loss_and_log_softmax_backward
+
+    def backward(
+        grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any, *rest: Any
+    ) -> Any:
+        if reduction == _MEAN and weight is None:
+            total = torch.full_like(total, target.numel())
+        return real(grad, x, target, weight, reduction, ignore, total, *rest)
+
+    with replaced(loss, "_nll_loss_and_log_softmax_backward", backward):
+        yield
+
+
+@fault(
+    "parallelism",
+    "a sum of losses in parallel leaves the weights of classes out",
+    caught_by=(_MODULES,),
+    condition="loss_parallel, reduction='sum', weight=",
+)
+def weights_left_out_of_sums() -> Iterator[None]:
+    real = loss._nll_loss_forward
+
+    def forward(x: Any, target: Any, weight: Any, local_weight: Any, reduction: int, *rest: Any) -> Any:
+        if reduction == _SUM:
+            weight = local_weight = None
+        return real(x, target, weight, local_weight, reduction, *rest)
+
+    with replaced(loss, "_nll_loss_forward", forward):
+        yield
+
+
+@fault(
+    "parallelism",
+    "the last of several outputs is handed on as the module made it",
+    caught_by=(_MODULES,),
+    condition="PrepareModuleOutput, two outputs and more",
+    least_gpus=2,
+)
+def last_output_as_it_was() -> Iterator[None]:
+    real = PrepareModuleOutput._prepare_out_fn
+
+    def prepare(self: Any, outputs: Any, device_mesh: Any) -> Any:
+        made = real(self, outputs, device_mesh)
+        return (*made[:-1], outputs[-1]) if isinstance(outputs, tuple) and len(outputs) > 1 else made
+
+    with replaced(PrepareModuleOutput, "_prepare_out_fn", prepare):
+        yield
