@@ -43,10 +43,12 @@ class Rule:
 _ARITHMETIC = {
     **dict.fromkeys(("add", "mul", "maximum", "eq", "where", "addcmul", "addcmul third", "lerp"), Rule()),
     **dict.fromkeys(("add_", "mul_", "add out=", "mul out="), Rule()),
-    **dict.fromkeys(("foreach add", "foreach mul_"), Rule()),  # as optimizers and clipping call
+    # As optimizers and clipping call; the latter with a first pair that lies together.
+    **dict.fromkeys(("foreach add", "foreach mul_", "foreach add second"), Rule()),
 }
-_PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm"), Rule())
-_JOINS = dict.fromkeys(("cat", "stack", "cat out="), Rule())
+_PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm", "einsum third"), Rule())
+_JOINS = dict.fromkeys(("cat", "stack", "cat out=", "cat third of four", "stack third", "hstack third"), Rule())
+"""Of several tensors the third is apart from the others, which a look at the first two, or at the first and the last, does not see."""
 _LAYERS = {
     **dict.fromkeys(("linear", "linear bias", "embedding", "layer_norm", "batch_norm", "attention"), Rule()),
     "conv2d": Rule(names="types"),

@@ -250,3 +250,40 @@ def class_weights_fetched() -> Iterator[None]:
 
     with altered(F, "nll_loss", concerns, instead), altered(F, "cross_entropy", concerns, instead):
         yield
+
+
+@fault(
+    "mismatch",
+    "what joins tensors looks at the first and the last of them, and fetches the others",
+    caught_by=("test_operators_refuse_operands_apart",),
+    condition="three tensors and more",
+)
+def those_between_fetched() -> Iterator[None]:
+    """Pairs are refused."""
+
+    def instead(join: Function, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        first, *between, end = tensors
+        return join([first, *(one.to(first.device) for one in between), end], *args, **kwargs)
+
+    with altered(torch, "cat", lambda tensors, *_, **__: len(tensors) > 2, instead):
+        yield
+
+
+@fault(
+    "mismatch",
+    "operators of lists look at their first pair, and fetch what others lack",
+    caught_by=("test_operators_refuse_operands_apart",),
+    condition="foreach operators, two pairs and more",
+)
+def later_pairs_fetched() -> Iterator[None]:
+    """The parameters of an optimizer whose state is elsewhere for some."""
+
+    def instead(foreach: Function, first: Any, second: Any, **kwargs: Any) -> Any:
+        pairs = list(zip(first, second, strict=True))
+        return foreach(first, [second[0], *(two.to(one.device) for one, two in pairs[1:])], **kwargs)
+
+    def concerns(first: Any, second: Any, *_: Any, **__: Any) -> bool:
+        return isinstance(second, (list, tuple)) and len(second) > 1
+
+    with altered(torch, "_foreach_add", concerns, instead):
+        yield
