@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,7 +122,7 @@ def assert_autocast_as_documented(devices: Sequence[torch.device], seed: int = 0
     many cases there were.
 
     And that what is not eligible keeps its dtype, that regions within others and functions of `torch.amp.custom_fwd` have what they
-    ask for, and that a region sees parameters as they are when it is entered.
+    ask for, that a region sees parameters as they are when it is entered, and that it leaves all that it sets as it was.
 
     Raises:
         DeviceMismatch: naming devices, operator, and the dtype or the first wrong element.
@@ -224,13 +226,19 @@ def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Ca
     within = partial(_within, low)
 
     def after(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        before = _set()
         within(torch.mm, a, b, enabled=False)
+        _require_set(before)
         return a @ b
 
-    def after_inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def after_inner(inner: dict[str, Any], escape: bool, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", low):
-            with torch.autocast("cuda", low, enabled=False):
-                torch.mm(a, b)
+            before = _set()
+            with contextlib.suppress(_Escaped), torch.autocast("cuda", **{"dtype": low, **inner}):
+                torch.add(a, a)  # no product: a GPU need not have them in another dtype
+                if escape:
+                    raise _Escaped
+            _require_set(before)
             return a @ b
 
     def changed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -259,9 +267,35 @@ def _regions(a: torch.Tensor, b: torch.Tensor, low: torch.dtype) -> Iterator[_Ca
     yield _Case("mm in a region with enabled=False", partial(within, torch.mm, enabled=False), (a, b), wide, full)
     yield _Case("mm in a region of float16", partial(within, torch.mm, dtype=half), (a, b), in_half, half)
     yield _Case("mm after the regions", after, (a, b), wide, full)
-    yield _Case("mm after an inner region", after_inner, (a, b), narrow, low)
+    inners: list[dict[str, Any]] = [
+        {"enabled": False},
+        {"dtype": torch.bfloat16 if low == half else half},
+        {"cache_enabled": False},
+    ]
+    for inner, escape in itertools.product(inners, (False, True)):
+        asked = ", ".join(f"{key}={value}" for key, value in inner.items())
+        name = f"mm after an inner region with {asked}" + ", left by an exception" * escape
+        yield _Case(name, partial(after_inner, inner, escape), (a, b), narrow, low)
     yield _Case("mm with a parameter that was changed between regions", changed, (a, b), narrow, low)
     yield _Case("the gradient of a parameter of float32", backward, (eighths, b), sums, full)
+
+
+class _Escaped(Exception):
+    """Raised in a region, to leave it that way."""
+
+
+def _set() -> tuple[bool, torch.dtype, bool]:
+    """Return what regions of autocast set."""
+    return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled()
+
+
+def _require_set(before: tuple[bool, torch.dtype, bool]) -> None:
+    names = ("whether it is enabled", "its dtype", "whether it caches")
+    for name, was, now in zip(names, before, _set(), strict=True):
+        if was != now:
+            raise AssertionError(
+                f"a region has left another state of autocast than before: {name} was {was}, and is {now}"
+            )
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

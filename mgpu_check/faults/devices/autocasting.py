@@ -56,3 +56,33 @@ def inputs_of_functions_not_cast() -> Iterator[None]:
 
     with replaced(torch.amp, "custom_fwd", custom_fwd):
         yield
+
+
+@_autocast_fault("a region of autocast that an exception leaves does not put its dtype back", "left by an exception")
+def dtype_of_a_failed_region_stays() -> Iterator[None]:
+    """As where it is not put back in `finally`."""
+    leave = torch.autocast.__exit__
+
+    def exit_(self: Any, kind: Any, *args: Any) -> Any:
+        result = leave(self, kind, *args)
+        if kind is not None:
+            torch.set_autocast_dtype(self.device, self.fast_dtype)
+        return result
+
+    with replaced(torch.autocast, "__exit__", exit_):
+        yield
+
+
+@_autocast_fault("a region without a cache leaves the one around it without one", "cache_enabled=False")
+def cache_stays_off() -> Iterator[None]:
+    """Each use of a parameter casts it anew."""
+    leave = torch.autocast.__exit__
+
+    def exit_(self: Any, *args: Any) -> Any:
+        result = leave(self, *args)
+        if not self._cache_enabled:
+            torch.set_autocast_cache_enabled(False)
+        return result
+
+    with replaced(torch.autocast, "__exit__", exit_):
+        yield

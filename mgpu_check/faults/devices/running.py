@@ -249,3 +249,29 @@ def events_recorded_once() -> Iterator[None]:
 
     with replaced_method(torch.cuda.Event, "record", record):
         yield
+
+
+@fault(
+    "devices",
+    "torch.cuda.stream leaves its stream current on another device than the current one",
+    caught_by=("test_guards_restore",),
+    condition="streams of another device than the current one",
+    least_gpus=2,
+)
+def foreign_streams_stay() -> Iterator[None]:
+    """The current device is put back, and what was current on the other is not."""
+
+    class Context(torch.cuda.StreamContext):
+        def __enter__(self) -> None:
+            self._outside = torch.cuda.current_device()
+            super().__enter__()
+
+        def __exit__(self, *exception: Any) -> None:
+            inside = torch.cuda.current_stream()
+            super().__exit__(*exception)
+            if inside.device.index != self._outside:
+                with torch.cuda.device(inside.device):
+                    torch.cuda.set_stream(inside)
+
+    with replaced(torch.cuda, "stream", Context):
+        yield
