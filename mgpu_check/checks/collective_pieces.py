@@ -18,10 +18,11 @@ STEP = 13
 
 def _part_length(call: CollectiveCall, giver: int, getter: int) -> int:
     """Return how many elements one member gives another. Parts differ in size; of a call of 0 elements every third giver has
-    none.
+    none, and the others have none for some: the first and every third from there on, or the second and so on.
     """
     length = call.elements if call.elements is not None else 29
-    if length == 0 and (giver + call.seed) % 3 == 0:
+    turn = (giver + call.seed) % 3
+    if length == 0 and (turn == 0 or getter % 3 == turn - 1):
         return 0
     return max(0, length - 3) + (giver * 3 + getter * 5 + call.seed) % 7
 

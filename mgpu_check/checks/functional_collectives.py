@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.nn import functional as differentiable
 from mgpu_check.checks.bits import same_bits
 from mgpu_check.checks.collective_findings import WrongResult, raise_findings
 from mgpu_check.checks.collective_runner import of_one_tensor
+from mgpu_check.checks.collectives import groups_of
 from mgpu_check.numerics.bounds import significand_bits
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
@@ -21,24 +23,60 @@ from mgpu_check.torch_hooks.tensors import name_of
 __all__ = ["assert_coalesced_match", "assert_differentiable_match", "assert_functional_match"]
 
 _ROWS, _COLUMNS = 3, 4
+_SEVERAL = 6
+"""Tensors are coalesced, so many at a time."""
 _Parts = Sequence[torch.Tensor]
 
 
-def _given(rank: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
-    """Return what a rank gives: (rows * size, columns * size) whole numbers, so small that `dtype` adds those of all ranks exactly."""
+def _given(place: int, size: int, seed: int, dtype: torch.dtype, rows: int = _ROWS) -> torch.Tensor:
+    """Return what a member gives: (rows * size, columns * size) whole numbers, so small that `dtype` adds those of all exactly."""
     count = rows * size * _COLUMNS * size
     span = max(2, min(97, (2 ** min(significand_bits(dtype), 31) - 1) // size))
-    values = (torch.arange(count) * 7 + rank * 3 + seed) % span
+    values = (torch.arange(count) * 7 + place * 3 + seed) % span
     given: torch.Tensor = values.view(rows * size, -1).to(dtype)
     return given
 
 
+@dataclass(frozen=True)
+class _Team:
+    """The ranks that call collectives together, in ascending order: all, or those of a group. This rank is one of them."""
+
+    rank: Rank
+    members: tuple[int, ...]
+    group: Any
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def place(self) -> int:
+        return self.members.index(self.rank.index)
+
+    def roots(self, seed: int) -> list[int]:
+        """Return up to two members whose place in the group is their rank: torch takes a root for the one here and the other there."""
+        able = [member for place, member in enumerate(self.members) if member == place]
+        return sorted({able[(seed + turn) % len(able)] for turn in (0, 1)}) if able else []
+
+
+def _judged(rank: Rank, members: tuple[int, ...], judge: Callable[[_Team, _Account], None]) -> None:
+    """Have the members judge what they call in a group of them, and report what is wrong. A collective of all ranks."""
+    __tracebackhide__ = True
+    account = _Account(rank, f", group {list(members)}" if members else "")
+    members = members or tuple(range(rank.size))
+    with groups_of(rank, [members]) as groups:
+        if rank.index in members:
+            judge(_Team(rank, members, groups[members] or dist.group.WORLD), account)
+    account.done()
+
+
 class _Account:
-    def __init__(self, rank: Rank) -> None:
-        self.rank, self.findings, self.calls = rank, list[WrongResult](), 0
+    def __init__(self, rank: Rank, where: str) -> None:
+        self.rank, self.where, self.findings, self.calls = rank, where, list[WrongResult](), 0
 
     def compare(self, what: str, got: Any, right: torch.Tensor) -> None:
         self.calls += 1
+        what += self.where
         if isinstance(got, functional.AsyncCollectiveTensor):
             got = got.trigger_wait()
         here = got.detach().cpu()
@@ -56,24 +94,30 @@ class _Account:
         raise_findings(self.findings, self.calls, self.rank)
 
 
-def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int) -> None:
+def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int, members: tuple[int, ...] = ()) -> None:
     """Assert that each functional collective returns what its model does, and leaves its input as it was.
+
+    Args:
+        members: ranks that call them, in a group of their own; none for all. All ranks must call this.
 
     Raises:
         CollectiveMismatch: with all that went wrong on this rank.
     """
     __tracebackhide__ = True
-    size, me, account = rank.size, rank.index, _Account(rank)
-    group: Any = dist.group.WORLD
+    _judged(rank, members, lambda team, account: _functional(team, account, dtype, seed))
+
+
+def _functional(team: _Team, account: _Account, dtype: torch.dtype, seed: int) -> None:
+    size, me, group = team.size, team.place, team.group
     parts = [_given(other, size, seed, dtype) for other in range(size)]
-    mine = parts[me].to(rank.device)
+    mine = parts[me].to(team.rank.device)
     stacked = torch.stack(parts)
     total = stacked.sum(0, dtype=dtype)
     reductions = {"sum": total, "min": stacked.amin(0), "max": stacked.amax(0)}
     for op, right in reductions.items():
         account.compare(f"functional all_reduce {op}, {dtype}", functional.all_reduce(mine, op, group), right)
-    root = seed % size
-    account.compare(f"functional broadcast from {root}", functional.broadcast(mine, root, group), parts[root])
+    for root in team.roots(seed)[:1]:
+        account.compare(f"functional broadcast from {root}", functional.broadcast(mine, root, group), parts[root])
     for dim in (0, 1):
         got = functional.all_gather_tensor(mine, dim, group)
         account.compare(f"functional all_gather_tensor, dimension {dim}, {dtype}", got, torch.cat(parts, dim))
@@ -85,63 +129,68 @@ def assert_functional_match(rank: Rank, dtype: torch.dtype, seed: int) -> None:
     sends = [parts[giver][: sum(to[giver])] for giver in range(size)]
     right = torch.cat([sends[giver].split(to[giver])[me] for giver in range(size)])
     got = functional.all_to_all_single(
-        sends[me].to(rank.device), [to[giver][me] for giver in range(size)], to[me], group
+        sends[me].to(team.rank.device), [to[giver][me] for giver in range(size)], to[me], group
     )
     account.compare(f"functional all_to_all_single, uneven, {dtype}", got, right)
-    several = [mine, mine[:, :1].contiguous()]
-    for number, got in enumerate(functional.all_reduce_coalesced(several, "sum", group)):
-        account.compare(
-            f"functional all_reduce_coalesced, tensor {number}", got, total if number == 0 else total[:, :1]
-        )
-    for number, got in enumerate(functional.all_gather_into_tensor_coalesced(several, group)):
-        whole = torch.cat(parts)
-        account.compare(
-            f"functional all_gather_into_tensor_coalesced, tensor {number}", got, whole if number == 0 else whole[:, :1]
-        )
-    scattered = functional.reduce_scatter_tensor_coalesced(several, "sum", [0, 0], group)
-    for number, got in enumerate(scattered):
-        share = total.chunk(size)[me]
-        account.compare(
-            f"functional reduce_scatter_tensor_coalesced, tensor {number}", got, share if number == 0 else share[:, :1]
-        )
+    widths = [mine.shape[1], *(number % 3 + 1 for number in range(_SEVERAL - 1))]
+    several = [mine[:, :width].contiguous() for width in widths]
+    coalesced: dict[str, tuple[Sequence[Any], torch.Tensor]] = {
+        "all_reduce_coalesced": (functional.all_reduce_coalesced(several, "sum", group), total),
+        "all_gather_into_tensor_coalesced": (
+            functional.all_gather_into_tensor_coalesced(several, group),
+            torch.cat(parts),
+        ),
+        "reduce_scatter_tensor_coalesced": (
+            functional.reduce_scatter_tensor_coalesced(several, "sum", [0] * _SEVERAL, group),
+            total.chunk(size)[me],
+        ),
+    }
+    for name, (results, right) in coalesced.items():
+        for number, (got, width) in enumerate(zip(results, widths, strict=True)):
+            account.compare(f"functional {name}, tensor {number}", got, right[:, :width])
     account.compare("the input of functional collectives", mine, parts[me])
-    account.done()
 
 
-def assert_differentiable_match(rank: Rank, seed: int) -> None:
+def assert_differentiable_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
     """Assert that differentiable collectives give the results, and the gradients, of one process that does it all.
 
     The loss of all ranks together is the sum over ranks of weights · result; the gradient of a rank's input is that of this sum.
+
+    Args:
+        members: ranks that call them, in a group of their own; none for all. All ranks must call this.
 
     Raises:
         CollectiveMismatch: with all that went wrong on this rank.
     """
     __tracebackhide__ = True
-    account = _Account(rank)
-    for what, right_of, run in _differentiable(rank, seed):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            _differentiate(rank, seed, account, what, right_of, run)
-    account.done()
+
+    def judge(team: _Team, account: _Account) -> None:
+        for what, right_of, run in _differentiable(team, seed):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                _differentiate(team, seed, account, what, right_of, run)
+
+    _judged(rank, members, judge)
 
 
 def _differentiate(
-    rank: Rank,
+    team: _Team,
     seed: int,
     account: _Account,
     what: str,
     right_of: Callable[[_Parts], list[torch.Tensor]],
     run: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    parts = [_given(other, rank.size, seed, torch.float32).requires_grad_() for other in range(rank.size)]
+    parts = [_given(other, team.size, seed, torch.float32).requires_grad_() for other in range(team.size)]
     results = right_of(parts)
     weights = [torch.full_like(result, 1.0 + other) for other, result in enumerate(results)]
     torch.stack([(weight * result).sum() for weight, result in zip(weights, results, strict=True)]).sum().backward()
-    mine = parts[rank.index].detach().to(rank.device).requires_grad_()
+    me, device = team.place, team.rank.device
+    mine = parts[me].detach().to(device).requires_grad_()
     got = run(mine)
-    account.compare(what, got, results[rank.index].detach().contiguous())
-    (weights[rank.index].to(rank.device) * got).sum().backward()
-    gradient, right = mine.grad, parts[rank.index].grad
+    account.compare(what, got, results[me].detach().contiguous())
+    (weights[me].to(device) * got).sum().backward()
+    gradient, right = mine.grad, parts[me].grad
     assert gradient is not None and right is not None
     account.compare(f"the gradient of {what}", gradient, right)
 
@@ -149,9 +198,8 @@ def _differentiate(
 _Case = tuple[str, Callable[[_Parts], list[torch.Tensor]], Callable[[torch.Tensor], torch.Tensor]]
 
 
-def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
-    size = rank.size
-    world: Any = dist.group.WORLD
+def _differentiable(team: _Team, seed: int) -> Iterator[_Case]:
+    size, group = team.size, team.group
 
     def shares(parts: _Parts) -> list[torch.Tensor]:
         total = torch.stack(list(parts)).sum(0)
@@ -163,58 +211,58 @@ def _differentiable(rank: Rank, seed: int) -> Iterator[_Case]:
     yield (
         "differentiable all_reduce",
         lambda parts: [torch.stack(list(parts)).sum(0)] * size,
-        lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, world),
+        lambda mine: differentiable.all_reduce(mine.clone(), dist.ReduceOp.SUM, group),
     )
     yield (
         "differentiable all_gather",
         lambda parts: [torch.cat(list(parts))] * size,
-        lambda mine: torch.cat(differentiable.all_gather(mine, world)),
+        lambda mine: torch.cat(differentiable.all_gather(mine, group)),
     )
-    for root in sorted({seed % size, (seed + 1) % size}):
-        yield from _rooted(root, rank, world)
+    for root in team.roots(seed):
+        yield from _rooted(root, team)
     yield (
         "differentiable reduce_scatter",
         shares,
         lambda mine: differentiable.reduce_scatter(
-            torch.empty_like(mine[: len(mine) // size]), [part.contiguous() for part in mine.chunk(size)], group=world
+            torch.empty_like(mine[: len(mine) // size]), [part.contiguous() for part in mine.chunk(size)], group=group
         ),
     )
     yield (
         "differentiable all_to_all_single",
         exchanged,
-        lambda mine: differentiable.all_to_all_single(torch.empty_like(mine), mine.clone(), group=world),
+        lambda mine: differentiable.all_to_all_single(torch.empty_like(mine), mine.clone(), group=group),
     )
     yield (
         "differentiable all_to_all",
         exchanged,
         lambda mine: torch.cat(
             differentiable.all_to_all(
-                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), world
+                [torch.empty_like(part) for part in mine.chunk(size)], list(mine.chunk(size)), group
             )
         ),
     )
     yield (
         "all_gather_tensor_autograd",
         lambda parts: [torch.cat(list(parts), 1)] * size,
-        lambda mine: functional.all_gather_tensor_autograd(mine, 1, world),
+        lambda mine: functional.all_gather_tensor_autograd(mine, 1, group),
     )
     yield (
         "reduce_scatter_tensor_autograd",
         shares,
-        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, world),
+        lambda mine: functional.reduce_scatter_tensor_autograd(mine, "sum", 0, group),
     )
     rows = [_ROWS] * size
     yield (
         "all_to_all_single_autograd",
         exchanged,
-        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, world),
+        lambda mine: functional.all_to_all_single_autograd(mine, rows, rows, group),
     )
 
 
-def _rooted(root: int, rank: Rank, world: Any) -> Iterator[_Case]:
+def _rooted(root: int, team: _Team) -> Iterator[_Case]:
     """Yield the collectives that have a root; what one leaves on the other ranks is not documented, so zero stands for it there."""
-    size = rank.size
-    here = int(rank.index == root)
+    size, group = team.size, team.group
+    here = int(team.place == root)
 
     def at_root(whole: Callable[[_Parts], torch.Tensor]) -> Callable[[_Parts], list[torch.Tensor]]:
         return lambda parts: [whole(parts) * (other == root) for other in range(size)]
@@ -222,86 +270,97 @@ def _rooted(root: int, rank: Rank, world: Any) -> Iterator[_Case]:
     yield (
         f"differentiable broadcast from {root}",
         lambda parts: [parts[root] + 0 * part for part in parts],
-        lambda mine: differentiable.broadcast(mine.clone(), root, world),
+        lambda mine: differentiable.broadcast(mine.clone(), root, group),
     )
     yield (
         f"differentiable reduce to {root}",
         at_root(lambda parts: torch.stack(list(parts)).sum(0)),
-        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, world) * here,
+        lambda mine: differentiable.reduce(mine, root, dist.ReduceOp.SUM, group) * here,
     )
     yield (
         f"differentiable gather to {root}",
         at_root(lambda parts: torch.cat(list(parts))),
-        lambda mine: torch.cat(differentiable.gather(mine, root, world)) * here,
+        lambda mine: torch.cat(differentiable.gather(mine, root, group)) * here,
     )
     yield (
         f"differentiable scatter from {root}",
         lambda parts: [
             chunk + 0 * part[: len(chunk)] for part, chunk in zip(parts, parts[root].chunk(size), strict=True)
         ],
-        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, world),
+        lambda mine: differentiable.scatter(list(mine.chunk(size)), root, group),
     )
 
 
-def assert_coalesced_match(rank: Rank, seed: int) -> None:
+def assert_coalesced_match(rank: Rank, seed: int, members: tuple[int, ...] = ()) -> None:
     """Assert that coalesced collectives treat each tensor as one by one they would.
+
+    Args:
+        members: ranks that call them, in a group of their own; none for all. All ranks must call this.
 
     Raises:
         CollectiveMismatch: with all that went wrong on this rank.
     """
     __tracebackhide__ = True
-    size, me, account = rank.size, rank.index, _Account(rank)
+    _judged(rank, members, lambda team, account: _coalesced(team, account, seed))
+
+
+def _coalesced(team: _Team, account: _Account, seed: int) -> None:
+    size, me, group = team.size, team.place, team.group
     dtype = (torch.float32, torch.int64, torch.bfloat16)[seed % 3]
     parts = [
-        [_given(other, size, seed + number, dtype, rows=number + 1) for number in range(3)] for other in range(size)
+        [_given(other, size, seed + number, dtype, rows=number % 3 + 1) for number in range(_SEVERAL)]
+        for other in range(size)
     ]
     for asynchronous in (False, True):
         late = ", async" if asynchronous else ""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            held = [part.to(rank.device) for part in parts[me]]
-            _wait(dist.all_reduce_coalesced(held, async_op=asynchronous))
+            held = [part.to(team.rank.device) for part in parts[me]]
+            _wait(dist.all_reduce_coalesced(held, group=group, async_op=asynchronous))
             for number, got in enumerate(held):
                 right = torch.stack([parts[other][number] for other in range(size)]).sum(0, dtype=dtype)
                 account.compare(f"all_reduce_coalesced{late}, tensor {number}, {dtype}", got, right)
     for asynchronous in (False, True):
-        _in_one_call(account, seed, asynchronous)
+        _in_one_call(team, account, seed, asynchronous)
     # NCCL has none for lists, and gloo takes tensors of the CPU.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         lists = [[torch.empty_like(part) for part in parts[me]] for _ in range(size)]
-        dist.all_gather_coalesced(lists, parts[me])
+        dist.all_gather_coalesced(lists, parts[me], group=group)
         for other in range(size):
             for number, got in enumerate(lists[other]):
-                account.compare(f"all_gather_coalesced, tensor {number} of rank {other}", got, parts[other][number])
-    account.done()
+                what = f"all_gather_coalesced, tensor {number} of rank {team.members[other]}"
+                account.compare(what, got, parts[other][number])
 
 
-def _in_one_call(account: _Account, seed: int, asynchronous: bool) -> None:
-    """Make two collectives of each kind, of tensors of one shape, in a coalescing manager."""
-    rank, world = account.rank, dist.group.WORLD
-    size, me = rank.size, rank.index
-    parts = [[_given(other, size, seed + 5 * number, torch.float32) for number in range(2)] for other in range(size)]
-    whole = [torch.cat([parts[other][number] for other in range(size)]) for number in range(2)]
-    total = [torch.stack([parts[other][number] for other in range(size)]).sum(0) for number in range(2)]
-    mine = [part.to(rank.device) for part in parts[me]]
+def _in_one_call(team: _Team, account: _Account, seed: int, asynchronous: bool) -> None:
+    """Make several collectives of each kind, of tensors of which two and two have one shape, in a coalescing manager."""
+    size, me, group, device = team.size, team.place, team.group, team.rank.device
+    parts = [
+        [_given(other, size, seed + 5 * number, torch.float32, rows=number // 2 + 1) for number in range(_SEVERAL)]
+        for other in range(size)
+    ]
+    several = list(zip(*parts, strict=True))
+    whole = [torch.cat(given) for given in several]
+    total = [torch.stack(given).sum(0) for given in several]
+    mine = [part.to(device) for part in parts[me]]
     makes: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], Callable[[torch.Tensor, torch.Tensor], Any]]] = {
-        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got)),
+        "all_reduce": ([part.clone() for part in mine], total, lambda got, given: dist.all_reduce(got, group=group)),
         "all_gather_into_tensor": (
-            [torch.empty_like(one, device=rank.device) for one in whole],
+            [torch.empty_like(one, device=device) for one in whole],
             whole,
-            lambda got, given: of_one_tensor("all_gather")(got, given),
+            lambda got, given: of_one_tensor("all_gather")(got, given, group=group),
         ),
         "reduce_scatter_tensor": (
-            [torch.empty_like(part[:_ROWS]) for part in mine],
+            [torch.empty_like(part[: len(part) // size]) for part in mine],
             [one.chunk(size)[me] for one in total],
-            lambda got, given: of_one_tensor("reduce_scatter")(got, given),
+            lambda got, given: of_one_tensor("reduce_scatter")(got, given, group=group),
         ),
     }
     late = ", async" if asynchronous else ""
     for name, (taken, right, call) in makes.items():
         # It has no public name yet, and is what libraries use.
-        with dist.distributed_c10d._coalescing_manager(world, rank.device, async_ops=asynchronous) as manager:
+        with dist.distributed_c10d._coalescing_manager(group, device, async_ops=asynchronous) as manager:
             for got, given in zip(taken, mine, strict=True):
                 call(got, given)
         if asynchronous:

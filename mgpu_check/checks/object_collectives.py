@@ -14,7 +14,7 @@ from mgpu_check.rank_side.rank import Rank
 
 __all__ = ["assert_barrier_holds", "assert_objects_travel", "object_of"]
 
-BarrierKind = Literal["of devices", "of the CPU", "monitored"]
+BarrierKind = Literal["of devices", "of the CPU", "monitored", "asynchronous"]
 _KINDS = 6
 """Of objects: so many with numbers in a row have one of each."""
 _HELD = 0.06
@@ -106,34 +106,43 @@ def _short(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:80]} ... ({len(text)} characters)"
 
 
-def assert_barrier_holds(rank: Rank, late: int, kind: BarrierKind = "of devices") -> None:
+def assert_barrier_holds(
+    rank: Rank, late: int, kind: BarrierKind = "of devices", members: tuple[int, ...] = ()
+) -> None:
     """Assert that no rank leaves a barrier before rank `late`, which comes last, has entered it.
 
     Rank `late` waits until all others stand before the barrier, watches for a while whether one of them comes out, and only then
     enters it. A right barrier never fails this; a wrong one passes only where no other rank is scheduled meanwhile.
 
     Args:
-        kind: by which `barrier` is called; "monitored": `monitored_barrier`, in a group of gloo, which has it.
+        kind: by which `barrier` is called; "monitored": `monitored_barrier`, in a group of gloo, which has it; "asynchronous": one of
+            devices, whose work is waited for.
+        members: ranks that call it, in a group of their own, `late` among them; none for all. All ranks must call this.
 
     Raises:
         CollectiveMismatch: on rank `late`.
     """
     __tracebackhide__ = True
-    group = dist.new_group(backend="gloo") if kind == "monitored" else None
+    backend = "gloo" if kind == "monitored" else None
+    group = dist.new_group(list(members) or None, backend=backend) if members or backend else None
+    devices = [rank.device.index]
     waits: dict[BarrierKind, Callable[[], Any]] = {
-        "of devices": lambda: dist.barrier(device_ids=[rank.device.index]),
-        "of the CPU": dist.barrier,
+        "of devices": lambda: dist.barrier(group, device_ids=devices),
+        "of the CPU": lambda: dist.barrier(group),
         "monitored": lambda: dist.monitored_barrier(group),
+        "asynchronous": lambda: (work := dist.barrier(group, async_op=True, device_ids=devices)) and work.wait(),
     }
     wait = waits[kind]
     store = _fresh_store()
+    if members and rank.index not in members:
+        return
     left = 0
     if rank.index != late:
         store.add("before", 1)
         wait()
         store.add("behind", 1)
     else:
-        while store.add("before", 0) < rank.size - 1:
+        while store.add("before", 0) < (len(members) or rank.size) - 1:
             time.sleep(0.001)
         ends = time.monotonic() + _HELD
         while time.monotonic() < ends and not left:
@@ -141,9 +150,16 @@ def assert_barrier_holds(rank: Rank, late: int, kind: BarrierKind = "of devices"
             time.sleep(0.002)
         wait()
     if group is not None:
+        # Not by the barrier, which may hold nobody: who ended the group would end it for those who still make it.
+        store.add("done", 1)
+        while store.add("done", 0) < (len(members) or rank.size):
+            time.sleep(0.001)
         dist.destroy_process_group(group)
+    where = f" in the group {list(members)}" if members else ""
     findings = (
-        [WrongResult(f"barrier {kind}", f"{left} ranks left it before rank {late} had entered it")] if left else []
+        [WrongResult(f"barrier {kind}{where}", f"{left} ranks left it before rank {late} had entered it")]
+        if left
+        else []
     )
     raise_findings(findings, 1, rank)
 

@@ -210,12 +210,14 @@ def layouts(seed: int) -> list[CollectiveCall]:
 
 
 def asynchronous(seed: int) -> list[CollectiveCall]:
-    """Return every collective, asynchronous, on devices and the CPU, of few elements and of many; sums among all reductions."""
+    """Return every collective, asynchronous, of few elements and of more than 4,096 on devices and the CPU, and of more than 64 Ki on
+    devices; sums among all reductions.
+    """
     calls = []
-    for turn, elements in enumerate((37, 5003)):
+    for turn, (elements, places) in enumerate(((37, PLACES), (5003, PLACES), ((1 << 16) + 1, PLACES[:1]))):
         for number, function in enumerate(_FUNCTIONS):
             op = "SUM" if turn == 0 else None
-            for place in PLACES:
+            for place in places:
                 calls.append(
                     _drawn(function, number + turn, seed, elements=elements, place=place, asynchronous=True, op=op)
                 )
@@ -233,14 +235,15 @@ def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
 
 
 def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCall]:
-    """Return every collective in groups, with roots by their number in the group and in the world."""
+    """Return every collective in groups, with roots by their number in the group and in the world; reductions are means in every
+    other group, whose size is what those are divided by.
+    """
     calls = []
     for turn, members in enumerate(groups):
         for number, function in enumerate(_FUNCTIONS):
-            by = ("global", "group")[(turn + number + seed) % 2]
-            # What an average is divided by is the size of the group.
-            mean = turn % 3 == 1 and function in REDUCING
-            if function not in ROOTED and (number + turn + seed) % 2:
+            odd = (turn + number + seed) % 2
+            mean = bool(odd) and function in REDUCING
+            if odd and not mean and function not in ROOTED:
                 continue
             calls.append(
                 _drawn(
@@ -249,10 +252,10 @@ def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCa
                     seed,
                     elements=41,
                     members=members,
-                    root_by=by,
+                    root_by=("global", "group")[odd],
                     place=PLACES[(turn // 2 + number) % 2],
                     op="AVG" if mean else None if turn % 3 == 2 else "SUM",
-                    dtype=FLOATING[(turn + number + seed) % 4] if mean else None,
+                    dtype=FLOATING[(turn + number + seed) // 2 % 4] if mean else None,
                 )
             )
     return calls

@@ -188,6 +188,13 @@ def test_bias_of_rounding(ranks: Ranks, size: int, seed: int) -> None:
     ranks.run(_unbiased, seed, size=size)
 
 
+def _some(rank: Rank, seed: int) -> list[tuple[int, ...]]:
+    """Return groups of two ranks and more: without the first, so that all have other numbers in it, and without another one."""
+    missing = (0, 1 + seed % max(1, rank.size - 1))
+    everybody = range(rank.size)
+    return [tuple(one for one in everybody if one != other) for other in missing] if rank.size > 2 else []
+
+
 def _messages(rank: Rank, seed: int) -> None:
     from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.messages import assert_messages_arrive
@@ -214,9 +221,7 @@ def _any_source(rank: Rank, seed: int) -> None:
             target = (seed + turn) % rank.size
             with findings.collected():
                 assert_any_source_tells_the_sender(rank, target, seed % 7 + turn, dtype, (seed * 3 + turn) % 50 + 1)
-        # In it ranks have other numbers than in the world.
-        others = tuple(range(1, rank.size))
-        if len(others) > 1:
+        for others in _some(rank, seed)[:1]:
             with findings.collected():
                 assert_any_source_tells_the_sender(rank, others[seed % len(others)], 1, "float32", 9, others)
 
@@ -243,10 +248,15 @@ def _barriers(rank: Rank, seed: int) -> None:
 
     some = seed % rank.size
     barriers: list[tuple[int, BarrierKind]] = [(late, "of devices") for late in sorted({0, rank.size - 1, some})]
+    kinds: tuple[BarrierKind, ...] = ("of devices", "of the CPU", "monitored", "asynchronous")
     with Findings() as findings:
-        for late, kind in (*barriers, (some, "of the CPU"), (some, "monitored")):
+        for late, kind in (*barriers, *((some, kind) for kind in kinds[1:])):
             with findings.collected():
                 assert_barrier_holds(rank, late, kind)
+        for members in _some(rank, seed)[:1]:
+            for kind in kinds[:3]:
+                with findings.collected():
+                    assert_barrier_holds(rank, members[seed % len(members)], kind, members)
 
 
 def _functional(rank: Rank, seed: int) -> None:
@@ -259,18 +269,29 @@ def _functional(rank: Rank, seed: int) -> None:
         for dtype in (torch.float32, torch.int64, torch.bfloat16):
             with findings.collected():
                 assert_functional_match(rank, dtype, seed)
+        for members in _some(rank, seed)[seed % 2 :][:1]:
+            with findings.collected():
+                assert_functional_match(rank, torch.float32, seed, members)
 
 
 def _differentiable(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.functional_collectives import assert_differentiable_match
 
-    assert_differentiable_match(rank, seed)
+    with Findings() as findings:
+        for members in ((), *_some(rank, seed)):
+            with findings.collected():
+                assert_differentiable_match(rank, seed, members)
 
 
 def _coalesced(rank: Rank, seed: int) -> None:
+    from mgpu_check.checks.findings import Findings
     from mgpu_check.checks.functional_collectives import assert_coalesced_match
 
-    assert_coalesced_match(rank, seed)
+    with Findings() as findings:
+        for members in ((), *_some(rank, seed)[:1]):
+            with findings.collected():
+                assert_coalesced_match(rank, seed, members)
 
 
 def _meshes(rank: Rank, shapes: list[tuple[int, ...]]) -> None:

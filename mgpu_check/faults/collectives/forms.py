@@ -12,6 +12,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.nn import functional as differentiable
 
+from mgpu_check.faults.collectives.planting import Seen, around
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
 
@@ -249,4 +250,87 @@ def false_objects_lost() -> Iterator[None]:
         object_list[:] = [one or None for one in object_list]
 
     with replaced(dist, "all_gather_object", gather):
+        yield
+
+
+def _is_of_some(group: Any) -> bool:
+    return dist.get_world_size(group) < dist.get_world_size()
+
+
+@fault(
+    "collectives",
+    "the gradient of a reduce_scatter in a group is divided by the number of its members",
+    caught_by=(_GRADIENTS,),
+    condition="groups of some ranks",
+    least_gpus=3,
+)
+def group_gradient_divided() -> Iterator[None]:
+    real = differentiable._Reduce_Scatter.backward
+
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        found = real(ctx, *gradients)
+        size = dist.get_world_size(ctx.group) if _is_of_some(ctx.group) else 1
+        return tuple(one if one is None else one / size for one in found)
+
+    with replaced(differentiable._Reduce_Scatter, "backward", staticmethod(backward)):
+        yield
+
+
+@fault(
+    "collectives",
+    "reduce_scatter_tensor gives members of a group the parts of their ranks in the world",
+    caught_by=(_FUNCTIONAL,),
+    condition="groups of some ranks",
+    least_gpus=3,
+)
+def parts_by_rank_of_the_world() -> Iterator[None]:
+    real = functional.reduce_scatter_tensor
+
+    def scatter(self: torch.Tensor, op: str, dim: int, group: Any, *args: Any, **kwargs: Any) -> Any:
+        ranks = dist.get_process_group_ranks(group)
+        parts = self.chunk(len(ranks), dim)
+        given = torch.cat([parts[rank % len(ranks)] for rank in ranks], dim) if _is_of_some(group) else self
+        return real(given, op, dim, group, *args, **kwargs)
+
+    with replaced(functional, "reduce_scatter_tensor", scatter):
+        yield
+
+
+@fault(
+    "collectives",
+    "all_reduce_coalesced takes four tensors at a time, and the last of them with the next four again",
+    caught_by=(_COALESCED,),
+    condition="more than four tensors",
+)
+def fifth_coalesced_twice() -> Iterator[None]:
+    real = dist.all_reduce_coalesced
+
+    def all_reduce(tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        works = [real(tensors[max(0, start - 1) : start + 4], *args, **kwargs) for start in range(0, len(tensors), 4)]
+        for work in works[:-1]:
+            if work is not None:
+                work.wait()
+        return works[-1]
+
+    with replaced(dist, "all_reduce_coalesced", all_reduce):
+        yield
+
+
+@fault(
+    "collectives",
+    "an asynchronous scatter is done before the end of long parts has come",
+    caught_by=("test_asynchronous_collectives",),
+    condition="async, above 64 Ki elements",
+)
+def late_end_of_long_parts() -> Iterator[None]:
+    def scatter(seen: Seen) -> Any:
+        if not seen.late or seen.first.numel() <= 1 << 16:
+            return seen.call()
+        end = seen.first.view(-1)[1 << 16 :]
+        before = end.clone()
+        work = seen.finish()
+        end.copy_(before)
+        return work
+
+    with around(scatter, "scatter"):
         yield

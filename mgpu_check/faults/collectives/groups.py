@@ -271,3 +271,19 @@ def group_after_another() -> Iterator[None]:
         replaced(dist, "new_group", make),
     ):
         yield
+
+
+@fault(
+    "collectives",
+    "a mean that all members of a group get is the sum",
+    caught_by=(_GROUPS,),
+    condition="all_reduce, AVG, groups of some ranks",
+    least_gpus=3,
+)
+def group_mean_not_divided() -> Iterator[None]:
+    def spoil(seen: Seen) -> None:
+        if seen.op == "AVG" and 1 < seen.size < dist.get_world_size():
+            seen.first.mul_(seen.size)
+
+    with spoiled(spoil, "all_reduce"):
+        yield

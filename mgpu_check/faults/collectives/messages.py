@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from mgpu_check.faults.breaking import replaced_method
-from mgpu_check.faults.collectives.planting import Seen, spoiled
+from mgpu_check.faults.collectives.planting import Seen, around, spoiled
 from mgpu_check.faults.conditions import Count, is_last
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
@@ -309,4 +309,59 @@ def part_behind_an_empty_one() -> Iterator[None]:
             begin, before = begin + size, size
 
     with spoiled(spoil, "all_to_all_single"):
+        yield
+
+
+@fault(
+    "collectives",
+    "a monitored barrier of some ranks holds nobody up",
+    caught_by=(_BARRIERS,),
+    condition="groups of some ranks",
+    least_gpus=3,
+)
+def open_barrier_of_some() -> Iterator[None]:
+    def barrier(real: Real, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_world_size(group) == dist.get_world_size():
+            real(group, *args, **kwargs)
+
+    with replaced_method(dist, "monitored_barrier", barrier):
+        yield
+
+
+@fault("collectives", "an asynchronous barrier is done at once", caught_by=(_BARRIERS,), condition="async")
+def open_barrier_when_late() -> Iterator[None]:
+    kept: list[Any] = []
+
+    class Done:
+        def wait(self) -> bool:
+            return True
+
+    def barrier(real: Real, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("async_op"):
+            return real(*args, **kwargs)
+        kept.append(real(*args, **kwargs))
+        return Done()
+
+    with replaced_method(dist, "barrier", barrier):
+        yield
+
+
+@fault(
+    "collectives",
+    "all_to_all_single sends what is behind an empty part from its end on",
+    caught_by=("test_layouts",),
+    condition="an empty part of the input before others",
+    least_gpus=3,
+)
+def sent_backwards_behind_an_empty_part() -> Iterator[None]:
+    def exchange(seen: Seen) -> Any:
+        sizes = list(seen.args[3] or ()) if len(seen.args) > 3 else []
+        if 0 not in sizes[:-1]:
+            return seen.call()
+        output, given = seen.args[:2]
+        begin = sum(sizes[: sizes.index(0)])
+        rest = given[begin:].split(1)  # float8 has no flip
+        return seen.call(output, torch.cat([given[:begin], *reversed(rest)]))
+
+    with around(exchange, "all_to_all_single"):
         yield
