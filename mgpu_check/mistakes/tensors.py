@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,10 +31,6 @@ _NEAR = 2e-3
 """Of each element: a factor is looked for in elements that went through sums of their own."""
 _TELLING = 1e-2
 """Of the largest element: smaller ones are differences of larger numbers, and their ratios say little."""
-_MANY = 4
-"""Elements for each part, from which a sum of parts is no chance."""
-_LIMIT = 1e-4
-"""Relative: norms that are as good as equal, since one limit was applied to both."""
 _LEAST = 1e-3
 """By how much a factor must differ from 1."""
 
@@ -275,35 +270,6 @@ class Tensors:
                     return division, also
         return None
 
-    @cached_property
-    def limited(self) -> bool:
-        """True if a limit on gradients shows: clipping was called, or the largest norm, or the largest element, of what one
-        device has comes again with other samples.
-
-        Other things are right for small batches only, too: softmax, and what normalizes, then give much the same for all.
-        """
-        if any(True for _ in self.events("clip")) or (self.alone is not None and self.alone.of("clip")):
-            return True
-        for how in (_total_norm, _largest_norm, _largest_element):
-            sizes = [how(one) for case in (self, *self.further) for one in case._gradients_alone()]
-            highest = max(sizes, default=0.0)
-            if sum(size >= (1 - _LIMIT) * highest > 0 for size in sizes) > 1:
-                return True
-        return False
-
-    def _gradients_alone(self) -> Iterator[list[torch.Tensor]]:
-        """Yield the gradients that one device has, or else updates of parameters: of the whole batch, and of each part."""
-        initial = self.expected.single.initial
-        parts = self.hypotheses.divisions[0].parts if self.hypotheses.divisions else []
-        for values in (self.expected.exact, *(window for windows in parts for window in windows)):
-            found = [value.double() for name, value in values.items() if name.kind == "grads"] or [
-                value.double() - initial[name.of].double()
-                for name, value in values.items()
-                if name.kind == "params" and name.of in initial
-            ]
-            if sum(value.numel() for value in found) > 1 and all(bool(value.isfinite().all()) for value in found):
-                yield found
-
     @staticmethod
     def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
         """Return whether both are equal to 1e-5 of the largest magnitude in `scale`, and not all zero."""
@@ -344,11 +310,9 @@ class Tensors:
         return found
 
     def is_sum_of_parts(self, division: Division) -> bool | None:
-        """Return whether what one device has for the batch is a sum of what it has for the parts, each times some number, as
-        of a loss that is a mean over samples; None where that cannot be told from so few elements.
-        """
+        """Return whether one device has a sum of the parts, each times some number; None where too few elements tell it."""
         columns = self._columns(division)
-        if columns is None or sum(map(len, columns[0])) <= _MANY * len(columns):
+        if columns is None or sum(map(len, columns[0])) <= 4 * len(columns):
             return None
         return fitted(columns, [self.expected.exact[name] for name in self.names]) is not None
 
@@ -400,18 +364,6 @@ class Tensors:
         if len({value.shape for value in values}) > 1:
             return None
         return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
-
-
-def _total_norm(tensors: Sequence[torch.Tensor]) -> float:
-    return math.hypot(*(float(one.norm()) for one in tensors))
-
-
-def _largest_norm(tensors: Sequence[torch.Tensor]) -> float:
-    return max(float(one.norm()) for one in tensors)
-
-
-def _largest_element(tensors: Sequence[torch.Tensor]) -> float:
-    return max(float(one.abs().max()) for one in tensors if one.numel())
 
 
 def _factor_of_change(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.left import is_left
+from mgpu_check.mistakes.limits import shows_a_limit
 from mgpu_check.mistakes.observed import Event
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.results import Result
@@ -76,7 +77,7 @@ def clips_parts(tensors: Tensors) -> Finding | None:
         or not tensors.gradient_like
         or found[0].along
         or not tensors.right_when_small
-        or not tensors.limited
+        or not shows_a_limit(tensors)
     ):
         return None
     return Finding(
@@ -89,7 +90,7 @@ def clips_parts(tensors: Tensors) -> Finding | None:
 def limits_another_norm(tensors: Tensors) -> Finding | None:
     """Name clipping where ranks agree on what is right for small batches only."""
     right = not tensors.relations.split and not tensors.wrong_alone  # but for what follows
-    if not right or not tensors.gradient_like or not tensors.right_when_small or not tensors.limited:
+    if not right or not tensors.gradient_like or not tensors.right_when_small or not shows_a_limit(tensors):
         return None
     return Finding(
         "clipped-before-synchronization",

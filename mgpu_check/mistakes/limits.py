@@ -1,0 +1,60 @@
+"""Whether gradients are limited, as by clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = ["shows_a_limit"]
+
+_SAME = 1e-4
+"""Relative: norms that are as good as equal, since one limit was applied to both."""
+
+
+def shows_a_limit(tensors: Tensors) -> bool:
+    """Return whether clipping was called, or the largest norm, or the largest element, of the gradients of one device comes
+    again with other samples.
+
+    That a step is right for small batches is no sign of a limit: softmax, and what normalizes, then give much the same for all.
+    """
+    if any(True for _ in tensors.events("clip")) or (tensors.alone is not None and tensors.alone.of("clip")):
+        return True
+    for how in (_total_norm, _largest_norm, _largest_element):
+        sizes = [how(one) for case in (tensors, *tensors.further) for one in _gradients(case)]
+        highest = max(sizes, default=0.0)
+        if sum(size >= (1 - _SAME) * highest > 0 for size in sizes) > 1:
+            return True
+    return False
+
+
+def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients that one device has, or else updates of parameters: of the whole batch, and of each part."""
+    initial = case.expected.single.initial
+    # Other divisions may have the same parts.
+    parts = case.hypotheses.divisions[0].parts if case.hypotheses.divisions else []
+    for values in (case.expected.exact, *(window for windows in parts for window in windows)):
+        found = [value.double() for name, value in values.items() if name.kind == "grads"] or [
+            value.double() - initial[name.of].double()
+            for name, value in values.items()
+            if name.kind == "params" and name.of in initial
+        ]
+        if sum(value.numel() for value in found) > 1 and all(bool(value.isfinite().all()) for value in found):
+            yield found
+
+
+def _total_norm(tensors: Sequence[torch.Tensor]) -> float:
+    return math.hypot(*(float(one.norm()) for one in tensors))
+
+
+def _largest_norm(tensors: Sequence[torch.Tensor]) -> float:
+    return max(float(one.norm()) for one in tensors)
+
+
+def _largest_element(tensors: Sequence[torch.Tensor]) -> float:
+    return max(float(one.abs().max()) for one in tensors if one.numel())
