@@ -20,7 +20,7 @@ from mgpu_check.mistakes.observed import (
     Trace,
 )
 from mgpu_check.mistakes.results import Kind, Result
-from mgpu_check.mistakes.weights import LOOSE, fitted
+from mgpu_check.mistakes.weights import LOOSE, fitted, spanned
 from mgpu_check.numerics.factors import common_factor, evenly
 
 __all__ = ["Tensors"]
@@ -312,9 +312,7 @@ class Tensors:
     def is_sum_of_parts(self, division: Division) -> bool | None:
         """Return whether one device has a sum of the parts, each times some number; None where too few elements tell it."""
         columns = self._columns(division)
-        if columns is None or sum(map(len, columns[0])) <= 4 * len(columns):
-            return None
-        return fitted(columns, [self.expected.exact[name] for name in self.names]) is not None
+        return None if columns is None else spanned(columns, [self.expected.exact[name] for name in self.names])
 
     def norms_of_parts(self, division: Division) -> list[float]:
         """Return the norm of all that differs, in each rank's part."""
