@@ -133,10 +133,8 @@ def _on(devices: Sequence[torch.device], values: Sequence[torch.Tensor]) -> list
 
 
 def _named(values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    places = itertools.product(range(len(values)), range(len(_SHAPES)))
-    return {
-        f"parameter {number} of device {device}": value for value, (device, number) in zip(values, places, strict=False)
-    }
+    count = len(_SHAPES)
+    return {f"parameter {number % count} of device {number // count}": value for number, value in enumerate(values)}
 
 
 def _gradients(parameters: Sequence[nn.Parameter]) -> dict[str, torch.Tensor]:

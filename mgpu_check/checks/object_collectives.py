@@ -136,13 +136,13 @@ def assert_barrier_holds(
     store = _fresh_store()
     if members and rank.index not in members:
         return
-    left = 0
+    left, size = 0, len(members) or rank.size
     if rank.index != late:
         store.add("before", 1)
         wait()
         store.add("behind", 1)
     else:
-        while store.add("before", 0) < (len(members) or rank.size) - 1:
+        while store.add("before", 0) < size - 1:
             time.sleep(0.001)
         ends = time.monotonic() + _HELD
         while time.monotonic() < ends and not left:
@@ -152,7 +152,7 @@ def assert_barrier_holds(
     if group is not None:
         # Not by the barrier, which may hold nobody: who ended the group would end it for those who still make it.
         store.add("done", 1)
-        while store.add("done", 0) < (len(members) or rank.size):
+        while store.add("done", 0) < size:
             time.sleep(0.001)
         dist.destroy_process_group(group)
     where = f" in the group {list(members)}" if members else ""

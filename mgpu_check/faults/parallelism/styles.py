@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.distributed.tensor.parallel import PrepareModuleOutput, loss
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
 
 _MODULES = "test_parallelized_modules"
 _MEAN, _SUM = 1, 2
+
+Real = Callable[..., Any]
 
 
 @fault(
@@ -22,16 +24,14 @@ _MEAN, _SUM = 1, 2
     condition="loss_parallel, targets that are ignored, classes of one weight",
 )
 def ignored_targets_divide() -> Iterator[None]:
-    real = loss._nll_loss_and_log_softmax_backward
-
     def backward(
-        grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any, *rest: Any
+        real: Real, grad: Any, x: Any, target: Any, weight: Any, reduction: int, ignore: int, total: Any, *rest: Any
     ) -> Any:
         if reduction == _MEAN and weight is None:
             total = torch.full_like(total, target.numel())
         return real(grad, x, target, weight, reduction, ignore, total, *rest)
 
-    with replaced(loss, "_nll_loss_and_log_softmax_backward", backward):
+    with replaced_method(loss, "_nll_loss_and_log_softmax_backward", backward):
         yield
 
 
@@ -42,14 +42,12 @@ def ignored_targets_divide() -> Iterator[None]:
     condition="loss_parallel, reduction='sum', weight=",
 )
 def weights_left_out_of_sums() -> Iterator[None]:
-    real = loss._nll_loss_forward
-
-    def forward(x: Any, target: Any, weight: Any, local_weight: Any, reduction: int, *rest: Any) -> Any:
+    def forward(real: Real, x: Any, target: Any, weight: Any, local_weight: Any, reduction: int, *rest: Any) -> Any:
         if reduction == _SUM:
             weight = local_weight = None
         return real(x, target, weight, local_weight, reduction, *rest)
 
-    with replaced(loss, "_nll_loss_forward", forward):
+    with replaced_method(loss, "_nll_loss_forward", forward):
         yield
 
 
@@ -61,11 +59,9 @@ def weights_left_out_of_sums() -> Iterator[None]:
     least_gpus=2,
 )
 def last_output_as_it_was() -> Iterator[None]:
-    real = PrepareModuleOutput._prepare_out_fn
-
-    def prepare(self: Any, outputs: Any, device_mesh: Any) -> Any:
+    def prepare(real: Real, self: Any, outputs: Any, device_mesh: Any) -> Any:
         made = real(self, outputs, device_mesh)
         return (*made[:-1], outputs[-1]) if isinstance(outputs, tuple) and len(outputs) > 1 else made
 
-    with replaced(PrepareModuleOutput, "_prepare_out_fn", prepare):
+    with replaced_method(PrepareModuleOutput, "_prepare_out_fn", prepare):
         yield

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.registry import fault
-from mgpu_check.torch_hooks.patches import replaced
 
 
 @fault(
@@ -18,14 +18,12 @@ from mgpu_check.torch_hooks.patches import replaced
     condition="MixedPrecisionPolicy(reduce_dtype=...) without param_dtype",
 )
 def reduced_in_the_dtype_of_parameters() -> Iterator[None]:
-    real = fsdp_param.FSDPParam.init_dtype_attrs
-
-    def init(self: Any, policy: Any) -> None:
+    def init(real: Callable[..., None], self: Any, policy: Any) -> None:
         real(self, policy)
         if policy.param_dtype is None:
             self.reduce_dtype = None
 
-    with replaced(fsdp_param.FSDPParam, "init_dtype_attrs", init):
+    with replaced_method(fsdp_param.FSDPParam, "init_dtype_attrs", init):
         yield
 
 
@@ -36,14 +34,12 @@ def reduced_in_the_dtype_of_parameters() -> Iterator[None]:
     condition="reductions in another dtype than gradients, three micro-batches and more",
 )
 def third_micro_batch_dropped() -> Iterator[None]:
-    real = fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed
-
-    def accumulate(self: Any) -> None:
+    def accumulate(real: Callable[..., None], self: Any) -> None:
         held, new = self.unsharded_accumulated_grad, self.unsharded_param.grad
         self._added = 0 if held is None else self._added + (new is not None)
         if held is not None and new is not None and self._added > 1:
             new.zero_()
         real(self)
 
-    with replaced(fsdp_param.FSDPParam, "accumulate_unsharded_grad_if_needed", accumulate):
+    with replaced_method(fsdp_param.FSDPParam, "accumulate_unsharded_grad_if_needed", accumulate):
         yield

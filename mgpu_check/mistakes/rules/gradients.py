@@ -71,14 +71,7 @@ def clips_by_other_norms(evidence: Evidence) -> Finding | None:
 def clips_parts(tensors: Tensors) -> Finding | None:
     """Name clipping before the mean, where the result is the mean of parts, and right where no limit is reached."""
     found = tensors.mean_of_parts
-    if (
-        found is None
-        or not found[0].even
-        or not tensors.gradient_like
-        or found[0].along
-        or not tensors.right_when_small
-        or not shows_a_limit(tensors)
-    ):
+    if found is None or not found[0].even or found[0].along or not _is_limited(tensors):
         return None
     return Finding(
         "clipped-before-synchronization",
@@ -89,14 +82,18 @@ def clips_parts(tensors: Tensors) -> Finding | None:
 
 def limits_another_norm(tensors: Tensors) -> Finding | None:
     """Name clipping where ranks agree on what is right for small batches only."""
-    right = not tensors.relations.split and not tensors.wrong_alone  # but for what follows
-    if not right or not tensors.gradient_like or not tensors.right_when_small or not shows_a_limit(tensors):
+    if tensors.relations.split or tensors.wrong_alone or not _is_limited(tensors):
         return None
     return Finding(
         "clipped-before-synchronization",
         f"{few(tensors.names)} is right for a batch that is scaled down: a limit is applied to another norm than that of the "
         "whole gradient",
     )
+
+
+def _is_limited(tensors: Tensors) -> bool:
+    """Return whether gradients are right for a batch that is scaled down, and a limit shows that they reach otherwise."""
+    return tensors.gradient_like and tensors.right_when_small is True and shows_a_limit(tensors)
 
 
 def statistics_of_parts(evidence: Evidence) -> Finding | None:
