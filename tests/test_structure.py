@@ -129,7 +129,23 @@ def first_to_import(unwanted: str, *modules: str) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
+def imported_by_tests_of_ranks(path: Path) -> set[str]:
+    """The modules that tests of the suite import in their bodies, where these run in the pytest process and call ranks."""
+    bodies = [
+        node
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        and node.name.startswith("test_")
+        and {argument.arg for argument in node.args.args} & {"ranks", "gpus", "rank"} == {"ranks"}
+    ]
+    imports = [node for body in bodies for node in ast.walk(body) if isinstance(node, ast.ImportFrom)]
+    return {node.module for node in imports if node.module}
+
+
 def test_the_pytest_process_does_without_torch():
+    suite = sorted(PACKAGE.glob("suite/test_*.py"))
+    called = set().union(*map(imported_by_tests_of_ranks, suite))
+    assert "mgpu_check.checks.seeded_ranks" in called  # or nothing is found
     modules = (
         "mgpu_check",
         "mgpu_check.pytest_plugin.plugin",
@@ -137,11 +153,8 @@ def test_the_pytest_process_does_without_torch():
         "mgpu_check.pytest_plugin.session",
         "mgpu_check.engine.pool",
         "mgpu_check.strategies",
-        "mgpu_check.suite.test_allreduce",
-        "mgpu_check.suite.test_fixtures",
-        "mgpu_check.suite.test_gradients",
-        "mgpu_check.suite.test_mismatch",
-        "mgpu_check.suite.test_scatter",
+        *(f"mgpu_check.suite.{path.stem}" for path in suite),
+        *sorted(called),
     )
     assert first_to_import("torch", *modules) == ""
 

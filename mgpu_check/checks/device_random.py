@@ -14,13 +14,13 @@ from torch.utils.checkpoint import checkpoint
 from mgpu_check.checks.device_context import current_device_kept
 from mgpu_check.checks.devices import indices_of
 from mgpu_check.checks.digests import digest
+from mgpu_check.checks.seeded_ranks import DrawnBy
 from mgpu_check.errors import DeviceMismatch
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = [
     "assert_dropout_as_seeded",
     "assert_generators_apart",
-    "assert_ranks_draw_as_seeded",
     "assert_states_return",
     "drawn_by",
 ]
@@ -47,39 +47,13 @@ def _draws(device: torch.device) -> dict[str, int]:
     return {name: digest(draw(device)) for name, draw in _DRAWS.items()}
 
 
-def drawn_by(rank: Rank, seed: int) -> tuple[str, dict[str, int], dict[str, int]]:
-    """Return the model of a rank's GPU, and digests of what it draws: seeded as all ranks are, and with a seed of its own."""
+def drawn_by(rank: Rank, seed: int) -> DrawnBy:
+    """Return what a rank draws on its GPU: seeded as all ranks are, and with a seed of its own."""
     device = rank.device
     torch.manual_seed(seed)
     same = _draws(device)
     torch.manual_seed(seed + 1 + rank.index)
-    return torch.cuda.get_device_name(device), same, _draws(device)
-
-
-def assert_ranks_draw_as_seeded(drawn: Sequence[tuple[str, dict[str, int], dict[str, int]]]) -> None:
-    """Assert that ranks with one seed have drawn the same on GPUs of one model, and that ranks with different seeds have not.
-
-    Args:
-        drawn: what `drawn_by` has returned on each rank.
-
-    Raises:
-        DeviceMismatch: naming the ranks and the draws.
-    """
-    __tracebackhide__ = True
-    for number, (model, same, own) in enumerate(drawn):
-        for other, (its_model, its_same, its_own) in enumerate(drawn[:number]):
-            odd = [name for name in same if model == its_model and same[name] != its_same[name]]
-            if odd:
-                raise DeviceMismatch(
-                    f"ranks {other} and {number} were seeded alike, and {', '.join(odd)} gave other numbers on rank {number}",
-                    ranks=(other, number),
-                )
-            equal = [name for name in own if own[name] == its_own[name]]
-            if equal:
-                raise DeviceMismatch(
-                    f"ranks {other} and {number} were seeded differently, and {', '.join(equal)} gave the same numbers",
-                    ranks=(other, number),
-                )
+    return DrawnBy(torch.cuda.get_device_name(device), same, own=_draws(device))
 
 
 @contextlib.contextmanager

@@ -90,11 +90,11 @@ def launched(way: str, worlds: Sequence[int], arguments: Sequence[str], *, simul
             report.mkdir()
         if way == "torchrun":
             tasks = [[world, [*arguments, f"--report={report}"]] for world, report in zip(worlds, reports, strict=True)]
-            _run([sys.executable, "-m", __name__, json.dumps(tasks)], seeing(max(worlds), simulated))
+            _run([sys.executable, "-m", __name__, json.dumps(tasks)], seeing(max(worlds), simulated), directory)
         else:
             for world, report in zip(worlds, reports, strict=True):
                 command = [sys.executable, SCRIPT, *arguments, "--spawn", f"--report={report}"]
-                _run(command, seeing(world, simulated))
+                _run(command, seeing(world, simulated), directory)
         for world, report in zip(worlds, reports, strict=True):
             files = [report / f"rank{rank}.json" for rank in range(world)]
             silent = [rank for rank, file in enumerate(files) if not file.exists()]
@@ -118,12 +118,12 @@ def seeing(count: int, simulated: bool) -> dict[str, str]:
     return environment
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _run(command: Sequence[str], environment: Mapping[str, str], temporary: str) -> None:
+    """Run a program whose temporary files, such as the logs of torchrun's agent, stay in the directory `temporary`."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join([*filter(None, [environment.get("PYTHONPATH")]), root])
-    done = subprocess.run(
-        list(command), env={**environment, "PYTHONPATH": path}, capture_output=True, text=True, check=False
-    )
+    own = {"PYTHONPATH": path, "TMPDIR": temporary}
+    done = subprocess.run(list(command), env={**environment, **own}, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RankDied(f"the script ended with exit code {done.returncode}:\n{done.stdout[-500:]}{done.stderr[-4000:]}")
 
@@ -264,3 +264,5 @@ def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # the check waits for the end of this process, and torch takes a while to take itself apart

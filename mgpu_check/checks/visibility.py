@@ -189,4 +189,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # the check waits for the end of this process, and torch takes a while to take itself apart

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from mgpu_check import Ranks
+    from mgpu_check.checks.seeded_ranks import DrawnBy
     from mgpu_check.rank_side.rank import Rank
 
 
@@ -233,12 +234,12 @@ def test_dropout(gpus: tuple[torch.device, ...], seed: int) -> None:
 @given(size=strategies.all_devices(), seed=strategies.seeds())
 def test_ranks_draw_as_seeded(ranks: Ranks, size: int, seed: int) -> None:
     """Ranks with one seed draw the same numbers on GPUs of one model; with seeds of their own, none draws what another does."""
-    from mgpu_check.checks.device_random import assert_ranks_draw_as_seeded
+    from mgpu_check.checks.seeded_ranks import assert_ranks_draw_as_seeded
 
     assert_ranks_draw_as_seeded(ranks.run(_drawn, seed, size=size))
 
 
-def _drawn(rank: Rank, seed: int) -> tuple[str, dict[str, int], dict[str, int]]:
+def _drawn(rank: Rank, seed: int) -> DrawnBy:
     from mgpu_check.checks.device_random import drawn_by
 
     return drawn_by(rank, seed)

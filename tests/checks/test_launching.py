@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mgpu_check.checks.launching import Launched, assert_trained, seeing, speed_of
+from mgpu_check.checks.launching import Launched, assert_trained, launched, seeing, speed_of
 from mgpu_check.errors import CheckFailure
 
 
@@ -67,3 +71,20 @@ def test_launched_ranks_see_the_devices_of_the_run(
     if listed is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
     assert seeing(2, simulated=False)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+@pytest.mark.parametrize("way", ["torchrun", "spawn"])
+def test_what_is_launched_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
+    """Logs of torchrun's agent, which it makes in the directory for temporary files, stay there otherwise."""
+
+    def run_here(command: list[str], env: dict[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        tempfile.mkdtemp(prefix="torchelastic_", dir=env["TMPDIR"])
+        for word in json.loads(command[-1])[0][1] if way == "torchrun" else command:
+            if word.startswith("--report="):
+                Path(word.partition("=")[2], "rank0.json").write_text("{}")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", run_here)
+    assert launched(way, [1], [], simulated=True) == [Launched(({},))]
+    assert list(tmp_path.iterdir()) == []
