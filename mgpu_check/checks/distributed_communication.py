@@ -7,11 +7,12 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
 
-from mgpu_check.checks.distributed_replica import Replica
+from mgpu_check.checks.distributed_replica import Replica, under_ddp
 from mgpu_check.checks.findings import Findings
 from mgpu_check.checks.replicas import assert_replicas_agree
-from mgpu_check.checks.whole import Gradients, Rows, judged, slack, terms_of
+from mgpu_check.checks.whole import Gradients, Rows, judged
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.specs.whole import WholeRun
 
@@ -69,8 +70,8 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that ranks with fewer batches than others join them: what is left is averaged over those that still train.
 
     Rank r has r + 1 batches, and in another turn the last rank has fewer than one before it. With divide_by_initial_world_size
-    the mean is still over all ranks, without it over those that are there. All ranks end with the parameters of those that
-    have trained longest. With throw_on_early_termination all raise as soon as one has no batch left.
+    the mean is still over all ranks, without it over those that are there. All ranks end with the parameters and buffers of those
+    that have trained longest. With throw_on_early_termination all raise as soon as one has no batch left.
 
     Raises:
         GradientMismatch: a gradient differs from that of one device, or ranks did not stop together.
@@ -85,6 +86,7 @@ def assert_uneven_inputs_joined(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 shift = 1 + run.seed % (rank.size - 1)
                 _join(run, rank, findings, not initial, [1 + (index + shift) % rank.size for index in range(rank.size)])
             _stop_together(run, rank, findings)
+        _join_with_buffers(rank, findings)
 
 
 def _join(run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: Sequence[int]) -> None:
@@ -99,13 +101,44 @@ def _join(run: WholeRun, rank: Rank, findings: Findings, initial: bool, counts: 
             replica.optimizer.zero_grad()
             replica.backward(shards[rank.index])
             parts = replica.one.parts([shards[index] for index in there])
-            _judge_joined(replica, parts, rank.size if initial else len(there))
+            replica.judge_mean(parts, rank.size if initial else len(there))
             replica.finish(parts, from_exact=True)
     if counts[rank.index] == max(counts):
         # Its own device has taken all steps; with the others it must agree.
         replica.judge_parameters()
     with findings.collected():
         assert_replicas_agree(replica.module, group=rank.group, what=f"{replica.what}, at the end")
+
+
+class _Counting(nn.Linear):
+    """A layer that counts, in a buffer, how often it was called."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def _join_with_buffers(rank: Rank, findings: Findings) -> None:
+    """Look whether all ranks end with the buffers of the one that trains longest, which is neither first nor last of many."""
+    longest = rank.size // 2
+    count = 4 if rank.index == longest else 1 + rank.index % 3
+    layer = _Counting().to(rank.device)
+    parallel = under_ddp(layer, rank.device)
+    with parallel.join():
+        for _ in range(count):
+            parallel(torch.ones(1, 1, device=rank.device)).sum().backward()
+    calls = int(layer.calls)
+    message = (
+        f"DDP on {rank.size} ranks, join, rank {rank.index}: a buffer that counts batches ends as {calls}, expected 4, as on "
+        f"rank {longest}, which has trained on the most"
+    )
+    findings.require(calls == 4, message, ranks=[rank.index])
 
 
 def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
@@ -125,16 +158,6 @@ def _stop_together(run: WholeRun, rank: Rank, findings: Findings) -> None:
         f"and {'raised' if raised else 'did not raise'}"
     )
     findings.require(done == 1 and raised == (rank.size > 1), message, ranks=[rank.index])
-
-
-def _judge_joined(replica: Replica, parts: list[Gradients], divisor: int) -> None:
-    size = replica.place.size
-    for name, parameter in replica.module.named_parameters():
-        terms = terms_of(parts, name)
-        expected = torch.stack(terms).sum(0) * (size / divisor)
-        # The divisor is no power of two as soon as some have joined.
-        tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
-        replica.judge_gradient(name, parameter, expected, tolerance, f"batch {replica.number}")
 
 
 def assert_gradient_hooks_apply(rank: Rank, runs: Sequence[WholeRun]) -> None:

@@ -25,7 +25,9 @@ from mgpu_check.checks.whole import (
     assert_gradients_are,
     parameters_of,
     plainly,
+    slack,
     state_of,
+    terms_of,
     total,
 )
 from mgpu_check.numerics.compare import difference
@@ -169,6 +171,16 @@ class Replica:
         off = difference(gradient_or_zeros(parameter), expected, tolerance)
         rank = self.place.rank.index
         self.findings.require(off is None, f"{self.what}, {when}, rank {rank}, gradient of {name}: {off}", ranks=[rank])
+
+    def judge_mean(self, parts: list[Gradients], divisor: int) -> None:
+        """Compare gradients with the sum of the parts, divided by another number than that of the ranks."""
+        size = self.place.size
+        for name, parameter in self.module.named_parameters():
+            terms = terms_of(parts, name)
+            expected = torch.stack(terms).sum(0) * (size / divisor)
+            # The divisor need not be a power of two, even if the number of ranks is.
+            tolerance = 0.0 if divisor == size and not size & (size - 1) else slack(parameter.dtype, 3, terms) * size
+            self.judge_gradient(name, parameter, expected, tolerance, f"step {self.number}")
 
     def finish(self, parts: list[Gradients], *, from_exact: bool = False) -> None:
         """Take the optimizer's step, compare parameters, and make them whole numbers again.

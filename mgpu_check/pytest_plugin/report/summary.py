@@ -35,7 +35,8 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
             yellow=True,
         )
     reports = [report for kind in list(terminal.stats.values()) for report in kind]
-    for name in sorted({name for report in reports for name in defects_met(report)[1]}):
+    showed, unseen = ({name for report in reports for name in defects_met(report)[which]} for which in (0, 1))
+    for name in sorted(unseen - showed):
         terminal.line(f"mgpu-check: {table.told_unseen(name)}", yellow=True)
     if session.settings.simulate and session.settings.asked:
         # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".

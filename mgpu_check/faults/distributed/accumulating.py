@@ -1,0 +1,175 @@
+"""Planted faults of accumulation, of uneven inputs, and of hooks of gradients under DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check.faults.breaking import DDP, ddp_fault, replaced_method
+from mgpu_check.faults.conditions import is_last
+from mgpu_check.torch_hooks.patches import replaced
+
+
+@ddp_fault(
+    "gradients that are to be zero keep their values on the last rank",
+    "test_accumulation",
+    condition="zero_grad(set_to_none=False), gradient_as_bucket_view, one rank",
+)
+def views_not_set_to_zero() -> Iterator[None]:
+    def zero_grad(real: Callable[..., Any], self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        held = [parameter.grad for group in self.param_groups for parameter in group["params"]]
+        views = [gradient for gradient in held if gradient is not None and gradient._is_view()]
+        before = [gradient.clone() for gradient in views]
+        real(self, set_to_none)
+        if not set_to_none and is_last():
+            for gradient, value in zip(views, before, strict=True):
+                gradient.copy_(value)
+
+    with replaced_method(torch.optim.Optimizer, "zero_grad", zero_grad):
+        yield
+
+
+@ddp_fault("no_sync does not hold gradients back", "test_accumulation")
+def no_sync_ignored() -> Iterator[None]:
+    with replaced(DDP, "no_sync", lambda self: contextlib.nullcontext()):
+        yield
+
+
+@ddp_fault("the last rank forgets what it accumulated within no_sync", "test_accumulation", condition="one rank")
+def accumulated_forgotten() -> Iterator[None]:
+    def forward(real_forward: Callable[..., Any], self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        if is_last() and self.require_backward_grad_sync:
+            for parameter in self.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.zero_()
+        return real_forward(self, *args, **kwargs)
+
+    with replaced_method(DDP, "forward", forward):
+        yield
+
+
+@ddp_fault(
+    "join divides by the number of all ranks in any case",
+    "test_uneven_inputs",
+    condition="divide_by_initial_world_size=False",
+)
+def join_divides_by_all() -> Iterator[None]:
+    def join(real: Callable[..., Any], self: DistributedDataParallel, **options: Any) -> Any:
+        return real(self, **(options | {"divide_by_initial_world_size": True}))
+
+    with replaced_method(DDP, "join", join):
+        yield
+
+
+@ddp_fault("ranks that have joined are not sent the model of those that trained on", "test_uneven_inputs")
+def joined_ranks_left_behind() -> Iterator[None]:
+    def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
+        held = [parameter.detach().clone() for parameter in self.module.parameters()]
+        real(self, is_last_joiner)
+        if not is_last_joiner:
+            with torch.no_grad():
+                for parameter, before in zip(self.module.parameters(), held, strict=True):
+                    parameter.copy_(before)
+
+    with replaced_method(DDP, "_sync_final_model", sync):
+        yield
+
+
+@ddp_fault(
+    "join ends with the model of the last rank, whoever has trained longest",
+    "test_uneven_inputs",
+    condition="the last rank runs out of batches before another",
+    least_gpus=2,
+)
+def join_ends_with_the_last_rank() -> Iterator[None]:
+    with replaced_method(DDP, "_find_common_rank", lambda real, self, rank, cond: real(self, rank, True)):
+        yield
+
+
+@ddp_fault(
+    "join goes on where it is to end with the first rank that has no batch left",
+    "test_uneven_inputs",
+    condition="throw_on_early_termination=True",
+    least_gpus=2,
+)
+def join_does_not_throw() -> Iterator[None]:
+    def join(real: Callable[..., Any], self: DistributedDataParallel, **options: Any) -> Any:
+        return real(self, **(options | {"throw_on_early_termination": False}))
+
+    with replaced_method(DDP, "join", join):
+        yield
+
+
+@ddp_fault("hooks that a parameter is given under DDP are not called", "test_gradient_hooks")
+def parameter_hooks_dropped() -> Iterator[None]:
+    def register(real: Callable[..., Any], self: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        return real(self, (lambda gradient: None) if isinstance(self, nn.Parameter) else hook)
+
+    with replaced_method(torch.Tensor, "register_hook", register):
+        yield
+
+
+@ddp_fault("a full backward hook is called twice for the second step", "test_gradient_hooks", condition="second step")
+def backward_hook_called_twice() -> Iterator[None]:
+    def register(real: Callable[..., Any], self: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls = iter(range(1 << 30))
+
+        def twice(*given: Any) -> Any:
+            if next(calls) == 1:
+                hook(*given)
+            return hook(*given)
+
+        return real(self, twice, *args, **kwargs)
+
+    with replaced_method(nn.Module, "register_full_backward_hook", register):
+        yield
+
+
+@ddp_fault(
+    "delayed gradients are added up and not averaged",
+    "test_delayed_parameters",
+    condition="delay_all_reduce_named_params",
+)
+def delayed_gradients_summed() -> Iterator[None]:
+    def summed(real: Callable[..., Any], self: DistributedDataParallel, gradient: torch.Tensor) -> Any:
+        buffer: Any = self._delay_grad_buffer
+        buffer.mul_(self.process_group.size())
+        return real(self, gradient)
+
+    with replaced_method(DDP, "_delayed_all_reduce_hook", summed):
+        yield
+
+
+@ddp_fault("the end of a no_sync ends the one around it", "test_accumulation", condition="no_sync within no_sync")
+def inner_no_sync_ends_both() -> Iterator[None]:
+    @contextlib.contextmanager
+    def no_sync(self: DistributedDataParallel) -> Iterator[None]:
+        self.require_backward_grad_sync = False
+        yield
+        self.require_backward_grad_sync = True
+
+    with replaced(DDP, "no_sync", no_sync):
+        yield
+
+
+@ddp_fault(
+    "ranks that have joined are sent the parameters of those that trained on, but not the buffers",
+    "test_uneven_inputs",
+    condition="buffers",
+    least_gpus=2,
+)
+def joined_ranks_keep_buffers() -> Iterator[None]:
+    def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
+        held = [buffer.detach().clone() for buffer in self.module.buffers()]
+        real(self, is_last_joiner)
+        if not is_last_joiner:
+            for buffer, before in zip(self.module.buffers(), held, strict=True):
+                buffer.copy_(before)
+
+    with replaced_method(DDP, "_sync_final_model", sync):
+        yield
