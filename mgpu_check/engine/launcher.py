@@ -14,7 +14,6 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 from mgpu_check.devices.placement import Slot
@@ -25,6 +24,7 @@ from mgpu_check.processes.channel import Channel
 from mgpu_check.processes.clock import Clock
 from mgpu_check.processes.leftovers import MARK, clear
 from mgpu_check.processes.protocol import CallContext
+from mgpu_check.processes.python_path import with_this_package
 from mgpu_check.processes.record import SIZE
 from mgpu_check.processes.scratch import Scratch
 from mgpu_check.processes.stacks import HALTED
@@ -141,9 +141,7 @@ class LocalLauncher:
             self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
             undo.pop_all()
         ours, theirs = socket.socketpair()
-        # The child may run from any directory, and finds this package where this process found it.
-        root = str(Path(__file__).parents[2])
-        code = f"import sys; sys.path.append({root!r}); from mgpu_check.engine import forkserver as f; f.main(sys.argv[1:])"
+        code = with_this_package("from mgpu_check.engine import forkserver as f; f.main(sys.argv[1:])")
         with theirs:
             self._server = subprocess.Popen(
                 [

@@ -26,9 +26,15 @@ _HOME = os.path.dirname(os.path.dirname(_HERE))
 
 
 class _OurPackage:
-    """Finder of this package, also for a Python that does not have it installed."""
+    """Finder of this package as it is here, also for a Python that does not have it installed, or has another version."""
 
     def __enter__(self) -> None:
+        if "mgpu_check" not in sys.modules:
+            sys.path.insert(0, _HOME)
+            try:
+                importlib.import_module("mgpu_check")
+            finally:
+                del sys.path[0]
         self.added = _HOME not in sys.path
         if self.added:
             sys.path.append(_HOME)

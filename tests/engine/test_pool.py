@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+import mgpu_check
 from mgpu_check.engine.launcher import LocalLauncher
 from mgpu_check.engine.pool import RankPool
 from mgpu_check.engine.sending import NotPicklable
@@ -701,6 +702,18 @@ def test_a_failing_preload_is_told():
     try:
         with pytest.raises(StartupFailure, match="No module named 'no_such_module'"):
             pids(pool)
+    finally:
+        pool.close()
+
+
+def test_ranks_have_this_package_and_no_other_version(monkeypatch, tmp_path):
+    (tmp_path / "mgpu_check").mkdir()
+    (tmp_path / "mgpu_check" / "__init__.py").write_text("raise AssertionError('this is another version')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    pool = RankPool(LocalLauncher(), slots=1, simulate="cpu", timeout=30.0)
+    try:
+        [found] = pool.run(lambda: __import__("mgpu_check").__file__)
+        assert found == mgpu_check.__file__
     finally:
         pool.close()
 

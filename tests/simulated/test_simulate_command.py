@@ -14,7 +14,7 @@ import mgpu_check
 from mgpu_check.cli.simulate import main
 
 HOME = Path(mgpu_check.__file__).parent.parent
-LAUNCH = f"import sys; sys.path.append({str(HOME)!r}); from mgpu_check.cli.simulate import main; sys.exit(main(sys.argv[1:]))"
+LAUNCH = f"import sys; sys.path.insert(0, {str(HOME)!r}); from mgpu_check.cli.simulate import main; sys.exit(main(sys.argv[1:]))"
 
 
 def simulate(cwd, *args):
@@ -45,6 +45,14 @@ def script(folder, name, text):
 def test_wrong_usage(argv, words, capsys):
     assert main(argv) == 4
     assert words in capsys.readouterr().err
+
+
+def test_another_version_beside_the_script_is_not_used(tmp_path):
+    (tmp_path / "mgpu_check").mkdir()
+    script(tmp_path / "mgpu_check", "__init__.py", "raise AssertionError('this is another version')")
+    script(tmp_path, "job.py", "import torch; print(torch.cuda.device_count())")
+    ran = simulate(tmp_path, "--gpus=3", "job.py")
+    assert (ran.returncode, ran.stdout) == (0, "3\n"), ran.stderr
 
 
 def test_a_script_runs_as_python_runs_it(tmp_path):

@@ -69,10 +69,11 @@ class Sampler:
         self._absent = ""
         self._asked = 0
         self._no_events = ""
-        # The child may run from any directory, and finds this package where this process found it.
+        # The child may run from any directory, and finds this package where this process found it, whichever is installed.
         root = str(Path(__file__).parents[3])
         code = (
-            f"import sys; sys.path.append({root!r}); from mgpu_check.devices.telemetry import process; process.main()"
+            f"import sys; sys.path.insert(0, {root!r}); import mgpu_check; sys.path.append(sys.path.pop(0)); "
+            "from mgpu_check.devices.telemetry import process; process.main()"
         )
         with tempfile.TemporaryFile() as notes:
             size = NOTE * (1 + len(gpus))
