@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from mgpu_check.errors import RankFailure, RankHang
 from mgpu_check.gates.expectations import Effort, Expectations, key_of
 from mgpu_check.gates.measuring import largest_factor
@@ -16,6 +18,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
+from mgpu_check.torch_hooks.threads import some_threads
 
 __all__ = ["Trial", "Trials"]
 
@@ -94,7 +97,9 @@ class Trials:
         self.current = scenario = self._placed(scenario)
         key = key_of(scenario)
         if key not in self._outcomes:
-            self._outcomes[key] = self._run(scenario)
+            # Of large tensors what is compared here takes long where threads wait for processors that others use.
+            with some_threads(torch.get_num_threads()):
+                self._outcomes[key] = self._run(scenario)
         return self._outcomes[key]
 
     def _run(self, scenario: Scenario) -> Trial | None:

@@ -33,10 +33,11 @@ def envelopes(usual: Mapping[Key, torch.Tensor], runs: Iterable[Mapping[Key, Any
 
 def farthest(value: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return how far, element by element, any of the others is from `value`, in its dtype."""
-    reached = torch.zeros_like(value)
+    reached: torch.Tensor | None = None
     for other in others:
-        torch.maximum(reached, _distance(value, other), out=reached)
-    return reached
+        distance = _distance(value, other)
+        reached = distance if reached is None else torch.maximum(reached, distance, out=reached)
+    return torch.zeros_like(value) if reached is None else reached
 
 
 def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
@@ -47,13 +48,17 @@ def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
         crosswise: raise it to what the row and the column of the element suggest together, where rows (outputs) and
             columns (inputs) differ. In any case it is at least the root mean square over the tensor.
     """
-    mean = root_mean_square(moved)
+    if not moved.numel():
+        return moved.clone()
+    # Large tensors are made as few as can be: the system takes longer to give their pages than it takes to fill them.
+    squares = moved.square()
+    mean = float(squares.mean().sqrt())
     raised = moved.clamp_min(mean)
     if crosswise and mean and moved.dim() > 1:
-        matrix = moved.flatten(1)
-        rows = matrix.square().mean(1, keepdim=True).sqrt()
-        columns = matrix.square().mean(0, keepdim=True).sqrt()
-        raised = torch.maximum(raised, (rows * (columns / mean)).reshape(moved.shape))
+        matrix = squares.flatten(1)
+        rows, columns = (matrix.mean(dim, keepdim=True).sqrt() for dim in (1, 0))
+        together = torch.mul(rows, columns / mean, out=matrix).reshape(moved.shape)
+        torch.maximum(raised, together, out=raised)
     return raised
 
 

@@ -245,7 +245,7 @@ def granted_at_least(
     granted = {}
     for name, value in single.items():
         moving = estimate(farthest(value, [one[name] for one in moved]), crosswise=True)
-        granted[name] = torch.maximum(moving, value.abs().mul_(spread * roundoff)).mul_(_SURE)
+        granted[name] = torch.maximum(moving, value.abs().mul_(spread * roundoff), out=moving).mul_(_SURE)
     return granted
 
 
