@@ -104,6 +104,20 @@ def _unflatten(original: Callable[..., Sequence[torch.Tensor]]) -> Callable[...,
     return unflatten
 
 
+def _pad_packed_sequence(
+    original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """Wrap what pads a packed sequence, in a tensor that C++ makes; the lengths are on the CPU in any case."""
+
+    @functools.wraps(original)
+    def pad(data: torch.Tensor, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        padded, lengths = original(data, *args)
+        on_device = isinstance(data, SimulatedTensor) and not isinstance(padded, SimulatedTensor)
+        return (tag(padded, data.device) if on_device else padded), lengths
+
+    return pad
+
+
 def install_composites(patches: Patches) -> None:
     """Replace those functions."""
     patches.replace(torch.linalg.matrix_rank, _matrix_rank(torch.linalg.matrix_rank))
@@ -115,5 +129,6 @@ def install_composites(patches: Patches) -> None:
         function = getattr(torch, name)
         patches.replace(function, _quantile(function))
         patches.wrap(torch.Tensor, name, _quantile)
+    patches.wrap(torch._VF, "_pad_packed_sequence", _pad_packed_sequence)
     unflatten = torch._utils._unflatten_dense_tensors
     patches.replace(unflatten, _unflatten(unflatten))

@@ -9,6 +9,7 @@ import torch
 import torch.cuda.comm
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import rnn
 
 pytestmark = pytest.mark.usefixtures("node")
 
@@ -50,6 +51,22 @@ def test_a_module_computes_as_on_the_cpu(name, mode):
     for mode_off in (torch.no_grad, torch.inference_mode):
         with mode_off():
             torch.testing.assert_close(first(net(x.cuda(1))).cpu(), first(reference(x)))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+def test_packed_sequences_are_padded_on_their_device(kind, ordered):
+    x, lengths = torch.randn(3, 4, 2), torch.tensor([4, 3, 1] if ordered else [1, 4, 3])
+    found = []
+    for device in ("cpu", "cuda:1"):
+        torch.manual_seed(0)
+        layer, leaf = kind(2, 3, batch_first=True).to(device), x.detach().to(device).requires_grad_()
+        packed = rnn.pack_padded_sequence(leaf, lengths, batch_first=True, enforce_sorted=ordered)
+        padded, counted = rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)
+        assert (str(padded.device), counted.tolist()) == (device, lengths.tolist())
+        padded.square().sum().backward()
+        found.append([value.cpu() for value in (padded, leaf.grad, *(p.grad for p in layer.parameters()))])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_attention_and_embedding():
