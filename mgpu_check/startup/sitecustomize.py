@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib.machinery
 import importlib.util
 import os
@@ -78,7 +79,13 @@ class _AfterTorch:
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            collecting = gc.isenabled()
+            gc.disable()  # it takes a good part of the time of importing torch, and finds nearly nothing
+            try:
+                execute(module)
+            finally:
+                if collecting:
+                    gc.enable()
             for act in self.then:
                 act()
 
