@@ -182,7 +182,7 @@ def assert_backward_of_several_calls(devices: Devices, runs: Sequence[WholeRun])
 
 def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
     """Assert that a module's forward hooks of every kind are called on each replica, one of DataParallel once, and a
-    parameter's with the whole gradient.
+    parameter's with the whole gradient. What hooks make of arguments and outputs counts.
 
     Raises:
         GradientMismatch: a hook was called another number of times, on another device, or with another gradient.
@@ -192,6 +192,26 @@ def assert_hooks_called(devices: Devices, runs: Sequence[WholeRun]) -> None:
         for run in runs:
             for order in both_ways(devices):
                 _call_hooks(run, order)
+        for order in both_ways(devices):
+            _change_by_hooks(order)
+
+
+class _Shifted(nn.Module):
+    """Adds a number that is given by keyword; 0 where it is not."""
+
+    def forward(self, x: torch.Tensor, *, shift: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return x + shift
+
+
+def _change_by_hooks(order: Devices) -> None:
+    __tracebackhide__ = True
+    module = _Shifted()
+    module.register_forward_pre_hook(lambda _, given, named: (given, {"shift": 2 * given[0] + 1}), with_kwargs=True)
+    module.register_forward_hook(lambda _, given, named, output: 4 * output + named.get("shift", 0), with_kwargs=True)
+    x = torch.arange(2.0 * len(order) + 1, device=order[0])
+    got = _wrapped(module, order)(x)
+    what = f"DataParallel on {', '.join(map(str, order))}, hooks that change arguments and outputs"
+    assert_same({"outputs": got}, {"outputs": 4 * (3 * x + 1) + 2 * x + 1}, what)
 
 
 def _call_hooks(run: WholeRun, order: Devices) -> None:

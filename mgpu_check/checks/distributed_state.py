@@ -31,6 +31,9 @@ __all__ = [
     "assert_starts_from_the_first_rank",
 ]
 
+_STEPS_COUNTED = 4_099
+"""No number of bfloat16, nor of float16."""
+
 
 def assert_starts_from_the_first_rank(rank: Rank, seeds: Sequence[int]) -> None:
     """Assert that a model that is wrapped holds rank 0's parameters and buffers, bit for bit, of all dtypes and sizes.
@@ -265,6 +268,8 @@ def assert_evaluation_leaves_no_trace(rank: Rank, runs: Sequence[WholeRun]) -> N
 def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
     """Assert that model and optimizer saved by rank 0 and loaded by all, each to its own device, go on as if not interrupted.
 
+    An optimizer of narrow parameters has counted more steps than their dtype can.
+
     Raises:
         GradientMismatch: as in `distributed_options.assert_models_train`, or something was loaded to another device.
     """
@@ -276,6 +281,26 @@ def assert_checkpoint_goes_on(rank: Rank, runs: Sequence[WholeRun]) -> None:
                 if number == 1:
                     _interrupt(replica)
                 replica.step()
+        for dtype in (torch.bfloat16, torch.float16):
+            _judge_count(rank, findings, dtype)
+
+
+def _judge_count(rank: Rank, findings: Findings, dtype: torch.dtype) -> None:
+    """Look whether the state of Adam is loaded as it was saved, after so many steps that `dtype` does not hold their number."""
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype, device=rank.device))
+    parameter.grad = torch.full_like(parameter, 0.375)
+    first, second = (torch.optim.Adam([parameter], lr=0.5) for _ in range(2))
+    first.step()
+    first.state[parameter]["step"].fill_(_STEPS_COUNTED)
+    saved = first.state_dict()
+    second.load_state_dict(saved)
+    for name, value in saved["state"][0].items():
+        got = second.state[parameter][name]
+        same = got.dtype == value.dtype and torch.equal(got.cpu(), value.cpu())
+        message = (
+            f"Adam of {dtype} parameters, rank {rank.index}: {name} is {value.tolist()}, and loaded {got.tolist()}"
+        )
+        findings.require(same, message, ranks=[rank.index])
 
 
 def _interrupt(replica: Replica) -> None:

@@ -5,10 +5,12 @@ Run as a program, this module does what torchrun does, with one import of torch 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -242,8 +244,44 @@ def _rank(arguments: Sequence[str]) -> None:
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
+def _fail(index: int, culprit: int, how: str) -> None:
+    """Be a process of which one fails: it raises, exits or is killed."""
+    if index != culprit:
+        return
+    if how == "raises":
+        raise LookupError("planted")
+    if how == "exits":
+        os._exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _require_failures_told() -> None:
+    """See that who starts processes as `mp.spawn` does is told which one has failed, and how.
+
+    Raises:
+        RankDied: it is told something else, or nothing.
+    """
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
+
+    expected = {"raises": "LookupError: planted", "exits": "exit code 7", "is killed": "signal SIGKILL"}
+    for culprit, (how, right) in itertools.product((0, 1), expected.items()):
+        told = "nothing"
+        try:
+            start_processes(_fail, (culprit, how), nprocs=2, start_method="fork")
+        except ProcessRaisedException as error:
+            told = f"rank {error.error_index}: {str(error).strip().splitlines()[-1]}"
+        except ProcessExitedException as error:
+            end = f"signal {error.signal_name}" if error.signal_name else f"exit code {error.exit_code}"
+            told = f"rank {error.error_index}: {end}"
+        if told != f"rank {culprit}: {right}":
+            raise RankDied(
+                f"start_processes of two, of which rank {culprit} {how}: the caller is told {told}, expected {right}",
+                ranks=(culprit,),
+            )
+
+
 def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
-    """Launch the script in so many processes, with those arguments, one task after the other."""
+    """Launch the script in so many processes, with those arguments, one task after the other; then processes that fail."""
     import torch._dynamo  # noqa: F401  # DistributedDataParallel imports it, in each rank that does not have it from here
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -260,6 +298,7 @@ def main(tasks: Sequence[tuple[int, list[str]]]) -> None:
             monitor_interval=0.02,
         )
         elastic_launch(config, _rank)(arguments)
+    _require_failures_told()
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def assert_averagers_average(rank: Rank) -> None:
 
     `PeriodicModelAverager` averages over all ranks every third step, after two warm-up steps. `HierarchicalModelAverager`
     averages over pairs every second step and over all ranks every fourth, if the number of ranks is even and above two.
-    `PostLocalSGDOptimizer` does as its averager does, after each of its steps. A parameter without a gradient is left alone, as
-    torch documents.
+    `PostLocalSGDOptimizer` does as its averager does, after each of its steps, also where its state was loaded into another. A
+    parameter without a gradient is left alone, as torch documents.
 
     Raises:
         GradientMismatch: in some step a parameter has another value.
@@ -41,6 +41,7 @@ def assert_averagers_average(rank: Rank) -> None:
         _judge(
             rank, findings, "PostLocalSGDOptimizer", _steps_of(local, rank), {1: everybody, 3: everybody, 5: everybody}
         )
+        _resume(rank, findings)
         if rank.size % 2 == 0 and rank.size > 2:
             pair = [rank.index - rank.index % 2, rank.index - rank.index % 2 + 1]
             hierarchical = HierarchicalModelAverager(OrderedDict([(2, 2), (4, rank.size)]))
@@ -62,6 +63,25 @@ def _steps_of(averager: PeriodicModelAverager, rank: Rank) -> Callable[[list[nn.
         PostLocalSGDOptimizer(torch.optim.SGD(parameters, lr=float(rank.size)), averager).step()
 
     return step
+
+
+def _resume(rank: Rank, findings: Findings) -> None:
+    """Load the state after the first step, which is not due, into another optimizer, whose next step is."""
+    parameter = nn.Parameter(torch.full((3,), float(rank.index), device=rank.device))
+    parameter.grad = torch.zeros_like(parameter)
+    first, second = (
+        PostLocalSGDOptimizer(torch.optim.SGD([parameter], lr=1.0), PeriodicModelAverager(period=2, warmup_steps=1))
+        for _ in range(2)
+    )
+    first.step()
+    second.load_state_dict(first.state_dict())
+    second.step()
+    expected, got = (rank.size - 1) / 2, parameter.tolist()
+    message = (
+        f"PostLocalSGDOptimizer on {rank.size} ranks, loaded after one step, rank {rank.index}: after the next a parameter is "
+        f"{got}, expected the mean of all ranks, {expected}"
+    )
+    findings.require(got == [expected] * 3, message, ranks=[rank.index])
 
 
 def _judge(

@@ -23,6 +23,7 @@ _FIELDS = {
     "wide": torch.complex64,
     "mask": torch.bool,
     "pixel": torch.uint8,
+    "turned": torch.float64,
 }
 
 
@@ -33,10 +34,12 @@ def _bits(indices: torch.Tensor, words: int, seed: int) -> torch.Tensor:
 
 
 def _rows(indices: torch.Tensor, name: str, features: int) -> torch.Tensor:
-    """Return a field of samples: (n, features) for the image, (n, 8) or so for the others."""
+    """Return a field of samples: (n, features) for the image, (n, 3, 2) for what is turned, (n, 8) or so for the others."""
     dtype, seed = _FIELDS[name], list(_FIELDS).index(name)
     if name == "mask":
         return _bits(indices, 3, seed) > 0
+    if name == "turned":  # as images are whose channels come last: a sample is dense, and not contiguous
+        return _bits(indices, 6, seed).view(dtype).view(-1, 2, 3).transpose(1, 2)
     words = _bits(indices, -(-features // 2) if name == "image" else 2, seed)
     return words.view(dtype)[:, :features] if name == "image" else words.view(dtype)
 

@@ -59,6 +59,7 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
     """Assert that shards have the bits of the batch in every dtype: NaN of all kinds, subnormals, the largest numbers.
 
     Along dims 0 and 1; from the CPU, pinned memory and a device; to the devices in ascending order, in descending order and rotated.
+    Images in the order of channels_last, in shards of unequal sizes, too.
 
     Raises:
         ShardError: naming shard, device, and element.
@@ -73,6 +74,11 @@ def assert_any_bits(devices: Sequence[torch.device], seed: int) -> None:
         shards = nn.parallel.scatter(batch, chosen, dim)
         assert_shards_cover(batch, shards, chosen, dim)
         assert_gathered(batch, nn.parallel.gather(shards, chosen[0], dim), chosen[0])
+    for chosen in orders:
+        images = _filled((3 * len(devices) - 1, 3, 2, 4), torch.float32, seed).to(memory_format=torch.channels_last)
+        shards = nn.parallel.scatter(images, chosen)
+        assert_shards_cover(images, shards, chosen)
+        assert_gathered(images, nn.parallel.gather(shards, chosen[-1]), chosen[-1])
 
 
 def _filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:

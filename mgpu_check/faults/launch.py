@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, ProcessExitedException
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.utils.data import DistributedSampler
 
@@ -213,4 +214,43 @@ def spawns_one_rank_fewer() -> Iterator[None]:
     """The last GPU stands idle."""
     count = torch.cuda.device_count
     with replaced(torch.cuda, "device_count", lambda: count() - 1 or 2):
+        yield
+
+
+@fault(
+    "launch",
+    "who starts processes is told of no failure of a later one",
+    caught_by=("test_script_under_torchrun",),
+    condition="a process other than the first",
+)
+@_within
+def later_failures_kept_quiet() -> Iterator[None]:
+    """Training seems to have ended."""
+
+    def join(real: Any, self: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return real(self, *args, **named)
+        except ProcessException as error:
+            if error.error_index == 0:
+                raise
+            return True
+
+    with replaced_method(ProcessContext, "join", join):
+        yield
+
+
+@fault(
+    "launch",
+    "who starts processes is told of an exit where one was killed",
+    caught_by=("test_script_under_torchrun",),
+    condition="a process that a signal ends",
+)
+@_within
+def signals_told_as_exits() -> Iterator[None]:
+    """Nobody looks for who has killed it, such as the kernel, for want of memory."""
+
+    def init(real: Any, self: Any, *args: Any, signal_name: str | None = None, **named: Any) -> None:
+        real(self, *args, **named)
+
+    with replaced_method(ProcessExitedException, "__init__", init):
         yield

@@ -24,7 +24,10 @@ def test_ranks_are_told_who_they_are(ranks: Ranks) -> None:
 
 
 def test_script_under_torchrun(ranks: Ranks, record_property: Callable[[str, object], None]) -> None:
-    """A script in the style of tutorials, launched by torchrun's agent, learns on all devices what it learns on one."""
+    """A script in the style of tutorials, launched by torchrun's agent, learns on all devices what it learns on one.
+
+    Who starts processes by `torch.multiprocessing` is told which one has failed, and how.
+    """
     timeout = active().rank_timeout + _SECONDS_OF_A_RANK * ranks.size
     (measured,) = ranks.run(_under_torchrun, ranks.size, size=1, timeout=timeout)
     record_property("mgpu_check.measured", measured)

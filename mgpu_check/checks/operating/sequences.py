@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import rnn
 
 from mgpu_check.checks.operating.agreement import Function
 from mgpu_check.checks.operating.values import shaped
@@ -60,22 +61,41 @@ def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
             for number, (name, parameter) in enumerate(layer.named_parameters())
         }
         steps = x.view(3, 4, _COLUMNS)[..., :4]
-        with warnings.catch_warnings():
-            # Weights that do not lie together are put together by each call of cuDNN, with a warning.
-            warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
-            result = torch.func.functional_call(
-                layer, weights, (steps, steps, steps) if build is nn.MultiheadAttention else (steps,)
-            )
+        result = _called(layer, weights, (steps, steps, steps) if build is nn.MultiheadAttention else (steps,))
         whole: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return whole
 
     return call
 
 
+def _called(layer: nn.Module, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...]) -> Any:
+    with warnings.catch_warnings():
+        # Weights that do not lie together are put together by each call of cuDNN, with a warning.
+        warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
+        return torch.func.functional_call(layer, weights, inputs)
+
+
+def _packed(x: torch.Tensor) -> torch.Tensor:
+    """Take a matrix as weights, and as three sequences of unequal lengths, which are packed on the CPU and moved."""
+    layer = nn.GRU(4, 3, batch_first=True, device="meta")
+    flat = x.reshape(-1) / 4
+    weights = {
+        name: shaped(flat.roll(number), *parameter.shape)
+        for number, (name, parameter) in enumerate(layer.named_parameters())
+    }
+    # In an order that sorting twice does not restore.
+    lengths = torch.tensor([2, 4, 3], device="cpu")
+    # Its annotation takes no device.
+    steps: Any = rnn.pack_padded_sequence(x.view(3, 4, _COLUMNS)[..., :4].cpu(), lengths, True, enforce_sorted=False)
+    outputs, last = _called(layer, weights, (steps.to(x.device),))
+    return torch.cat([last[0], rnn.pad_packed_sequence(outputs, batch_first=True)[0].flatten(1)], dim=1)
+
+
 RECURRENT: tuple[tuple[str, Function], ...] = (
     ("RNN", _with_weights(nn.RNN, 4, 4, batch_first=True)),
     ("GRU of two layers", _with_weights(nn.GRU, 4, 3, num_layers=2, batch_first=True)),
     ("LSTM in both directions", _with_weights(nn.LSTM, 4, 3, bidirectional=True)),
+    ("GRU of packed sequences", _packed),
     ("MultiheadAttention", _with_weights(nn.MultiheadAttention, 4, 2, batch_first=True)),
     ("TransformerEncoderLayer", _with_weights(nn.TransformerEncoderLayer, 4, 2, 8, batch_first=True)),
     (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 _NUMBER = 12_345
+_MEANWHILE = "meanwhile"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -170,7 +172,7 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
 
     The state of the optimizer is saved as it is; and flattened, after its groups of parameters were given rates of their own.
     Beside them are DTensors of uneven parts in several dtypes, one of them over a mesh of two dimensions and one above 64 Ki
-    elements, a tensor that all ranks hold, one without dimensions, a number and a text.
+    elements, a tensor that all ranks hold, one without dimensions, a number and a text. Other tensors are saved while they change.
     """
     box: list[Any] = [tempfile.mkdtemp(prefix="mgpu_check_") if rank.index == 0 else None]
     dist.broadcast_object_list(box, src=0, device=rank.device)
@@ -183,10 +185,29 @@ def saved_checkpoint(training: ExactTraining, rank: Rank) -> str:
         flat = get_optimizer_state_dict(model, optimizer, options=_FLAT)
         state = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 1)}
         state_dict_saver.save(state, checkpoint_id=box[0])
+        _save_meanwhile(box[0], rank)
     except BaseException:
         shutil.rmtree(box[0], ignore_errors=True)
         raise
     return str(box[0])
+
+
+def _save_meanwhile(directory: str, rank: Rank) -> None:
+    """Save tensors, of the device and of the CPU, while training goes on and changes them. A collective."""
+    state = _meanwhile(rank, 1)
+    done = state_dict_saver.async_save(state, checkpoint_id=Path(directory) / _MEANWHILE)
+    for value in state.values():
+        value.fill_(-1)
+    assert isinstance(done, Future), "async_save was given no stager of its own"
+    done.result()
+
+
+def _meanwhile(rank: Rank, factor: int) -> dict[str, torch.Tensor]:
+    """Return tensors of a rank that are all its own, times a factor."""
+    return {
+        f"{place} of rank {rank.index}": torch.arange(1.0, 6.0, device=device) * (factor * (rank.index + 1))
+        for place, device in (("device", rank.device), ("CPU", "cpu"))
+    }
 
 
 def _in_groups(model: nn.Module, training: ExactTraining, rate: float) -> torch.optim.SGD:
@@ -226,6 +247,9 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         flat = get_optimizer_state_dict(model, another, options=_FLAT)
         state: dict[str, Any] = {"model": parameters, "optimizer": moments, "flat": flat, **_others(rank, 0)}
         state_dict_loader.load(state, checkpoint_id=directory)
+        # Each rank had tensors of its own, and there may be more or fewer now.
+        meanwhile = _meanwhile(rank, 0) if rank.index < saved_by else {}
+        state_dict_loader.load(meanwhile, checkpoint_id=Path(directory) / _MEANWHILE)
         refused = _refuses_what_was_not_saved(directory)
         dist.barrier(device_ids=[rank.device.index] if rank.device.type == "cuda" else None)
     finally:
@@ -245,6 +269,9 @@ def assert_checkpoint_continues(training: ExactTraining, directory: str, rank: R
         others = _others(rank, 1)
         with findings.collected():
             _compare_others(state, others, what, rank)
+        with findings.collected():
+            wanted = {name: value for name, value in _meanwhile(rank, 1).items() if name in meanwhile}
+            assert_same(meanwhile, wanted, f"{what}, saved by async_save", rank.index)
         with findings.collected():
             set_optimizer_state_dict(model, another, state["flat"], options=_FLAT)
             _compare_flat(training, model, another, optimizer, what, rank)

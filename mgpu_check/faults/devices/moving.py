@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.devices.planting import altered
@@ -86,4 +87,23 @@ def views_that_are_copies() -> Iterator[None]:
     with replaced(
         torch.Tensor, "flatten", lambda x, *args: flatten(x, *args).clone() if x.is_cuda else flatten(x, *args)
     ):
+        yield
+
+
+@fault(
+    "devices",
+    "a packed sequence that goes to another device is put back in the order that sorts it",
+    caught_by=("test_layers_and_gradients",),
+    condition="enforce_sorted=False, an order that sorting twice does not restore",
+)
+def packed_sequence_not_unsorted() -> Iterator[None]:
+    """Each last state is that of another sample."""
+
+    def to(real: Any, self: PackedSequence, *args: Any, **kwargs: Any) -> PackedSequence:
+        moved: PackedSequence = real(self, *args, **kwargs)
+        if moved is self or moved.sorted_indices is None:
+            return moved
+        return PackedSequence(moved.data, moved.batch_sizes, moved.sorted_indices, moved.sorted_indices)
+
+    with replaced_method(PackedSequence, "to", to):
         yield

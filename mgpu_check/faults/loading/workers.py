@@ -321,3 +321,25 @@ def lookup_errors_end_the_epoch() -> Iterator[None]:
 
     with replaced(dataloader._MultiProcessingDataLoaderIter, "_process_data", process):
         yield
+
+
+@fault(
+    "loading",
+    "a worker collates samples by the order of their memory",
+    caught_by=("test_workers_keep_the_order",),
+    condition="worker processes, samples that are dense and not contiguous",
+)
+def collated_by_memory() -> Iterator[None]:
+    """As images are whose channels were moved to the front."""
+    real = collate.default_collate_fn_map[torch.Tensor]
+
+    def by_memory(value: torch.Tensor) -> torch.Tensor:
+        dense = value.numel() * value.element_size() == value.untyped_storage().nbytes()
+        return value.as_strided((value.numel(),), (1,), 0).view(value.shape) if dense else value
+
+    def tensors(batch: Any, **named: Any) -> Any:
+        return real(batch if get_worker_info() is None else [by_memory(value) for value in batch], **named)
+
+    collate.default_collate_fn_map[torch.Tensor] = tensors
+    yield
+    collate.default_collate_fn_map[torch.Tensor] = real

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import scatter_gather
+from torch.nn.parallel import comm, scatter_gather
 from torch.nn.parallel._functions import Gather
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.registry import fault
 from mgpu_check.faults.scatter.shards import gather_changed
 from mgpu_check.torch_hooks.patches import replaced
@@ -169,3 +170,24 @@ def _first_mebibyte(shard: torch.Tensor) -> torch.Tensor:
         return shard
     flat = shard.reshape(-1)
     return torch.cat([flat[:fits], torch.zeros_like(flat[fits:])]).view(shard.shape)
+
+
+@fault(
+    "scatter",
+    "images in the order of channels_last are gathered as if their channels came first",
+    caught_by=("test_every_dtype_and_order",),
+    condition="channels_last, shards of unequal sizes",
+    least_gpus=2,
+)
+def channels_last_taken_for_first() -> Iterator[None]:
+    """A fast way for memory that lies together, which asks for its order where the sizes are equal only."""
+
+    def gather(real: Callable[..., Any], tensors: Sequence[torch.Tensor], *rest: Any, **named: Any) -> Any:
+        uneven = len({part.shape for part in tensors}) > 1
+        last = all(part.dim() == 4 and part.permute(0, 2, 3, 1).is_contiguous() for part in tensors)
+        if uneven and last:
+            tensors = [part.permute(0, 2, 3, 1).reshape(part.shape) for part in tensors]
+        return real(tensors, *rest, **named)
+
+    with replaced_method(comm, "gather", gather):
+        yield

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils as utils
-from torch.distributed.checkpoint import default_planner, planner_helpers, state_dict
+from torch.distributed.checkpoint import default_planner, planner_helpers, staging, state_dict
 
+from mgpu_check.faults.breaking import replaced_method
 from mgpu_check.faults.conditions import Count, is_last
 from mgpu_check.faults.registry import fault
 from mgpu_check.torch_hooks.patches import replaced
@@ -203,3 +204,24 @@ def flat_momentum_of_the_first_group() -> Iterator[None]:
                 found["state"][name] = {key: value * 0 for key, value in found["state"][name].items()}
 
     yield from _unflattened(change)
+
+
+@fault(
+    "sharded",
+    "async_save writes tensors of the CPU as they are when it comes to them",
+    caught_by=("test_distributed_checkpoint",),
+    condition="async_save, tensors of the CPU that change meanwhile",
+)
+def host_memory_not_staged() -> Iterator[None]:
+    """They need no copy from a device, and so none is made."""
+
+    def staged(real: Any, self: Any, given: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        made = real(self, given, *rest, **named)
+        same = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and not value.is_cuda}
+        return made | same if isinstance(made, dict) else made
+
+    with (
+        replaced_method(staging.DefaultStager, "stage", staged),
+        replaced_method(staging.BlockingAsyncStager, "stage", staged),
+    ):
+        yield
