@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -340,6 +341,5 @@ def collated_by_memory() -> Iterator[None]:
     def tensors(batch: Any, **named: Any) -> Any:
         return real(batch if get_worker_info() is None else [by_memory(value) for value in batch], **named)
 
-    collate.default_collate_fn_map[torch.Tensor] = tensors
-    yield
-    collate.default_collate_fn_map[torch.Tensor] = real
+    with mock.patch.dict(collate.default_collate_fn_map, {torch.Tensor: tensors}):
+        yield
