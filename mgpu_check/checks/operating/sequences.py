@@ -55,20 +55,21 @@ def _with_weights(build: Any, *args: Any, **options: Any) -> Function:
 
     def call(x: torch.Tensor) -> torch.Tensor:
         layer = build(*args, **options, device="meta").eval()
-        flat = x.reshape(-1) / 4
-        weights = {
-            name: shaped(flat.roll(number), *parameter.shape)
-            for number, (name, parameter) in enumerate(layer.named_parameters())
-        }
         steps = x.view(3, 4, _COLUMNS)[..., :4]
-        result = _called(layer, weights, (steps, steps, steps) if build is nn.MultiheadAttention else (steps,))
+        result = _called(layer, x, (steps, steps, steps) if build is nn.MultiheadAttention else (steps,))
         whole: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return whole
 
     return call
 
 
-def _called(layer: nn.Module, weights: dict[str, torch.Tensor], inputs: tuple[Any, ...]) -> Any:
+def _called(layer: nn.Module, x: torch.Tensor, inputs: tuple[Any, ...]) -> Any:
+    """Call a layer, which has shapes only, with weights that are made of a matrix."""
+    flat = x.reshape(-1) / 4
+    weights = {
+        name: shaped(flat.roll(number), *parameter.shape)
+        for number, (name, parameter) in enumerate(layer.named_parameters())
+    }
     with warnings.catch_warnings():
         # Weights that do not lie together are put together by each call of cuDNN, with a warning.
         warnings.filterwarnings("ignore", message="RNN module weights are not part of single contiguous chunk")
@@ -78,16 +79,11 @@ def _called(layer: nn.Module, weights: dict[str, torch.Tensor], inputs: tuple[An
 def _packed(x: torch.Tensor) -> torch.Tensor:
     """Take a matrix as weights, and as three sequences of unequal lengths, which are packed on the CPU and moved."""
     layer = nn.GRU(4, 3, batch_first=True, device="meta")
-    flat = x.reshape(-1) / 4
-    weights = {
-        name: shaped(flat.roll(number), *parameter.shape)
-        for number, (name, parameter) in enumerate(layer.named_parameters())
-    }
     # In an order that sorting twice does not restore.
     lengths = torch.tensor([2, 4, 3], device="cpu")
     # Its annotation takes no device.
     steps: Any = rnn.pack_padded_sequence(x.view(3, 4, _COLUMNS)[..., :4].cpu(), lengths, True, enforce_sorted=False)
-    outputs, last = _called(layer, weights, (steps.to(x.device),))
+    outputs, last = _called(layer, x, (steps.to(x.device),))
     return torch.cat([last[0], rnn.pad_packed_sequence(outputs, batch_first=True)[0].flatten(1)], dim=1)
 
 
