@@ -103,7 +103,7 @@ _TABLE = (
         "https://github.com/pytorch/pytorch/issues/185167",
         shown_by=("test_sharded.py::test_losses_of_dtensors",),
         strikes=lambda loss, even, size: loss in ("weighted nll_loss", "nll_loss with ignored classes") and size > 1,
-        fixed="2.15",
+        fixed="2.14.1",
     ),
 )
 
