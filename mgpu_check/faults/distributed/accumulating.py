@@ -66,17 +66,25 @@ def join_divides_by_all() -> Iterator[None]:
         yield
 
 
-@ddp_fault("ranks that have joined are not sent the model of those that trained on", "test_uneven_inputs")
-def joined_ranks_left_behind() -> Iterator[None]:
+@contextlib.contextmanager
+def _joined_ranks_keep(values_of: Callable[[nn.Module], Iterator[torch.Tensor]]) -> Iterator[None]:
+    """Have ranks that have joined keep some values of their own, where they are sent the model of those that trained on."""
+
     def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
-        held = [parameter.detach().clone() for parameter in self.module.parameters()]
+        held = [value.detach().clone() for value in values_of(self.module)]
         real(self, is_last_joiner)
         if not is_last_joiner:
             with torch.no_grad():
-                for parameter, before in zip(self.module.parameters(), held, strict=True):
-                    parameter.copy_(before)
+                for value, before in zip(values_of(self.module), held, strict=True):
+                    value.copy_(before)
 
     with replaced_method(DDP, "_sync_final_model", sync):
+        yield
+
+
+@ddp_fault("ranks that have joined are not sent the model of those that trained on", "test_uneven_inputs")
+def joined_ranks_left_behind() -> Iterator[None]:
+    with _joined_ranks_keep(nn.Module.parameters):
         yield
 
 
@@ -164,12 +172,5 @@ def inner_no_sync_ends_both() -> Iterator[None]:
     least_gpus=2,
 )
 def joined_ranks_keep_buffers() -> Iterator[None]:
-    def sync(real: Callable[..., Any], self: DistributedDataParallel, is_last_joiner: bool) -> None:
-        held = [buffer.detach().clone() for buffer in self.module.buffers()]
-        real(self, is_last_joiner)
-        if not is_last_joiner:
-            for buffer, before in zip(self.module.buffers(), held, strict=True):
-                buffer.copy_(before)
-
-    with replaced_method(DDP, "_sync_final_model", sync):
+    with _joined_ranks_keep(nn.Module.buffers):
         yield
