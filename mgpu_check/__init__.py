@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mgpu_check.checks.mismatch import raises_device_mismatch as raises_device_mismatch
     from mgpu_check.checks.replicas import assert_replicas_agree as assert_replicas_agree
     from mgpu_check.checks.scatter import assert_shards_cover as assert_shards_cover
+    from mgpu_check.errors import NotCompared as NotCompared
     from mgpu_check.errors import RankDied as RankDied
     from mgpu_check.errors import RankFailure as RankFailure
     from mgpu_check.errors import RankHang as RankHang
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from mgpu_check.simulated import simulated_node as simulated_node
 
 _HOMES = {
+    "NotCompared": "mgpu_check.errors",
     "Rank": "mgpu_check.rank_side.rank",
     "RankDied": "mgpu_check.errors",
     "RankFailure": "mgpu_check.errors",

@@ -17,6 +17,7 @@ __all__ = [
     "DeviceEnumerationError",
     "DeviceMismatch",
     "GradientMismatch",
+    "NotCompared",
     "RankDied",
     "RankFailure",
     "RankHang",
@@ -89,6 +90,24 @@ class ScalingMismatch(CheckFailure):
 
 def _rebuild_scaling(message: str, ranks: tuple[int, ...], mistakes: tuple[str, ...]) -> ScalingMismatch:
     return ScalingMismatch(message, ranks=ranks, mistakes=mistakes)
+
+
+class NotCompared(CheckFailure):
+    """Nothing is known to be wrong, but some of what was trained could not be compared with one device.
+
+    ``names`` has the parameters that were not compared.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = (), names: Iterable[str] = ()) -> None:
+        super().__init__(message, ranks=ranks)
+        self.names = tuple(names)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_not_compared, (str(self), self.ranks, self.names))
+
+
+def _rebuild_not_compared(message: str, ranks: tuple[int, ...], names: tuple[str, ...]) -> NotCompared:
+    return NotCompared(message, ranks=ranks, names=names)
 
 
 class DeviceMismatch(CheckFailure):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from mgpu_check.gates.flattening import Opaque, flattened
-from mgpu_check.gates.observing import plain_copy
 from mgpu_check.gates.program import bound
 from mgpu_check.gates.states import digest_of_value, is_real
 from mgpu_check.numerics.bounds import unit_roundoff
@@ -24,7 +23,7 @@ from mgpu_check.processes.rank_lists import few, grouped
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
-from mgpu_check.torch_hooks.tensors import as_real, name_of
+from mgpu_check.torch_hooks.tensors import as_real, name_of, plain_copy
 
 __all__ = ["Compared", "Evaluated", "compare_ranks", "train_and_evaluate"]
 

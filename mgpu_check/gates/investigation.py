@@ -31,8 +31,18 @@ _LIKELY = 2
 """Causes that a report names."""
 
 
-def investigate(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
-    """Return the report of a failure; runs the step a few more times."""
+def investigate(trials: Trials, failed: Trial, sizes: Sequence[int], axes: str = "") -> Report:
+    """Return the report of a failure; runs the step a few more times.
+
+    Args:
+        sizes: world sizes of the gate.
+        axes: which axes of the mesh the failure needs, in words.
+    """
+    report = _investigated(trials, failed, sizes)
+    return replace(report, headline=f"{report.headline}\n  {axes}") if axes else report
+
+
+def _investigated(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
     if failed.relations is None:
         assert failed.error is not None
         return _report_of_error(trials, failed.scenario, failed.error)
@@ -72,7 +82,8 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
     traces: Sequence[Trace] = ()
     try:
         pairs = trials.ranks.run(run_traced, program, scenario, size=size)
-        seen, traces = [one for one, _ in pairs], [trace for _, trace in pairs]
+        seen = trials.assembled(scenario, [one for one, _ in pairs])
+        traces = [trace for _, trace in pairs]
     except (CheckFailure, RankHang):  # it does not fail in the same way each time
         seen = failed.seen
     relations = relations_of(expected, seen, trials.kinds, trials.tolerance)

@@ -8,29 +8,28 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.events import noting_seeds
+from mgpu_check.gates.holdings import Held, Holdings, moved_apart, named_tensors
+from mgpu_check.gates.meshes import coordinates_of, mesh_of
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
 from mgpu_check.mistakes.observed import Event, Observation
 from mgpu_check.mistakes.results import Result
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
-from mgpu_check.torch_hooks.tensors import as_real, copied, digest_of
+from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 
-__all__ = ["Around", "Nudge", "observe", "parameters_of", "plain_copy"]
+__all__ = ["Around", "observe", "parameters_of"]
 
-Nudge = Callable[[int, Result, torch.Tensor], None]
 Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
 """Of the model, and of the batches as the steps get them."""
 
@@ -64,10 +63,12 @@ def observe(
         alter: done to each batch.
         around: entered around the steps, not around building the model and the batches.
     """
+    if scenario.mesh:
+        rank = dataclasses.replace(rank, mesh=mesh_of(rank, scenario.mesh))
     seed_everything(scenario.seed)
     seeds: list[Event] = []
     with noting_seeds(seeds) if traced else contextlib.nullcontext():
-        model = program.build()
+        model = _built(program, scenario)
     modules = modules_of(model)
     batches = make_batches(
         program.batch,
@@ -82,16 +83,20 @@ def observe(
         batches = [alter(batch) for batch in batches]
     seen = Observation(batch=_digest_of_all(batches), built=seeds)
     if initial:
-        for _, name, value in _state_of(modules):
+        for _, name, value, _, _ in named_tensors(modules):
             seen.initial[name] = plain_copy(value)
     if double:
         _widen(modules)
         batches = [wider(batch) for batch in batches]
+    again = functools.partial(_built_again, program, scenario, double) if rank.size > 1 else None
+    holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
     call = None if traced else make()
     seed_everything(scenario.seed + 1)
     before = torch.get_rng_state()
-    recorder = _StepRecorder(modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None)
+    recorder = StepRecorder(
+        holdings, modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None
+    )
     with _default_dtype(double), recorder, around(model, batches):
         call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
         for number, batch in enumerate(batches):
@@ -103,11 +108,35 @@ def observe(
                 seen.touched.add("returned")
     after = torch.get_rng_state()
     seen.rng, seen.draws = digest_of(after), not torch.equal(before, after)
-    _take_state(seen, modules)
-    recorder.take_optimizers(modules)
+    held = holdings.held()
+    _take_state(seen, modules, held)
+    by_id = {id(one.tensor): one for one in held}
+    recorder.take_steps(by_id)
+    recorder.take_optimizers(by_id)
+    if rank.size > 1:
+        seen.unused = holdings.unused(seen.trained)
+    elif seen.pieces:
+        (seen,) = assembled([seen])
     if digests:
         seen.digests = {name: digest_of(value) for name, value in seen.values.items()}
     return seen
+
+
+def _built(program: Program, scenario: Scenario) -> Any:
+    model = program.build()
+    if scenario.apart:
+        moved_apart(modules_of(model))
+    return model
+
+
+def _built_again(program: Program, scenario: Scenario, double: bool) -> dict[str, nn.Module]:
+    """Return the modules as they were built, for their values; the state of random numbers stays as it is."""
+    with torch.random.fork_rng(devices=[]):
+        seed_everything(scenario.seed)
+        modules = modules_of(_built(program, scenario))
+    if double:
+        _widen(modules)
+    return modules
 
 
 def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_size: int) -> Callable[[Any], Any]:
@@ -117,48 +146,43 @@ def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_si
     return bound(program.step, model, rank)
 
 
-def plain_copy(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU; of a DTensor the whole tensor, which is a collective; of complex numbers pairs of real
-    ones.
-    """
-    value = value.detach()
-    return as_real(copied(value.full_tensor() if hasattr(value, "full_tensor") else value))
-
-
-def _state_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Literal["params", "buffers"], str, torch.Tensor]]:
-    """Yield each parameter and buffer: "params" or "buffers", its name, its value."""
-    for prefix, module in modules.items():
-        yield from (("params", prefix + name, value) for name, value in module.named_parameters())
-        yield from (("buffers", prefix + name, value) for name, value in module.named_buffers())
-
-
 def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each parameter of modules that are named by prefixes: its name, its value."""
-    return ((name, value) for kind, name, value in _state_of(modules) if kind == "params")
+    return ((name, value) for kind, name, value, _, _ in named_tensors(modules) if kind == "params")
 
 
 def _widen(modules: Mapping[str, nn.Module]) -> None:
     """Convert parameters and buffers to float64, or complex128, in place."""
     for module in modules.values():
         module.double()  # leaves complex values alone
-    for _, _, value in _state_of(modules):
+    for _, _, value, _, _ in named_tensors(modules):
         if value.dtype == torch.complex64:
             value.data = value.data.to(torch.complex128)
 
 
-def _take_state(seen: Observation, modules: Mapping[str, nn.Module]) -> None:
-    for kind, name, value in _state_of(modules):
-        now = plain_copy(value)
-        if kind == "params" and (value.requires_grad or value.grad is not None):
-            if value.grad is not None:
+def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Sequence[Held]) -> None:
+    for one in held:
+        tensor, now, taken = one.tensor, plain_copy(one.tensor), one.kind == "params"
+        if taken and (tensor.requires_grad or tensor.grad is not None):
+            if tensor.grad is not None:
                 seen.touched.add("grads")
-            seen.values[Result("grads", name)] = torch.zeros_like(now) if value.grad is None else plain_copy(value.grad)
-        seen.values[Result(kind, name)] = now
-        before = seen.initial.get(name)
-        if before is None or not torch.equal(before.to(now.dtype), now):
-            seen.touched.add(kind)
+                seen.trained |= _wholes_of(one)
+            gradient = torch.zeros_like(now) if tensor.grad is None else plain_copy(tensor.grad)
+            put(seen.values, seen.pieces, "grads", "{}", one, gradient)
+        put(seen.values, seen.pieces, one.kind, "{}", one, now)
+        before = seen.initial.get(one.whole or one.label)
+        if before is None or before.shape != now.shape or not torch.equal(before.to(now.dtype), now):
+            seen.touched.add(one.kind)
+            if before is not None or one.slices:
+                seen.trained |= _wholes_of(one)
+        if one.reason is not None and taken:
+            seen.unplaced[one.label] = one.reason
     for prefix, module in modules.items():
         seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
+
+
+def _wholes_of(one: Held) -> set[str]:
+    return {one.whole or one.label} if one.slices is None else {part.whole for part in one.slices}
 
 
 def _normalizes(module: nn.Module) -> bool:
@@ -188,127 +212,6 @@ def _take(seen: Observation, name: Result, value: Any) -> None:
             f"step returned {name.label or 'a result'} of type {type(value).__name__}; return tensors, numbers or texts, in "
             "mappings, sequences or dataclasses"
         )
-
-
-class _StepRecorder:
-    """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts.
-
-    Args:
-        several: there are other ranks, with which the first step of each optimizer is to be compared.
-        all_parameters: that of all parameters, not only of those that are none of the model's.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Module],
-        seen: Observation,
-        deep: bool | str,
-        nudge: Nudge | None,
-        several: bool,
-        all_parameters: bool,
-    ) -> None:
-        self._modules, self._seen, self._deep, self._nudge = modules, seen, deep, nudge
-        self._several, self._all_parameters = several, all_parameters
-        self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._optimizers: dict[int, Optimizer] = {}
-        self._stack = contextlib.ExitStack()
-        self._gradients: dict[Result, torch.Tensor] = {}
-
-    def __enter__(self) -> _StepRecorder:
-        self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
-        self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
-        self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
-        return self
-
-    def __exit__(self, *of_error: object) -> None:
-        self._stack.close()
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._several and id(optimizer) not in self._optimizers:
-            self._take_first_step(optimizer)
-        nonlinear = type(optimizer) is not torch.optim.SGD
-        self._seen.nonlinear |= nonlinear
-        self._gradients = {}
-        if self._deep and (nonlinear or self._deep != "nonlinear"):
-            self._gradients = {
-                Result("grads", name): plain_copy(torch.zeros_like(value) if value.grad is None else value.grad)
-                for name, value in self._parameters()
-            }
-        if self._nudge is None:
-            return
-        for name, value in self._parameters():
-            if value.grad is not None and value.grad.layout == torch.strided:
-                gradient = getattr(value.grad, "_local_tensor", value.grad)
-                self._before_nudge.append((gradient, gradient.clone()))
-                self._nudge(self._seen.optimizer_steps, Result("grads", name), gradient)
-
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizers[id(optimizer)] = optimizer
-        self._seen.optimizer_steps += 1
-        for gradient, before in self._before_nudge:
-            gradient.copy_(before)
-        self._before_nudge.clear()
-        if self._deep:
-            rest = self._parameters() if self._deep is True else ()
-            after = {Result("params", name): plain_copy(value) for name, value in rest}
-            self._seen.snapshots.append(self._gradients | after)
-
-    def _take_first_step(self, optimizer: Optimizer) -> None:
-        """Take down which values and gradients the optimizer finds, of gradients that tell ranks apart."""
-        names = {id(value): name for name, value in self._parameters()}
-        which = f" of optimizer {len(self._optimizers)}" if self._optimizers else ""
-        for index, group in enumerate(optimizer.param_groups):
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter))
-                if (name is None or self._all_parameters) and _tells_ranks_apart(parameter):
-                    name = name or f"{_unnamed(position, index)}{which}"
-                    self._seen.stepped[name] = digest_of(parameter.detach()), digest_of(parameter.grad)
-
-    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return parameters_of(self._modules)
-
-    def _forward(self, module: nn.Module, args: Any) -> None:
-        if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
-            inside = {id(buffer) for buffer in module.buffers()}
-            self._seen.broadcast |= {
-                Result(kind, name) for kind, name, value in _state_of(self._modules) if id(value) in inside
-            }
-
-    def take_optimizers(self, modules: Mapping[str, nn.Module]) -> None:
-        """Take down what the optimizers hold that have stepped."""
-        names = {id(value): name for name, value in self._parameters()}
-        self._seen.optimizers = len(self._optimizers)
-        for number, optimizer in enumerate(self._optimizers.values()):
-            which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
-            for index, group in enumerate(optimizer.param_groups):
-                if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
-                    rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
-                    self._seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
-                for position, parameter in enumerate(group["params"]):
-                    owner = names.get(id(parameter), _unnamed(position, index))
-                    for key, value in optimizer.state.get(parameter, {}).items():
-                        if isinstance(value, torch.Tensor):
-                            self._seen.values[Result("optimizer", f"{key} of {owner}{which}")] = plain_copy(value)
-        self._optimizers.clear()
-
-
-def _unnamed(position: int, group: int) -> str:
-    """Return what stands for the name of an optimizer's parameter that is none of the model's."""
-    return f"parameter {position} of group {group}"
-
-
-def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
-    """Return whether a gradient that is the same on all ranks was made so: one of equal elements may be by chance."""
-    gradient = parameter.grad
-    if (
-        gradient is None
-        or hasattr(parameter, "full_tensor")
-        or gradient.layout != torch.strided
-        or gradient.numel() < 2
-    ):
-        return False
-    real = as_real(gradient.detach())
-    return bool(real.isfinite().all()) and bool(real.min() != real.max())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from mgpu_check.numerics.placement.declared import Placement
 from mgpu_check.rank_side.rank import Rank
 
 __all__ = [
@@ -39,6 +40,8 @@ class Program:
         reference: ``reference(model, batch)`` on one device, or None.
         single_process: one process drives all devices, as with nn.DataParallel.
         gate: the function that the user has called, for messages.
+        placement: which slices of which parameters ranks hold; see `numerics.placement.declared.by_user`.
+        returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for all.
     """
 
     step: Callable[..., Any]
@@ -47,6 +50,8 @@ class Program:
     reference: Callable[..., Any] | None = None
     single_process: bool = False
     gate: str = "assert_step_scales"
+    placement: Placement = None
+    returned_by: Callable[[Mapping[str, int]], bool] | str | None = None
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
@@ -56,14 +61,18 @@ def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], A
 
 
 def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) -> Callable[[Any], Any]:
-    """Return the same of a reference, with the world size if it asks for that."""
+    """Return the same of a reference, with the world size if it asks for that; a class is called with the model first."""
     given = {"world_size": world_size} if wants_world_size(reference) else {}
-    return lambda batch: reference(model, batch, **given)
+    made = reference(model) if is_class(reference) else reference
+    return lambda batch: made(model, batch, **given)
 
 
 def wants_world_size(reference: Callable[..., Any] | None) -> bool:
     """Return whether a reference has a parameter of that name."""
-    return reference is not None and "world_size" in inspect.signature(reference).parameters
+    if reference is None:
+        return False
+    called: Callable[..., Any] = vars(_innermost(reference))["__call__"] if is_class(reference) else reference
+    return "world_size" in inspect.signature(called).parameters
 
 
 def is_class(step: Callable[..., Any]) -> bool:

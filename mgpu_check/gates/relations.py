@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from mgpu_check.mistakes.observed import Expected, Observation, Relations
+from mgpu_check.gates.judged import unjudged
+from mgpu_check.mistakes.observed import AGREE, FINITE, PARITY, REPEATS, Expected, Observation, Relations
 from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.numerics.compare import Difference, difference, show
-from mgpu_check.processes.rank_lists import grouped, named
+from mgpu_check.processes.rank_lists import few, grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite
 
 __all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "allowed_for", "close", "relations_of", "repeats"]
 
-PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
 RANDOM = Result("rng", "state of the random numbers")
 
 
-_SHARDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
+_DIVIDED: tuple[Kind, ...] = ("grads", "params", "optimizer")
 
 
 def relations_of(
@@ -38,7 +38,6 @@ def relations_of(
     relations = Relations()
     first = seen[0]
     left_out = _left_out(expected, first)
-    returns = any(name.kind == "returned" for name in first.values)
     for name in dict.fromkeys((*expected.single.values, *first.values)):
         kind = name.kind
         if kind not in kinds:
@@ -46,8 +45,8 @@ def relations_of(
         if kind in left_out:
             relations.skipped[name] = left_out[kind]
             continue
-        if kind in _SHARDED and returns and _is_sharded(expected, seen, name):
-            relations.skipped[name] = "what the step divides among ranks; what it returns stands for it"
+        if why := _not_placed(expected, seen, name):
+            relations.skipped[name] = why
             continue
         held: dict[str, bool | None] = {}
         allowed = allowed_for(expected, name, tolerance)
@@ -61,7 +60,13 @@ def relations_of(
         _take_random_state(relations, seen)
     if "returned" in kinds:
         _take_texts(relations, expected, seen)
-    relations.remarks += sorted({f"not compared: {reason}" for reason in relations.skipped.values()})
+    relations.unjudged = unjudged(relations, expected, seen, kinds, tolerance)
+    relations.remarks += sorted({f"not compared: {reason}" for reason in left_out.values()})
+    by_reason = grouped((why, name) for name, why in relations.skipped.items() if name.kind not in left_out)
+    relations.remarks += [f"not compared: {few(names)}: {why}" for why, names in by_reason]
+    relations.remarks += [
+        f"{name} is divided: {told}" for name, told in first.placements.items() if name.kind == "params"
+    ]
     return relations
 
 
@@ -142,13 +147,21 @@ def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> Non
         )
 
 
-def _is_sharded(expected: Expected, seen: Sequence[Observation], name: Result) -> bool:
-    """Return whether ranks hold parts of what one device has whole."""
+def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -> str:
+    """Return why ranks' values of a result cannot be put together; "" if they can."""
     right = expected.single.values.get(name)
-    held = [one.digests.get(name) for one in seen]
-    if None in held and name.kind == "optimizer":
-        return True
-    return right is not None and any(one.values[name].shape != right.shape for one in seen if name in one.values)
+    if right is None or name.kind not in _DIVIDED:
+        return ""
+    owner = name.of.partition(" of ")[2].partition(" of optimizer ")[0] if name.kind == "optimizer" else name.of
+    unused = name.of in expected.single.trained and all(name.of in one.unused for one in seen)
+    apart = any(one.values[name].shape != right.shape for one in seen if name in one.values)
+    lost = all(name not in one.values for one in seen)
+    why = next((one.unplaced[owner] for one in seen if owner in one.unplaced), None)
+    if apart and why is not None:
+        return str(why)
+    if (lost or unused) and any(one.unplaced for one in seen):
+        return "no tensor of a rank is known to hold it"
+    return "" if not apart or name.kind != "optimizer" else "it is divided in a way that is not known"
 
 
 def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
@@ -242,15 +255,21 @@ def _parity(
         relations.wrong[name] = list(range(len(seen)))
         relations.details[name] = "missing on rank 0"
         return False
+    if name in first.gaps:
+        relations.wrong[name] = list(range(len(seen)))
+        relations.details[name] = f"no rank holds {first.gaps[name]}"
+        return False
     found: dict[int, str] = {}
     for rank, one in enumerate(seen):
-        if rank and one.digests.get(name) == first.digests[name]:
+        if rank and one.digests.get(name) == first.digests[name] and name not in one.own:
             if 0 in found:
                 found[rank] = found[0]
             continue
         value = one.values.get(name)
         if value is None:
             continue  # that it differs from rank 0's is said as such
+        if name in one.own and value.shape == right.shape:
+            value = torch.where(one.own[name], value, right.to(value.dtype))  # others answer for what they hold
         if value.shape != right.shape:
             found[rank] = f"has shape {list(value.shape)}, expected {list(right.shape)}"
         elif (off := difference(value, right, allowed)) is not None:

@@ -25,7 +25,7 @@ def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = Fal
         seen = observe(_placed(rank, program, scenario), program, scenario)
     if not whole and sum(value.numel() for value in seen.values.values()) > _SMALL:
         seen.initial = {}  # it tells of mistakes, for which all is taken down once more
-        if rank.index:
+        if rank.index and not seen.pieces and not seen.unused:
             seen.values = {}
     return seen
 

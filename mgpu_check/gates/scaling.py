@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import hypothesis
@@ -13,13 +14,17 @@ from hypothesis.reporting import with_reporter
 from torch import nn
 
 from mgpu_check.errors import RankHang, ScalingMismatch
+from mgpu_check.gates.axes import shrunk_to_axes
+from mgpu_check.gates.comparability import check_unjudged
 from mgpu_check.gates.investigation import investigate, report_of_hang
+from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
 from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture, check_tolerance, world_sizes_of
 from mgpu_check.mistakes.results import KINDS
+from mgpu_check.numerics.placement.declared import Placement, check_placement
 
 __all__ = ["assert_metric_scales", "assert_step_scales"]
 
@@ -47,6 +52,10 @@ def assert_step_scales(
     tolerance: float | Mapping[str, float] | None = None,
     max_examples: int | None = None,
     single_process: bool = False,
+    meshes: Iterable[Mapping[str, int]] | None = None,
+    placement: Placement = None,
+    returned_by: Callable[[Mapping[str, int]], bool] | str | None = None,
+    unjudged: Mapping[str, str] | None = None,
 ) -> None:
     """Assert that a training step on several ranks does what it does on one device.
 
@@ -67,7 +76,8 @@ def assert_step_scales(
         batch: ``batch(n)``: a global batch of n samples, called on every rank under the same seed: tensors in any
             structure, their first dimension that of the samples. Or a Hypothesis strategy of global batches.
         reference: ``reference(model, batch)``, what one device does; it returns what `step` does. Default: the step
-            itself at world size 1. A parameter called `world_size` is given the world size under test, for references
+            itself at world size 1. A class is called with the model first, and the object with (model, batch) for each
+            step. A parameter called `world_size` is given the world size under test, for references
             that go through the batch shard by shard.
         world_sizes: those to try; default the powers of two up to ``ranks.size``, and it.
         sizes: batch sizes: a strategy of integers, an integer, several, "divisible" for multiples of the world size, or a
@@ -78,8 +88,19 @@ def assert_step_scales(
         max_examples: cases to try, about; default 24.
         single_process: one process drives all devices, as with nn.DataParallel: the step runs in one process, and
             ``rank.size`` is the number of devices.
+        meshes: meshes to try, in place of world sizes: ``[{"dp": 2, "tp": 2}, {"pp": 4}]``. ``rank.mesh`` is the
+            `DeviceMesh`. A failure names the axes that it needs.
+        placement: which slice of which parameter a rank holds, where that cannot be found out: a mapping from patterns of
+            names, or a function ``(name, rank)``. A slice is given by the dimension that is chunked over all ranks, by a
+            mapping from axes of the mesh to dimensions, as "whole", or as an index of the whole tensor; a tuple of a name
+            and one of these where the parameter has another name on one device. Default: DTensor, FSDP1, the attributes
+            that Megatron sets, and the values before the first step tell.
+        returned_by: the ranks whose returned values count: "last" for those of the last stage (axis "pp", or the last
+            rank), or a function of the coordinates, ``lambda at: at["tp"] == 0``. Default: all ranks.
+        unjudged: parameters that need not be compared, by pattern, with the reason of each.
 
     Raises:
+        NotCompared: nothing is known to be wrong, but a parameter that is trained was not compared with one device.
         ScalingMismatch: a relation does not hold; names the smallest case, every observable with its relations, and the
             likely mistake. `.ranks` holds the ranks, `.mistakes` the classes.
         RankHang: ranks did not return in time.
@@ -87,8 +108,17 @@ def assert_step_scales(
             batches when it is called again under the same seed.
     """
     __tracebackhide__ = True
-    program = Program(step, build, None if isinstance(batch, st.SearchStrategy) else batch, reference, single_process)
-    _assert_scales(ranks, program, batch, world_sizes, sizes, observe, tolerance, max_examples)
+    program = Program(
+        step,
+        build,
+        None if isinstance(batch, st.SearchStrategy) else batch,
+        reference,
+        single_process,
+        placement=placement,
+        returned_by=returned_by,
+    )
+    reasons = check_unjudged(program.gate, unjudged)
+    _assert_scales(ranks, program, batch, world_sizes, sizes, observe, tolerance, max_examples, meshes, reasons)
 
 
 def assert_metric_scales(
@@ -127,10 +157,17 @@ def _assert_scales(
     observe: Collection[str],
     tolerance: float | Mapping[str, float] | None,
     max_examples: int | None,
+    meshes: Iterable[Mapping[str, int]] | None = None,
+    unjudged: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     __tracebackhide__ = True
     _check_arguments(program, observe, tolerance, max_examples)
-    allowed = world_sizes_of(ranks, world_sizes)
+    if meshes is None:
+        worlds: list[tuple[int, Mesh]] = [(size, ()) for size in world_sizes_of(ranks, world_sizes)]
+    else:
+        several = check_meshes(program.gate, meshes, ranks.size, world_sizes, program.single_process)
+        worlds = [(size_of(mesh), mesh) for mesh in several]
+    allowed = sorted({size for size, _ in worlds})
     drawn = batch if isinstance(batch, st.SearchStrategy) else None
     if drawn is not None and sizes is not None:
         raise ValueError(f"{program.gate}: sizes and a strategy of batches are both given; batches bring their sizes")
@@ -139,7 +176,7 @@ def _assert_scales(
             f"{program.gate}: world_sizes={allowed} compares one device with itself; give a reference, or 2"
         )
     trials = Trials(ranks, program, frozenset(observe), tolerance, name_of(program.step))
-    for kind in families(allowed, sizes, drawn, max_examples or _EXAMPLES):
+    for kind in families(worlds, sizes, drawn, max_examples or _EXAMPLES):
         if kind.name == SEVERAL_STEPS and not trials.trains:
             continue
         try:
@@ -150,9 +187,10 @@ def _assert_scales(
             late.mistakes = report.mistakes
             raise late from None  # another one: the engine rewrites its own when it is shown
         if failed is not None:
-            report = investigate(trials, failed, allowed)
+            failed, axes = shrunk_to_axes(trials, failed)
+            report = investigate(trials, failed, [size for size, mesh in worlds if not mesh], axes)
             raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
-    trials.finish(allowed)
+    trials.finish(worlds, unjudged)
 
 
 def _check_arguments(
@@ -169,6 +207,11 @@ def _check_arguments(
     if isinstance(observe, str) or not isinstance(observe, Collection) or not set(observe) or set(observe) - set(KINDS):
         raise ValueError(f"{gate}: observe={observe!r}; choose some of {', '.join(KINDS)}")
     check_tolerance(gate, tolerance)
+    check_placement(gate, program.placement)
+    if program.returned_by not in (None, "last") and not callable(program.returned_by):
+        raise ValueError(
+            f'{gate}: returned_by={program.returned_by!r}; give "last", or a function of the coordinates of a rank'
+        )
     if max_examples is not None and (type(max_examples) is not int or max_examples < 1):
         raise ValueError(f"{gate}: max_examples={max_examples!r}; give an integer of at least 1")
 

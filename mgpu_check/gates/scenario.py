@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from mgpu_check.gates.meshes import Mesh, described
+
 __all__ = ["CHANGES", "Scenario"]
 
 CHANGES = ("scaled", "ragged", "sorted", "duplicated", "permuted")
@@ -23,6 +25,8 @@ class Scenario:
         factor: of "scaled" batches.
         seed: of everything random.
         batches: those that were drawn, where the user gives a strategy.
+        mesh: axes of the mesh and their sizes, where the user gives meshes.
+        apart: the elements of parameters are made distinct, so that slices of them are told by their values.
     """
 
     world_size: int
@@ -32,11 +36,20 @@ class Scenario:
     factor: float = 1024.0
     seed: int = 0
     batches: tuple[Any, ...] = field(default=(), compare=False)
+    mesh: Mesh = ()
+    apart: bool = False
+
+    @property
+    def place(self) -> tuple[int, Mesh]:
+        """World size, and mesh."""
+        return self.world_size, self.mesh
 
     @property
     def described(self) -> dict[str, object]:
         """Its description in words, for a report."""
         case: dict[str, object] = {"world size": self.world_size}
+        if self.mesh:
+            case["mesh"] = described(self.mesh)
         if self.samples:
             case["samples"] = self.samples
         case["steps"] = self.steps

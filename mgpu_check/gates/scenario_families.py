@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from mgpu_check.gates.batches import samples_in
+from mgpu_check.gates.meshes import Mesh
 from mgpu_check.gates.scenario import CHANGES, Scenario
 
 __all__ = ["SEVERAL_STEPS", "Family", "Sizes", "families"]
@@ -36,7 +37,7 @@ class Family:
 
 
 def families(
-    world_sizes: Sequence[int],
+    worlds: Sequence[tuple[int, Mesh]],
     sizes: Sizes,
     drawn: st.SearchStrategy[Any] | None,
     max_examples: int,
@@ -44,6 +45,7 @@ def families(
     """Return the kinds of scenarios, from those that are most likely to be right to those that provoke.
 
     Args:
+        worlds: world sizes to try, each with the mesh that divides it; () for none.
         sizes: batch sizes; None for sizes below, at and above the world size, divisible by it and not.
         drawn: strategy of batches, which then bring their size with them.
         max_examples: of all families together, about.
@@ -59,9 +61,9 @@ def families(
         kind: str = "",
         changes: Sequence[str] = ("",),
         steps: tuple[int, int] = (1, 1),
-        worlds: Sequence[int] = world_sizes,
+        among: Sequence[tuple[int, Mesh]] = worlds,
     ) -> Scenario:
-        world_size = draw(st.sampled_from(worlds))
+        world_size, mesh = draw(st.sampled_from(among))
         samples = 0
         batches: tuple[Any, ...] = ()
         count = draw(st.integers(*steps))
@@ -72,15 +74,15 @@ def families(
             samples = samples_in(batches[0])
         change = draw(st.sampled_from(changes))
         seed = draw(st.integers(0, _SEEDS - 1))
-        return Scenario(world_size, samples, count, change, seed=seed, batches=batches)
+        return Scenario(world_size, samples, count, change, seed=seed, batches=batches, mesh=mesh)
 
     shares: list[tuple[str, st.SearchStrategy[Scenario], float]] = []
-    for world in world_sizes:  # each for itself, so that none is left to chance
+    for world in worlds:  # each for itself, so that none is left to chance
         if drawn is not None:
-            shares.append(("batches as drawn", scenario(worlds=(world,)), 0.45 / len(world_sizes)))
+            shares.append(("batches as drawn", scenario(among=(world,)), 0.45 / len(worlds)))
             continue
         for kind, share in (("divisible", 0.2), ("uneven", 0.2), ("below", 0.1)):
-            shares.append((kind, scenario(kind, worlds=(world,)), share / len(world_sizes)))
+            shares.append((kind, scenario(kind, among=(world,)), share / len(worlds)))
     shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
     shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS)), 0.15))
     shares += [(change, scenario(changes=(change,)), 0.08) for change in CHANGES]

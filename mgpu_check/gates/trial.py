@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.gates.assembly import assembled, holders_of
+from mgpu_check.gates.comparability import Coverage
 from mgpu_check.gates.expectations import Effort, Expectations, key_of
 from mgpu_check.gates.measuring import largest_factor
+from mgpu_check.gates.meshes import Mesh, place_in, where_is
 from mgpu_check.gates.program import Program, is_class
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step
@@ -18,6 +22,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.worlds import RanksFixture
 from mgpu_check.mistakes.observed import Expected, Observation, Relations
 from mgpu_check.mistakes.results import Result
+from mgpu_check.numerics.placement.slices import Unplaced
 from mgpu_check.torch_hooks.threads import some_threads
 
 __all__ = ["Trial", "Trials"]
@@ -62,7 +67,7 @@ class Trials:
         name: of the step.
 
     Attributes:
-        completed: world size -> how many scenarios were compared.
+        completed: world size or mesh -> how many scenarios were compared there.
         current: that which is tried, or was tried last.
         trains: the step has changed the model, so that a second one is another.
     """
@@ -76,17 +81,20 @@ class Trials:
         name: str,
     ) -> None:
         self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
-        self.completed: Counter[int] = Counter()
+        self.completed: Counter[tuple[int, Mesh]] = Counter()
         self.trains = is_class(program.step)
         self.current = Scenario(1, 0)
         self._outcomes: dict[tuple[object, ...], Trial | None] = {}
-        self._repeated: set[int] = set()
+        self._repeated: set[tuple[int, Mesh]] = set()
         self._expectations = Expectations(ranks, program)
         self._factor: float | None = None
         self._effects = False
-        self._refusals: dict[int, str] = {}
+        self._refusals: dict[tuple[int, Mesh], str] = {}
         self._cause: RankFailure | None = None
         self._score = 0
+        self._holders: dict[tuple[int, Mesh], dict[str, set[int]]] = {}
+        self._apart = False
+        self.coverage = Coverage(program, name)
 
     def knows(self, scenario: Scenario) -> bool:
         """Return whether the scenario was tried."""
@@ -99,7 +107,11 @@ class Trials:
         if key not in self._outcomes:
             # Of large tensors what is compared here takes long where threads wait for processors that others use.
             with some_threads(torch.get_num_threads()):
-                self._outcomes[key] = self._run(scenario)
+                outcome = self._run(scenario)
+                if self._apart and not scenario.apart:  # slices were not told apart by their values
+                    self.current = scenario = replace(scenario, apart=True)
+                    outcome = self._run(scenario)
+            self._outcomes[key] = outcome
         return self._outcomes[key]
 
     def _run(self, scenario: Scenario) -> Trial | None:
@@ -122,7 +134,7 @@ class Trials:
             if relations.holds or not expected.provisional:
                 break  # otherwise it is measured better how far a right step may be off
         assert expected is not None
-        self.completed[scenario.world_size] += 1
+        self.completed[scenario.place] += 1
         return None if relations.holds else Trial(scenario, expected, relations, runs[0])
 
     def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:
@@ -156,10 +168,12 @@ class Trials:
             # Checksums tell that ranks differ, values by how much.
             runs[:] = [self.on_ranks(scenario, whole=True)]
             relations = relations_of(expected, runs[0], self.kinds, self.tolerance)
-        if relations.holds and (len(runs) > 1 or scenario.world_size not in self._repeated):
+        if relations.holds:
+            self.coverage.add(scenario, expected, relations)
+        if relations.holds and (len(runs) > 1 or scenario.place not in self._repeated):
             repeated = self._repeat(scenario, expected, runs, relations)
             if repeated or not expected.provisional:
-                self._repeated.add(scenario.world_size)
+                self._repeated.add(scenario.place)
         return relations
 
     def _repeat(
@@ -175,7 +189,7 @@ class Trials:
         return relations.holds
 
     def _refuse(self, scenario: Scenario, why: str) -> None:
-        self._refusals.setdefault(scenario.world_size, why)
+        self._refusals.setdefault(scenario.place, why)
 
     def _check(self, expected: Expected, seen: Sequence[Observation]) -> None:
         """See that there is something to compare, of the same batch.
@@ -231,38 +245,56 @@ class Trials:
         """Run the step at the scenario's world size."""
         size = 1 if self.program.single_process else scenario.world_size
         seen: list[Observation] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
-        return seen
+        return self.assembled(scenario, seen)
+
+    def assembled(self, scenario: Scenario, seen: Sequence[Observation]) -> list[Observation]:
+        """Return what ranks have left, with what they divide among each other put together.
+
+        A parameter that a rank has used in any case is one that it holds in all of them.
+        """
+        known = self._holders.setdefault(scenario.place, {})
+        now = holders_of(seen)
+        for name, ranks in now.items():
+            known[name] = known.get(name, set()) | ranks
+        self._apart |= any(why is Unplaced.AMBIGUOUS for one in seen for why in one.unplaced.values())
+        returned_by = self.program.returned_by
+        returns = None if returned_by is None else functools.partial(_returns, returned_by, scenario)
+        return assembled(seen, {name: known[name] for name in now}, returns)
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
         """Return what one device gives; see `Expectations.of`."""
         return self._expectations.of(scenario, deep, effort)
 
-    def finish(self, world_sizes: Sequence[int]) -> None:
-        """See that something was compared, at each world size.
+    def finish(self, places: Sequence[tuple[int, Mesh]], unjudged: Mapping[str, str]) -> None:
+        """See that something was compared, at each world size or mesh, and every parameter that is trained.
 
         Raises:
             ValueError: nothing could be.
+            NotCompared: some parameters were not.
         """
         gate = self.program.gate
-        for size in world_sizes:
-            if self.completed[size]:
+        for place in places:
+            if self.completed[place]:
                 continue
-            if size in self._refusals:
+            where = where_is(*place)
+            if place in self._refusals:
                 raise ValueError(
-                    f"{gate}: nothing was compared at world size {size}, because {self.name} {self._refusals[size]}; so it "
+                    f"{gate}: nothing was compared at {where}, because {self.name} {self._refusals[place]}; so it "
                     "was for every batch that was tried"
                 ) from self._cause
             raise ValueError(
-                f"{gate}: no case could be drawn at world size {size}; sizes and world_sizes together leave nothing to try"
+                f"{gate}: no case could be drawn at {where}; sizes and world_sizes together leave nothing to try"
             )
         if not self._effects:
             raise ValueError(
                 f"{gate}: {self.name} leaves no gradient, changes no parameter or buffer, and returns nothing; train the "
                 "model that it is given, in place, or return what it computes"
             )
+        self.coverage.finish(unjudged)
 
     def _placed(self, scenario: Scenario) -> Scenario:
         """Return it with the factor for scaling that suits the step."""
+        scenario = replace(scenario, apart=self._apart)
         if scenario.change != "scaled" or scenario.batches:
             return scenario
         if self._factor is None:
@@ -275,6 +307,15 @@ class Trials:
                 factor = None
             self._factor = factor or scenario.factor
         return replace(scenario, factor=self._factor)
+
+
+def _returns(returned_by: Callable[[Mapping[str, int]], bool] | str, scenario: Scenario, rank: int) -> bool:
+    """Return whether what a rank returns counts."""
+    if callable(returned_by):
+        place = place_in(scenario.mesh, rank) if scenario.mesh else {"rank": rank, "size": scenario.world_size}
+        return bool(returned_by(place))
+    axis = dict(scenario.mesh).get("pp", 0)
+    return place_in(scenario.mesh, rank)["pp"] == axis - 1 if axis else rank == scenario.world_size - 1
 
 
 def _have_values(runs: Sequence[Sequence[Observation]]) -> bool:

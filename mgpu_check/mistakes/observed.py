@@ -14,9 +14,18 @@ from mgpu_check.torch_hooks.parcels import Parcel
 if TYPE_CHECKING:
     import torch
 
+    from mgpu_check.numerics.placement.slices import Slice, Unplaced
+
     Values = dict[Result, torch.Tensor]
 
+PARITY, AGREE, FINITE, REPEATS = "one device", "ranks agree", "finite", "repeats"
+"""Relations between results."""
+
 __all__ = [
+    "AGREE",
+    "FINITE",
+    "PARITY",
+    "REPEATS",
     "Alternative",
     "Division",
     "Event",
@@ -24,9 +33,24 @@ __all__ = [
     "Hypotheses",
     "Observation",
     "Other",
+    "Piece",
     "Relations",
     "Trace",
 ]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A result of which a rank holds a slice.
+
+    Attributes:
+        name: of the whole result.
+        value: the local tensor that has it.
+    """
+
+    name: Result
+    slice: Slice
+    value: torch.Tensor
 
 
 @dataclass
@@ -49,6 +73,14 @@ class Observation:
         stepped: what an optimizer found when it first stepped, by the name of the parameter: checksums of its values and of
             the gradient. Of parameters that are not the model's own, and of all where a reference may say nothing of them, or a failure is looked into.
         built: the seeds that were set while the model was built, where that was traced.
+        trained: names of the parameters that have a gradient, or have changed.
+        pieces: slices of results that this rank holds, where the model is divided; `gates.assembly` makes wholes of them.
+        pieces_of_steps: the same after each optimizer step, where asked for.
+        unplaced: parameters whose placement is not known, and why.
+        unused: parameters and buffers that the run did not use.
+        own: of results that were assembled, which elements this rank holds, bool, in the shape of the whole.
+        placements: of the same, the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
+        gaps: of the same, the elements that no rank holds, in words.
     """
 
     values: dict[Result, torch.Tensor] = field(default_factory=dict)
@@ -67,6 +99,14 @@ class Observation:
     snapshots: list[dict[Result, torch.Tensor]] = field(default_factory=list)
     stepped: dict[str, tuple[str, str]] = field(default_factory=dict)
     built: list[Event] = field(default_factory=list)
+    trained: set[str] = field(default_factory=set)
+    pieces: list[Piece] = field(default_factory=list)
+    pieces_of_steps: list[list[Piece]] = field(default_factory=list)
+    unplaced: dict[str, Unplaced] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+    own: dict[Result, torch.Tensor] = field(default_factory=dict)
+    placements: dict[Result, str] = field(default_factory=dict)
+    gaps: dict[Result, str] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"values": Parcel(self.values), "initial": Parcel(self.initial)}
@@ -132,6 +172,7 @@ class Relations:
         wrong: result -> the ranks whose value is not that of one device.
         split: what ranks do not agree on.
         skipped: result -> why it is not judged.
+        unjudged: parameter that is trained -> why neither its gradient nor its value is judged.
         remarks: what else there is to know.
     """
 
@@ -140,6 +181,7 @@ class Relations:
     wrong: dict[Result, list[int]] = field(default_factory=dict)
     split: list[Result] = field(default_factory=list)
     skipped: dict[Result, str] = field(default_factory=dict)
+    unjudged: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     @property

@@ -8,13 +8,14 @@ from typing import TypeVar
 __all__ = ["by_ranks", "few", "grouped", "intervals", "named"]
 
 Key = TypeVar("Key")
+Member = TypeVar("Member")
 
 
-def grouped(pairs: Iterable[tuple[Key, int]]) -> list[tuple[Key, list[int]]]:
+def grouped(pairs: Iterable[tuple[Key, Member]]) -> list[tuple[Key, list[Member]]]:
     """Group equal things that ranks report: each thing with its ranks, both in the order in which they come."""
-    groups: dict[Key, list[int]] = {}
-    for key, rank in pairs:
-        groups.setdefault(key, []).append(rank)
+    groups: dict[Key, list[Member]] = {}
+    for key, member in pairs:
+        groups.setdefault(key, []).append(member)
     return list(groups.items())
 
 

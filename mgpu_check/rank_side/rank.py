@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Rank", "current_rank"]
 
@@ -22,6 +23,7 @@ class Rank:
         local_index: rank among those of this machine.
         node_index: index of this machine.
         device: the device that this rank owns: ``cuda:<local_index>``, unless the ranks run on devices that were chosen.
+        mesh: the mesh of a gate that was given `meshes`; ``rank.mesh["tp"]`` is one of its axes.
     """
 
     index: int
@@ -29,6 +31,7 @@ class Rank:
     local_index: int
     node_index: int
     device: torch.device
+    mesh: DeviceMesh | None = None
 
     @property
     def group(self) -> ProcessGroup:

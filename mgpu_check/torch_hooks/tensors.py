@@ -22,6 +22,7 @@ __all__ = [
     "memory_of",
     "name_of",
     "plain",
+    "plain_copy",
 ]
 
 INTEGER_OF_SIZE: Mapping[int, torch.dtype] = MappingProxyType(
@@ -49,6 +50,14 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of `tensor`, which may be sparse, as `plain` does, in memory of their own."""
     value = tensor.detach()
     return plain((value if value.layout == torch.strided else value.to_dense()).to("cpu", copy=True))
+
+
+def plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU; of a DTensor the whole tensor, which is a collective; of complex numbers pairs of real
+    ones.
+    """
+    value = tensor.detach()
+    return as_real(copied(value.full_tensor() if hasattr(value, "full_tensor") else value))
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

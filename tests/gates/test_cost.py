@@ -148,7 +148,7 @@ class Alone(Counted):
 def test_a_step_that_hangs_alone_is_scaled_all_the_same(ranks):
     trials = Trials(Alone(ranks), Program(right, build, batch), frozenset(KINDS), None, "step")
     assert trials.run(Scenario(2, 6, change="scaled")) is None
-    assert trials.completed[2] == 1
+    assert trials.completed[2, ()] == 1
 
 
 class TooLarge:
@@ -322,7 +322,7 @@ def test_one_rank_measures_large_steps_where_several_die_of_it(ranks):
     trials = Trials(crowded, Program(right, _large, batch), frozenset(KINDS), None, "step")
     for seed in range(3):
         assert trials.run(Scenario(2, 5, seed=seed)) is None
-    assert trials.completed[2] == 3
+    assert trials.completed[2, ()] == 3
     assert crowded.ran["_dies apart"] == 1, "and it is not tried again"
     assert crowded.ran["measure_provisionally"] == 3
 
@@ -336,5 +336,5 @@ def test_a_large_step_that_one_device_refuses_is_not_judged(ranks):
     trials, counted = _of_large(ranks, even_only)
     for seed, samples in enumerate((6, 5, 6)):
         assert trials.run(Scenario(2, samples, seed=seed)) is None
-    assert trials.completed[2] == 2 and trials._refusals.keys() == {2}
+    assert trials.completed[2, ()] == 2 and trials._refusals.keys() == {(2, ())}
     assert counted.ran["measure_in_parts apart"] == 2

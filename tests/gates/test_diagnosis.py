@@ -61,7 +61,7 @@ def test_its_twin_is_right(ranks, name):
     step = Program(step_of(program, wrong=False), program.build, program.batch, program.reference)
     trials = Trials(ranks, step, frozenset(KINDS), None, name)
     assert trials.run(Scenario(2, program.samples)) is None
-    assert trials.completed[2] == 1
+    assert trials.completed[2, ()] == 1
 
 
 def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mgpu_check import ScalingMismatch
+from mgpu_check import NotCompared, ScalingMismatch
 from tests.gates.steps import ALL, batch, mine, passes, refuted, summed, total
 
 pytestmark = pytest.mark.gpus(4)
@@ -63,7 +63,12 @@ def test_parts_of_parameters_need_something_to_be_judged_by(ranks):
     def step(model, batch, rank):
         model[0].weight = nn.Parameter(torch.randn(8 // rank.size, 6))
 
-    refuted(ranks, step, match="has shape", build=lambda: nn.Sequential(nn.Linear(6, 8)))
+    with pytest.raises(
+        NotCompared, match=r"at world size 2: 0\.weight: its values before the first step are nowhere"
+    ) as e:
+        passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)))
+    assert e.value.names == ("0.weight",)
+    passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)), unjudged={"*.weight": "drawn anew by each rank"})
 
 
 class Turn(nn.Module):

@@ -29,7 +29,7 @@ from mgpu_check.gates.scenario_families import families
 )
 def test_sizes_are_as_given(sizes, expected):
     found = set()
-    for family in families([2], sizes, None, 24):
+    for family in families([(2, ())], sizes, None, 24):
         if family.scenarios.is_empty or family.name in CHANGES:
             continue
 

@@ -1,0 +1,276 @@
+"""Find out, in a rank, which tensors stand for the parameters and buffers of the model as it was built.
+
+A step may replace parameters by shards, keep one stage of several, rebuild modules, or train flat buffers. Each tensor that
+it holds in the end is traced to the tensor, or to the slice of it, that one device holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mgpu_check.numerics.placement.content import Wholes
+from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_attributes, by_user
+from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
+from mgpu_check.numerics.placement.slices import Slice, Unplaced
+from mgpu_check.torch_hooks.tensors import copied
+
+__all__ = ["Held", "Holdings", "moved_apart", "named_tensors"]
+
+_Kind = Literal["params", "buffers"]
+_NOISE = 0.02
+"""Of the magnitude of a tensor: enough to make its elements distinct, and too little to change how a model trains."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor that a rank holds in the end.
+
+    Attributes:
+        label: its name in the model now, or where an optimizer has it.
+        whole: name of the built tensor that it is, of the same shape; None if it is something else.
+        slices: the slices of built tensors that it consists of, perhaps none; None if it is one of them as it is, or not placed.
+        reason: why its placement is not known; None if it is.
+    """
+
+    kind: _Kind
+    label: str
+    tensor: torch.Tensor
+    whole: str | None = None
+    slices: tuple[Slice, ...] | None = None
+    reason: Unplaced | None = None
+
+
+class Holdings:
+    """The tensors of a model as it was built, and what has become of them.
+
+    Args:
+        modules: as built, by prefix of names.
+        rank: that of the user's functions.
+        placement: declared by the user; see `by_user`.
+        coordinates: of this rank in the mesh and the world.
+        rebuilt: makes the model once more, as it was built, in the precision of this run.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        rank: Any,
+        placement: Placement,
+        coordinates: Coordinates,
+        rebuilt: Callable[[], Mapping[str, nn.Module]] | None,
+    ) -> None:
+        self._modules, self._rank, self._placement, self._coordinates = modules, rank, placement, coordinates
+        self._rebuilt = rebuilt
+        self._built: dict[int, str] = {}
+        self._names: set[tuple[int, str]] = set()
+        self._kinds: dict[str, _Kind] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._origins: dict[tuple[int, str], str] = {}
+        self._kept: list[object] = []  # so that no other object gets the id of one that is gone
+        for kind, name, tensor, module, key in named_tensors(modules, aliases=True):
+            self._kept += [tensor, module]
+            self._origins[id(module), key] = name
+            self._built.setdefault(id(tensor), name)
+            self._names.add((id(tensor), name))
+            self._kinds[name], self._shapes[name] = kind, tuple(tensor.shape)
+        self._called: dict[int, nn.Module] = {}
+        self._firsts: dict[int, torch.Tensor] = {}
+        self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
+        self._optimizers: set[int] = set()
+
+    def calls(self, module: nn.Module) -> None:
+        """Note that a module is called: its parameters are in use."""
+        if id(module) in self._called:
+            return
+        self._called[id(module)] = module
+        for key, tensor in module._parameters.items():
+            if tensor is not None and self._is_foreign(tensor):
+                self._keep(tensor, self._origins.get((id(module), key), key))
+
+    def steps(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer is about to step: what it finds before its first step is not trained yet."""
+        if id(optimizer) in self._optimizers:
+            return
+        self._kept.append(optimizer)
+        number = len(self._optimizers)
+        self._optimizers.add(id(optimizer))
+        which = f" of optimizer {number}" if number else ""
+        for index, group in enumerate(optimizer.param_groups):
+            for position, tensor in enumerate(group["params"]):
+                self._stepped[id(tensor)] = f"parameter {position} of group {index}{which}", tensor
+                if self._is_foreign(tensor):
+                    self._keep(tensor, "")
+
+    def _is_foreign(self, tensor: torch.Tensor) -> bool:
+        name = self._built.get(id(tensor))
+        return name is None or tuple(tensor.shape) != self._shapes[name]
+
+    def _keep(self, tensor: torch.Tensor, hint: str) -> None:
+        self._kept.append(tensor)
+        if not hasattr(tensor, "full_tensor") and tensor.layout == torch.strided and not tensor.is_meta:
+            self._firsts[id(tensor)] = copied(tensor)
+
+    def now(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters that the model has now, and those that optimizers step, each once."""
+        seen: set[int] = set()
+        for module in self._modules.values():
+            for tensor in module.parameters():
+                seen.add(id(tensor))
+                yield tensor
+        yield from (tensor for number, (_, tensor) in self._stepped.items() if number not in seen)
+
+    def held(self) -> list[Held]:
+        """Return what the rank holds, of the model and of the optimizers, each with its placement.
+
+        Raises:
+            ValueError: the user has declared a placement that does not fit.
+        """
+        found = [
+            self._placed(kind, name, tensor, self._origin(tensor, module, key, name))
+            for kind, name, tensor, module, key in named_tensors(self._modules)
+        ]
+        known = {id(one.tensor) for one in found}
+        flat = {id(view) for one in found for view in getattr(one.tensor, "_params", None) or ()}
+        owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
+        for number, (label, tensor) in self._stepped.items():
+            if number in known or number in flat:
+                continue
+            one = self._placed("params", label, tensor, "")
+            # A second copy of what is trained already, such as that of a teacher, is judged by the first.
+            if not owned.issuperset({part.whole for part in one.slices or ()} or {one.whole}) or one.reason is not None:
+                found.append(one)
+        return found
+
+    def unused(self, touched: Iterable[str]) -> set[str]:
+        """Return the parameters and buffers that this run has not used: no module that has them was called, and they were not
+        touched.
+
+        Args:
+            touched: names of those that have a gradient, or another value than they were built with.
+        """
+        used = set(touched)
+        for module in self._called.values():
+            for key in (*module._parameters, *module._buffers):
+                if (name := self._origins.get((id(module), key))) is not None:
+                    used.add(name)
+        for module in self._called.values():
+            used.update(self._built[id(one)] for one in module._parameters.values() if id(one) in self._built)
+        return set(self._shapes) - used
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors as built."""
+        return set(self._shapes)
+
+    def _is_stepped(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._stepped
+
+    def _origin(self, tensor: torch.Tensor, module: nn.Module, key: str, name: str) -> str:
+        if (id(tensor), name) in self._names:
+            return name
+        return self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
+
+    def _placed(self, kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
+        if self._placement is not None and kind == "params":
+            declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
+            if declared is not None:
+                return self._as_declared(kind, label, tensor, declared)
+        if self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == kind:
+            return Held(kind, label, tensor, origin)
+        if hasattr(tensor, "full_tensor"):
+            return Held(kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE)
+        declared = self._by_library(tensor, origin)
+        slices = self._by_content(tensor, origin or label) if declared is None else declared
+        if isinstance(slices, Unplaced):
+            return Held(kind, label, tensor, reason=slices)
+        if len(slices) == 1 and slices[0].at is None and slices[0].within is None:
+            return Held(kind, label, tensor, slices[0].whole)
+        return Held(kind, label, tensor, slices=tuple(slices))
+
+    def _as_declared(self, kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
+        (part,) = declared
+        count = tensor.numel() if part.at is None else len(part.at)
+        if part.at is None and tuple(tensor.shape) == part.shape:
+            return Held(kind, label, tensor, part.whole)
+        if count != tensor.numel() or part.at is None:
+            raise ValueError(
+                f"placement of {label!r} selects {count if part.at is not None else 'all'} elements of "
+                f"{part.whole} with shape {list(part.shape)}, but rank {self._rank.index} holds shape "
+                f"{list(tensor.shape)}; declare the slice that it holds"
+            )
+        return Held(kind, label, tensor, slices=(part,))
+
+    def _by_library(self, tensor: torch.Tensor, origin: str) -> list[Slice] | None:
+        """Return the slices that FSDP1 or Megatron declare."""
+        ranges = flat_ranges(tensor)
+        if ranges is not None:
+            names = [self._origins.get((id(module), key)) for module, key in ranges.owners]
+            if None not in names:
+                return [
+                    Slice(name, self._shapes[name], at, within)
+                    for name, (at, within) in zip(names, ranges.parts, strict=True)
+                    if name is not None and at is not None
+                ]
+        if origin in self._shapes:
+            at = local_ranges(tensor, self._called.values())
+            if at is not None:
+                return [Slice(origin, self._shapes[origin], at)] if len(at) else []
+            return by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
+        return None
+
+    def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
+        first = self._firsts.get(id(tensor))
+        if first is None or first.shape != tensor.shape:
+            first = copied(tensor)
+        return self._wholes().find(first, hint)
+
+    def _wholes(self) -> Wholes:
+        if not hasattr(self, "_found_wholes"):
+            if self._rebuilt is None:
+                built = [one for one in self._kept if isinstance(one, torch.Tensor) and id(one) in self._built]
+                named = {self._built[id(one)]: one for one in built if self._shapes[self._built[id(one)]] == one.shape}
+            else:
+                named = {name: tensor for _, name, tensor, _, _ in named_tensors(self._rebuilt())}
+            self._found_wholes = Wholes({name: copied(one) for name, one in named.items()})
+        return self._found_wholes
+
+
+def named_tensors(
+    modules: Mapping[str, nn.Module], aliases: bool = False
+) -> Iterator[tuple[_Kind, str, torch.Tensor, nn.Module, str]]:
+    """Yield each parameter and buffer of modules that are named by prefixes: kind, name, tensor, its module, its key there.
+
+    Args:
+        aliases: also yield a tensor that a module has under several names once for each.
+    """
+    kinds: tuple[tuple[_Kind, str], ...] = (("params", "_parameters"), ("buffers", "_buffers"))
+    for prefix, module in modules.items():
+        inside = list(module.named_modules())
+        seen: set[int] = set()
+        for kind, where in kinds:
+            for path, part in inside:
+                for key, tensor in getattr(part, where).items():
+                    if tensor is not None and (aliases or id(tensor) not in seen):
+                        seen.add(id(tensor))
+                        yield kind, prefix + (f"{path}.{key}" if path else key), tensor, part, key
+
+
+def moved_apart(modules: Mapping[str, nn.Module]) -> None:
+    """Make the elements of floating-point parameters and saved buffers distinct, in place, always in the same way.
+
+    The slices of a constant, such as those of biases and norms, cannot be told apart by their values.
+    """
+    generator = torch.Generator().manual_seed(0)
+    saved = {id(one) for module in modules.values() for one in module.state_dict(keep_vars=True).values()}
+    with torch.no_grad():
+        for _, _, tensor, _, _ in named_tensors(modules):
+            if id(tensor) not in saved or not tensor.is_floating_point() or not tensor.numel():
+                continue
+            size = float(tensor.float().square().mean().sqrt())
+            noise = torch.randn(tensor.shape, generator=generator)
+            tensor.add_((_NOISE * (size or 1.0) * noise).to(tensor.device, tensor.dtype))

@@ -1,0 +1,85 @@
+"""Which of the parameters that are trained were judged, and why others were not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from mgpu_check.mistakes.observed import PARITY, Expected, Observation, Relations
+from mgpu_check.mistakes.results import Result
+
+__all__ = ["unjudged"]
+
+_WIDE = 0.1
+"""Of the values: a tolerance that is wider lets a factor of 2, or a missing rank, pass."""
+_SMALL = 1e-2
+"""Of the largest gradient: a gradient below that may be nothing but rounding errors, such as that of a bias before a norm."""
+_ENOUGH = 4096
+"""Elements whose mean tells that of a large tensor."""
+
+
+def unjudged(
+    relations: Relations,
+    expected: Expected,
+    seen: Sequence[Observation],
+    kinds: Collection[str],
+    tolerance: float | Mapping[str, float] | None,
+) -> dict[str, str]:
+    """Return the trained parameters of which neither gradient nor value was compared with one device, and why.
+
+    A tolerance that was measured, and is wider than a tenth of the values, decides nothing.
+    """
+    if not {"grads", "params"} & set(kinds):
+        return {}
+    single = expected.single
+    if expected.by_reference and not {"grads", "params"} & single.touched:
+        return {}  # what it returns is all that the user has to compare with
+    trained = single.trained.union(*(one.trained for one in seen))
+    flat = any(
+        name.kind == "returned" and value.dim() == 1 and value.numel() > 1 for name, value in seen[0].values.items()
+    )
+    accounted = flat and bool(relations.skipped)
+    found: dict[str, str] = {}
+    largest: dict[str, float] = {}
+    for name in sorted(trained):
+        why = ""
+        for result in (Result("grads", name), Result("params", name)):
+            held = relations.held.get(result)
+            if held is None or held.get(PARITY) is None:
+                why = why or relations.skipped.get(result, "")
+            elif tolerance is not None or (wide := _wide(expected, result, largest)) == "":
+                break
+            else:
+                why = wide
+        else:
+            if accounted or any(one.of == name and one.kind == "returned" for one in relations.held):
+                continue
+            if Result("grads", name) not in single.values and Result("params", name) not in single.values:
+                continue  # it is none of the model's
+            found[name] = why or "no rank leaves a gradient or a value of it"
+    return found
+
+
+def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
+    """Return why the tolerance of a result proves nothing; "" if it does."""
+    exact, allowed = expected.exact.get(result), expected.tolerance.get(result)
+    if exact is None or allowed is None or not exact.numel():
+        return ""
+    if result.kind not in largest:
+        sizes = [_size(value) for name, value in expected.exact.items() if name.kind == result.kind]
+        largest[result.kind] = max(sizes, default=0.0)
+    size, width = _size(exact), _size(allowed)
+    if width <= _WIDE * max(size, _SMALL * largest[result.kind]):
+        return ""
+    return (
+        f"rounding alone may change {result} by {width:.2g}, and its values are about {size:.2g}: "
+        "the measured tolerance proves nothing"
+    )
+
+
+def _size(value: torch.Tensor) -> float:
+    """Return the root mean square of the finite values, of large tensors that of some."""
+    some = value.reshape(-1)[:: max(1, value.numel() // _ENOUGH)]
+    finite = some[some.isfinite()].double()
+    return float(finite.square().mean().sqrt()) if finite.numel() else 0.0

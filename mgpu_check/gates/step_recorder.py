@@ -1,0 +1,194 @@
+"""Record in a rank which optimizers step, on what, and which buffers DistributedDataParallel broadcasts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from mgpu_check.gates.holdings import Held, Holdings, named_tensors
+from mgpu_check.mistakes.observed import Observation, Piece
+from mgpu_check.mistakes.results import Kind, Result
+from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
+
+__all__ = ["Nudge", "StepRecorder", "put"]
+
+Nudge = Callable[[int, Result, torch.Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A gradient or value of a parameter at an optimizer's step."""
+
+    kind: Kind
+    of: torch.Tensor
+    value: torch.Tensor
+
+
+class StepRecorder:
+    """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts.
+
+    Args:
+        several: there are other ranks, with which the first step of each optimizer is to be compared.
+        all_parameters: that of all parameters, not only of those that are none of the model's.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        modules: dict[str, nn.Module],
+        seen: Observation,
+        deep: bool | str,
+        nudge: Nudge | None,
+        several: bool,
+        all_parameters: bool,
+    ) -> None:
+        self._holdings, self._modules, self._seen, self._deep, self._nudge = holdings, modules, seen, deep, nudge
+        self._several, self._all_parameters = several, all_parameters
+        self._before_nudge: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._optimizers: dict[int, Optimizer] = {}
+        self._stack = contextlib.ExitStack()
+        self._gradients: list[_Copy] = []
+        self._steps: list[list[_Copy]] = []
+
+    def __enter__(self) -> StepRecorder:
+        self._stack.callback(register_optimizer_step_pre_hook(self._before).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after).remove)
+        self._stack.callback(register_module_forward_pre_hook(self._forward).remove)
+        return self
+
+    def __exit__(self, *of_error: object) -> None:
+        self._stack.close()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._several and id(optimizer) not in self._optimizers:
+            self._take_first_step(optimizer)
+        self._holdings.steps(optimizer)
+        nonlinear = type(optimizer) is not torch.optim.SGD
+        self._seen.nonlinear |= nonlinear
+        self._gradients = []
+        if self._deep and (nonlinear or self._deep != "nonlinear"):
+            self._gradients = [
+                _Copy("grads", one, plain_copy(torch.zeros_like(one) if one.grad is None else one.grad))
+                for one in self._holdings.now()
+            ]
+        if self._nudge is None:
+            return
+        for name, value in self._parameters():
+            if value.grad is not None and value.grad.layout == torch.strided:
+                gradient = getattr(value.grad, "_local_tensor", value.grad)
+                self._before_nudge.append((gradient, gradient.clone()))
+                self._nudge(self._seen.optimizer_steps, Result("grads", name), gradient)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._optimizers[id(optimizer)] = optimizer
+        self._seen.optimizer_steps += 1
+        for gradient, before in self._before_nudge:
+            gradient.copy_(before)
+        self._before_nudge.clear()
+        if self._deep:
+            rest = self._holdings.now() if self._deep is True else ()
+            self._steps.append([*self._gradients, *(_Copy("params", one, plain_copy(one)) for one in rest)])
+
+    def _take_first_step(self, optimizer: Optimizer) -> None:
+        """Take down which values and gradients the optimizer finds, of gradients that tell ranks apart."""
+        names = {id(value): name for name, value in self._parameters()}
+        which = f" of optimizer {len(self._optimizers)}" if self._optimizers else ""
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter))
+                if (name is None or self._all_parameters) and _tells_ranks_apart(parameter):
+                    name = name or f"{_unnamed(position, index)}{which}"
+                    self._seen.stepped[name] = digest_of(parameter.detach()), digest_of(parameter.grad)
+
+    def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, value) for kind, name, value, _, _ in named_tensors(self._modules) if kind == "params")
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        self._holdings.calls(module)
+        if isinstance(module, DistributedDataParallel) and module.broadcast_buffers:
+            inside = {id(buffer) for buffer in module.buffers()}
+            self._seen.broadcast |= {
+                Result(kind, name) for kind, name, value, _, _ in named_tensors(self._modules) if id(value) in inside
+            }
+
+    def take_steps(self, held: dict[int, Held]) -> None:
+        """Take down what each optimizer step has left.
+
+        Args:
+            held: by id of the tensor.
+        """
+        for copies in self._steps:
+            whole: dict[Result, torch.Tensor] = {}
+            pieces: list[Piece] = []
+            for copy in copies:
+                one = held.get(id(copy.of))
+                if one is not None:
+                    put(whole, pieces, copy.kind, "{}", one, copy.value)
+            self._seen.snapshots.append(whole)
+            self._seen.pieces_of_steps.append(pieces)
+        self._steps.clear()
+
+    def take_optimizers(self, held: dict[int, Held]) -> None:
+        """Take down what the optimizers hold that have stepped."""
+        seen = self._seen
+        seen.optimizers = len(self._optimizers)
+        for number, optimizer in enumerate(self._optimizers.values()):
+            which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
+            for index, group in enumerate(optimizer.param_groups):
+                if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
+                    rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
+                    seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
+                for position, parameter in enumerate(group["params"]):
+                    one = held.get(id(parameter)) or Held("params", _unnamed(position, index), parameter)
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        if isinstance(value, torch.Tensor):
+                            put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, plain_copy(value))
+        self._optimizers.clear()
+
+
+def put(
+    values: dict[Result, torch.Tensor], pieces: list[Piece], kind: Kind, text: str, one: Held, value: torch.Tensor
+) -> None:
+    """Put a result of a tensor that a rank holds among the whole results, or among the pieces.
+
+    Args:
+        text: name of the result, with {} in place of the name of the parameter.
+        value: in the shape of the tensor; or in another one, as the number of steps that an optimizer has for it.
+    """
+    if one.slices is None:
+        values[Result(kind, text.format(one.whole or one.label))] = value
+        return
+    for part in one.slices:
+        name = Result(kind, text.format(part.whole))
+        if value.shape == one.tensor.shape:
+            pieces.append(Piece(name, part, value))
+        else:
+            values[name] = value
+
+
+def _unnamed(position: int, group: int) -> str:
+    """Return what stands for the name of an optimizer's parameter that is none of the model's."""
+    return f"parameter {position} of group {group}"
+
+
+def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
+    """Return whether a gradient that is the same on all ranks was made so: one of equal elements may be by chance."""
+    gradient = parameter.grad
+    if (
+        gradient is None
+        or hasattr(parameter, "full_tensor")
+        or gradient.layout != torch.strided
+        or gradient.numel() < 2
+    ):
+        return False
+    real = as_real(gradient.detach())
+    return bool(real.isfinite().all()) and bool(real.min() != real.max())
