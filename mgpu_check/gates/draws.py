@@ -136,7 +136,10 @@ def _by_generator_alone(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _sum(drawn: Any) -> float | None:
-    return float(plain(drawn).double().sum()) if isinstance(drawn, torch.Tensor) and not drawn.is_complex() else None
+    if not isinstance(drawn, torch.Tensor) or drawn.is_complex():
+        return None
+    local = drawn.to_local() if hasattr(drawn, "to_local") else drawn
+    return float(plain(local).double().sum())
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -16,11 +16,10 @@ from mgpu_check.gates.rounding import (
     measured_provisionally,
     slightly_moved,
 )
-from mgpu_check.gates.runs import Measured, Part, Provisional
+from mgpu_check.gates.runs import Part, Provisional
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Expected, Observation
-from mgpu_check.mistakes.results import Result
-from mgpu_check.numerics.steps import Measurement, full_precision
+from mgpu_check.numerics.steps import full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
@@ -42,7 +41,8 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
 
     Args:
         deep: measure what each step of an optimizer leaves, too.
-        alone: beside a reference, run the step at world size 1, too, whose arithmetic may be less exact.
+        alone: beside a reference, run the step at world size 1, too: it shows which batches suit the step, and what it
+            draws. The tolerance is that of the reference alone.
     """
     remarks: list[str] = []
     with full_precision(), one_thread() as threads:
@@ -56,7 +56,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         elif by_reference:
             notes.drawn.clear()
             try:
-                own = measured(rank, program, scenario, False, deep, threads, notes)
+                own = observe(rank, program, scenario, around=lambda model, batches: entered(notes))
                 drawn = tuple(notes.drawn)
             except Exception as error:
                 remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
@@ -67,18 +67,17 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         )
     expected = Expected(
         main.single,
-        None if own is None else own.single,
+        own,
         by_reference,
-        undetermined=main.undetermined | (own.undetermined if own else set()),
+        undetermined=main.undetermined,
         drawn=drawn,
         narrow=tuple(sorted(map(name_of, notes.seen))),
         remarks=remarks,
     )
-    stages = [_with_tolerance_of(stage, index, own) for index, stage in enumerate(main.stages)]
-    *earlier, last = stages
-    expected.exact, expected.tolerance = last
-    expected.snapshots = [exact for exact, _ in earlier]
-    expected.allowances = [tolerance for _, tolerance in earlier]
+    *earlier, last = main.stages
+    expected.exact, expected.tolerance = last.reference, last.tolerance
+    expected.snapshots = [stage.reference for stage in earlier]
+    expected.allowances = [stage.tolerance for stage in earlier]
     return expected
 
 
@@ -169,15 +168,3 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
         if all(bool(value.isfinite().all()) for value in seen.values.values()):
             return factor
     return None
-
-
-def _with_tolerance_of(
-    stage: Measurement[Result], index: int, own: Measured | None
-) -> tuple[dict[Result, torch.Tensor], dict[Result, torch.Tensor]]:
-    """Return exact values and tolerances; these as large as the step's own arithmetic needs, if that is less exact."""
-    tolerance = dict(stage.tolerance)
-    if own is not None and index < len(own.stages):
-        for name, value in own.stages[index].tolerance.items():
-            if name in tolerance and tolerance[name].shape == value.shape:
-                tolerance[name] = torch.maximum(tolerance[name], value)
-    return stage.reference, tolerance

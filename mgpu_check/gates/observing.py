@@ -15,6 +15,7 @@ from torch import nn
 
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
+from mgpu_check.gates.draws import DrawsOfFloat32
 from mgpu_check.gates.events import noting_seeds
 from mgpu_check.gates.holdings import Held, Holdings, moved_apart, named_tensors
 from mgpu_check.gates.meshes import coordinates_of, mesh_of
@@ -91,7 +92,9 @@ def observe(
     again = functools.partial(_built_again, program, scenario, double) if rank.size > 1 else None
     holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
-    call = None if traced else make()
+    # A class may draw random numbers as it is made: in float64 the same ones, too.
+    with _default_dtype(double), DrawsOfFloat32() if double else contextlib.nullcontext():
+        call = None if traced else make()
     seed_everything(scenario.seed + 1)
     before = torch.get_rng_state()
     recorder = StepRecorder(

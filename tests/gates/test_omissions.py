@@ -17,7 +17,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mgpu_check import NotCompared, ScalingMismatch
-from tests.gates.steps import ALL, batch, mine, passes, refuted, summed, total
+from mgpu_check.gates.measuring import measure
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from tests.gates.steps import ALL, batch, build, mine, passes, refuted, summed, total
 
 pytestmark = pytest.mark.gpus(4)
 
@@ -69,6 +72,31 @@ def test_parts_of_parameters_need_something_to_be_judged_by(ranks):
         passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)))
     assert e.value.names == ("0.weight",)
     passes(ranks, step, build=lambda: nn.Sequential(nn.Linear(6, 8)), unjudged={"*.weight": "drawn anew by each rank"})
+
+
+def test_a_reference_alone_decides_how_exact_a_count_must_be(ranks):
+    def step(model, batch, rank):  # float16 has no odd numbers above 2048
+        return {"tokens": torch.tensor(2051.0 * len(batch[0]), device=rank.device).half().float()}
+
+    def reference(model, batch):
+        return {"tokens": torch.tensor(2051.0 * len(batch[0]))}
+
+    refuted(ranks, step, match="returned tokens", reference=reference)
+
+
+def test_a_class_draws_the_same_numbers_when_it_is_measured_in_float64(ranks):
+    class Step:
+        def __init__(self, model, rank):
+            with torch.no_grad():
+                for parameter in model.to(rank.device).parameters():
+                    nn.init.normal_(parameter, std=0.3)
+
+        def __call__(self, model, batch, rank):
+            summed(model, batch, rank).backward()
+
+    (expected,) = ranks.run(measure, Program(Step, build, batch), Scenario(2, 4), size=1)
+    for name, allowed in expected.tolerance.items():
+        assert allowed.max() <= 1e-4 * expected.exact[name].abs().max(), name
 
 
 class Turn(nn.Module):
