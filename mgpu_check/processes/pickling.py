@@ -15,7 +15,7 @@ from cloudpickle import cloudpickle as _cloudpickle
 
 from mgpu_check.processes.named import by_name
 
-__all__ = ["ORIGINAL", "Pickled", "dumps", "dumps_apart", "loads", "loads_apart"]
+__all__ = ["ORIGINAL", "Pickled", "Pickler", "dumps", "dumps_apart", "loads", "loads_apart"]
 
 ORIGINAL = "_mgpu_check_original"
 """Attribute by which a function that stands in for a test's body, in the pytest process, names that body."""
@@ -49,7 +49,24 @@ def _find_imported_submodules(code: types.CodeType, dependencies: Iterable[objec
     return found
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it ships no types
+    """Sends code with the name of its file, which cloudpickle 3.1.3 and newer replace by "<dynamic-code>".
+
+    Tracebacks, stacks and the record of collectives read that name in the rank.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            make, arguments, *rest = self.dispatch_table[types.CodeType](obj)
+            return _code, (obj.co_filename, make, arguments), *rest
+        return super().reducer_override(obj)
+
+
+def _code(filename: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+    return make(*arguments).replace(co_filename=filename)
+
+
+class _Pickler(Pickler):
     """Sends tensors of any device as CPU tensors: the pytest process has no devices, real or simulated."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -5,13 +5,14 @@ Those of tests came to the rank by value, so the module may be another one there
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 import types
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import cloudpickle
+from mgpu_check.processes.pickling import Pickler
 
 __all__ = ["give_by_value"]
 
@@ -23,7 +24,9 @@ def give_by_value() -> None:
 
 def _reduce(pickler: ForkingPickler, value: object) -> Any:
     if isinstance(value, (types.FunctionType, type)) and _found(value) is not value:
-        return pickle.loads, (cloudpickle.dumps(value),)
+        buffer = io.BytesIO()
+        Pickler(buffer).dump(value)
+        return pickle.loads, (buffer.getvalue(),)
     return NotImplemented
 
 
