@@ -243,6 +243,8 @@ def _alike(found: list[Observation]) -> list[Observation]:
     touched, trained = set().union(*(one.touched for one in found)), set().union(*(one.trained for one in found))
     unplaced = {label: why for one in found for label, why in one.unplaced.items()}
     optimizers = max(one.optimizers for one in found)
+    settings = {name: known for one in reversed(found) for name, known in one.settings.items()}
     for one in found:
+        one.settings = settings | one.settings
         one.touched, one.trained, one.unplaced, one.optimizers = touched, trained, unplaced, optimizers
     return found

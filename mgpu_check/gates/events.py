@@ -59,6 +59,7 @@ def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
         with notes:
             yield
     finally:
+        trace.groups = tuple(tuple(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values())
         trace.drawn, trace.numbers = tuple(notes.drawn), tuple(notes.numbers)
         sys.setprofile(before)
         threading.setprofile(of_threads)

@@ -113,7 +113,7 @@ class Holdings:
 
     def _keep(self, tensor: torch.Tensor, hint: str) -> None:
         self._kept.append(tensor)
-        if not hasattr(tensor, "full_tensor") and tensor.layout == torch.strided and not tensor.is_meta:
+        if not hasattr(tensor, "full_tensor") and tensor.layout == torch.strided and _is_there(tensor):
             self._firsts[id(tensor)] = copied(tensor)
 
     def now(self) -> Iterator[torch.Tensor]:
@@ -123,7 +123,9 @@ class Holdings:
             for tensor in module.parameters():
                 seen.add(id(tensor))
                 yield tensor
-        yield from (tensor for number, (_, tensor) in self._stepped.items() if number not in seen)
+        for number, (_, tensor) in self._stepped.items():
+            if number not in seen and _is_there(tensor):
+                yield tensor
 
     def held(self) -> list[Held]:
         """Return what the rank holds, of the model and of the optimizers, each with its placement.
@@ -139,7 +141,7 @@ class Holdings:
         flat = {id(view) for one in found for view in getattr(one.tensor, "_params", None) or ()}
         owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
         for number, (label, tensor) in self._stepped.items():
-            if number in known or number in flat:
+            if number in known or number in flat or not _is_there(tensor):
                 continue
             one = self._placed("params", label, tensor, "")
             # A second copy of what is trained already, such as that of a teacher, is judged by the first.
@@ -238,6 +240,13 @@ class Holdings:
                 named = {name: tensor for _, name, tensor, _, _ in named_tensors(self._rebuilt())}
             self._found_wholes = Wholes({name: copied(one) for name, one in named.items()})
         return self._found_wholes
+
+
+def _is_there(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has its memory: FSDP frees that of whole parameters, and keeps the tensors."""
+    if tensor.is_meta or not tensor.numel() or hasattr(tensor, "full_tensor"):
+        return not tensor.is_meta
+    return tensor.untyped_storage().size() > 0
 
 
 def named_tensors(

@@ -9,6 +9,7 @@ from mgpu_check.engine.failures import account_of
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.evidence import calls_of, evidence_of
+from mgpu_check.gates.experiments import changes_tried
 from mgpu_check.gates.program import wants_world_size
 from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, relations_of, repeats
 from mgpu_check.gates.running import run_traced, run_traced_alone
@@ -121,6 +122,7 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
         elsewhere=elsewhere,
         shardwise=shardwise,
         alone=_trace_alone(trials, scenario),
+        tried=changes_tried(trials, scenario, traces),
     )
 
 

@@ -147,8 +147,12 @@ class StepRecorder:
                 if isinstance(rate := group.get("lr"), (int, float, torch.Tensor)):
                     rate = plain_copy(torch.as_tensor(rate, dtype=torch.float64))
                     seen.values[Result("optimizer", f"learning rate of group {index}{which}")] = rate
+                seen.groups += 1
+                settings = {key: one for key, one in group.items() if isinstance(one, (bool, int, float, str))}
                 for position, parameter in enumerate(group["params"]):
                     one = held.get(id(parameter)) or Held("params", _unnamed(position, index), parameter)
+                    for name in {part.whole for part in one.slices or ()} or {one.whole or one.label}:
+                        seen.settings[name] = settings
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor):
                             put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, plain_copy(value))

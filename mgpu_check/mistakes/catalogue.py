@@ -97,6 +97,19 @@ _ALL = (
         "draw what must be the same on all ranks from a generator with one seed; for the comparison, switch dropout and "
         "augmentation off",
     ),
+    # sequences
+    MistakeClass(
+        "positions-restart",
+        "positions start again on each rank's part of a sequence",
+        "add the offset of the rank's part: torch.arange(length) + index * length, and shift labels before the sequence is cut",
+    ),
+    # the optimizer
+    MistakeClass(
+        "optimizer-differs",
+        "gradients are right, and the optimizer makes something else of them than on one device",
+        "after wrapping, compare learning rates, parameter groups and their settings with those of one device; step a "
+        "scheduler once per optimizer step; take norms and other products of whole tensors, not of shards",
+    ),
     # data
     MistakeClass(
         "padding-counted",

@@ -27,6 +27,7 @@ __all__ = [
     "PARITY",
     "REPEATS",
     "Alternative",
+    "Change",
     "Division",
     "Event",
     "Expected",
@@ -73,6 +74,8 @@ class Observation:
         stepped: what an optimizer found when it first stepped, by the name of the parameter: checksums of its values and of
             the gradient. Of parameters that are not the model's own, and of all where a reference may say nothing of them, or a failure is looked into.
         built: the seeds that were set while the model was built, where that was traced.
+        settings: of each parameter that an optimizer steps, the numbers and texts of its group: learning rate, weight decay.
+        groups: parameter groups of all optimizers that have stepped.
         trained: names of the parameters that have a gradient, or have changed.
         pieces: slices of results that this rank holds, where the model is divided; `gates.assembly` makes wholes of them.
         pieces_of_steps: the same after each optimizer step, where asked for.
@@ -100,6 +103,8 @@ class Observation:
     stepped: dict[str, tuple[str, str]] = field(default_factory=dict)
     built: list[Event] = field(default_factory=list)
     trained: set[str] = field(default_factory=set)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: int = 0
     pieces: list[Piece] = field(default_factory=list)
     pieces_of_steps: list[list[Piece]] = field(default_factory=list)
     unplaced: dict[str, Unplaced] = field(default_factory=dict)
@@ -223,14 +228,48 @@ class Trace:
 
     Attributes:
         numbers: the sum of what was drawn each time; None where it depends on more than the generator.
+        groups: the ranks of each group that this rank is in, in the order in which they were made; the world first.
     """
 
     events: list[Event] = field(default_factory=list)
     drawn: tuple[tuple[int, ...], ...] = ()
     numbers: tuple[float | None, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to the calls of one line, tried on a step that is wrong.
+
+    Attributes:
+        kind: the collective runs in another "group", with another "op", its result is divided or multiplied by the size of
+            the group ("divide", "multiply"), it is left out ("skip"), or gets only what is new since its last call ("new"); or
+            a range of numbers goes on where that of the ranks before
+            ends ("shift").
+        name: of the collective; "arange" for a range.
+        site: "train.py:40".
+        value: index of the group; name of the operation; how many calls come before the same one again; or into how many parts the range is divided, and whether
+            neighbours have parts that follow each other ("inner") or not ("outer").
+        was, now: ranks of each group before and after, where the group is changed.
+        holds: whether the step is right with it.
+    """
+
+    kind: Literal["group", "op", "divide", "multiply", "skip", "new", "shift"]
+    name: str
+    site: str
+    value: Any = None
+    was: tuple[tuple[int, ...], ...] = ()
+    now: tuple[tuple[int, ...], ...] = ()
+    size: int = 0
+    holds: bool = False
+
+    @property
+    def where(self) -> str:
+        """The call, and its line: "all_reduce (train.py:40)"."""
+        return f"{self.name} ({self.site})"
 
 
 Other = Literal[

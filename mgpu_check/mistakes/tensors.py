@@ -11,6 +11,7 @@ import torch
 from mgpu_check.mistakes.left import Left, is_left
 from mgpu_check.mistakes.observed import (
     Alternative,
+    Change,
     Division,
     Event,
     Expected,
@@ -50,6 +51,7 @@ class Tensors:
         shardwise: the reference knows the world size, and goes through the batch as ranks do.
         alone: what one device has called.
         elsewhere: another world size, and what rank 0 has left there.
+        tried: changes to single calls, and whether the step is right with them.
         further: the same case with other random numbers.
         right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
     """
@@ -68,6 +70,7 @@ class Tensors:
     elsewhere: tuple[int, Observation] | None = None
     shardwise: bool = False
     alone: Trace | None = None
+    tried: Sequence[Change] = ()
 
     def wrong(self, *kinds: Kind) -> list[Result]:
         """Return what differs from one device, in the order of the model: all of it, or the values of some kinds,

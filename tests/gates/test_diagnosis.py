@@ -69,6 +69,6 @@ def test_parts_that_no_weights_put_right_are_no_mean_of_means(ranks):
     of = {"build": diagnosed_by_batch.Positions, "batch": diagnosed_by_batch.sequences}
     with pytest.raises(ScalingMismatch) as caught:
         assert_step_scales(ranks, step, reference=diagnosed_by_batch.predicts, world_sizes=[2], sizes=2, **of)
-    assert caught.value.mistakes == ()
+    assert caught.value.mistakes == ("positions-restart",)
     right = functools.partial(diagnosed_by_batch.numbers_positions_anew, wrong=False)
     assert_step_scales(ranks, right, reference=diagnosed_by_batch.predicts, world_sizes=[2], sizes=2, **of)

@@ -192,8 +192,8 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     """Name groups where a result is off by how many of them there are, or by the root of that."""
     sizes = {len(event.details["group"]) for _, event in tensors.events("collective") if "group" in event.details}
     made = tensors.first("group")
-    if made is None or not sizes:
-        return None
+    if made is None or not sizes or any(change.kind == "group" for change in tensors.tried):
+        return None  # no collective is right in another group
     factor = tensors.factor()
     factors = {name: tensors.factor([name]) if factor is None else factor for name in tensors.names}
     for name, ratio in factors.items():

@@ -23,8 +23,10 @@ from mgpu_check.mistakes.rules import (
     data,
     decisions,
     evaluation,
+    experiments,
     factors,
     gradients,
+    optimizers,
     outcomes,
     samples,
     scales,
@@ -88,6 +90,13 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     decisions.kept_on_some,
     decisions.calls_models_apart,
     decisions.decides_for_its_parameters,
+    # An optimizer that has nothing to do with the model.
+    optimizers.steps_other_tensors,
+    # A change to one call makes the step right.
+    experiments.right_in_another_group,
+    experiments.right_where_positions_go_on,
+    experiments.right_by_another_operation,
+    experiments.right_without_a_collective,
     # Ranks that draw random numbers, or decide by values of their own: beside it nothing about sums can be told.
     decisions.draws_by_rank,
     data.first_shard_for_all,
@@ -131,6 +140,8 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     gradients.optimizes_its_own,  # the mean of what it has made is one of parts, too
     gradients.takes_parts_for_the_batch,
     gradients.mean_of_parts,
+    # Gradients that are right, in the step after which parameters first are not.
+    optimizers.makes_something_else,
     # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
     # twice, before those of several.
     decisions.buffers_alone_drift,
@@ -147,6 +158,7 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     collectives.parameters_of_other_layouts,
     gradients.limits_another_norm,
     gradients.wrong_where_uneven,
+    experiments.right_by_the_size_of_a_group,
     # What nothing speaks against: it is said where nothing better is known.
     decisions.draws_other_numbers,
     factors.grows_with_world_size,

@@ -1,0 +1,75 @@
+"""Mistakes in one call: with the call changed, the step is right."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mgpu_check.mistakes.report import Finding
+from mgpu_check.processes.rank_lists import few, intervals
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.observed import Change
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = [
+    "right_by_another_operation",
+    "right_by_the_size_of_a_group",
+    "right_in_another_group",
+    "right_where_positions_go_on",
+    "right_without_a_collective",
+]
+
+
+def right_in_another_group(tensors: Tensors) -> Finding | None:
+    """Name a collective that runs over the wrong ranks."""
+    change = _first(tensors, "group")
+    if change is None:
+        return None
+    told = f"{change.where} runs over {_groups(change.was)}; over {_groups(change.now)} the step is right"
+    return Finding("wrong-process-group", told)
+
+
+def right_by_the_size_of_a_group(tensors: Tensors) -> Finding | None:
+    """Name a result that is off by the size of its group."""
+    change = _first(tensors, "divide", "multiply")
+    if change is None:
+        return None
+    how = "divided" if change.kind == "divide" else "multiplied"
+    told = f"with the result of {change.where} {how} by {change.size}, the size of its group, the step is right"
+    return Finding("world-size-factor", told)
+
+
+def right_by_another_operation(tensors: Tensors) -> Finding | None:
+    """Name a reduction by the wrong operation."""
+    change = _first(tensors, "op")
+    if change is None:
+        return None
+    return Finding("wrong-reduction", f"{change.where} with {str(change.value).upper()} makes the step right")
+
+
+def right_without_a_collective(tensors: Tensors) -> Finding | None:
+    """Name a reduction of what was reduced already."""
+    change = _first(tensors, "skip", "new")
+    if change is None:
+        return None
+    if change.kind == "new":
+        told = f"{change.where} reduces what it had given before once more; given only what is new each time, the step is right"
+        return Finding("reduced-again", told)
+    return Finding("reduced-again", f"without {change.where} the step is right: ranks have the whole already")
+
+
+def right_where_positions_go_on(tensors: Tensors) -> Finding | None:
+    """Name positions that begin at 0 on each rank."""
+    change = _first(tensors, "shift")
+    if change is None:
+        return None
+    told = f"{change.where} counts from 0 on each rank; counted on from one of {change.size} parts to the next, the step is right"
+    return Finding("positions-restart", told)
+
+
+def _first(tensors: Tensors, *kinds: str) -> Change | None:
+    return next((change for change in tensors.tried if change.kind in kinds and change.holds), None)
+
+
+def _groups(groups: tuple[tuple[int, ...], ...]) -> str:
+    return few([f"ranks {intervals(ranks)}" for ranks in groups], 2)
