@@ -1,7 +1,7 @@
-"""Choose the kernels of CUDA that an attention could use: asked for by name, or left by ``sdpa_kernel`` as the only
-choice.
+"""``scaled_dot_product_attention`` of simulated devices: dispatched to the operators that CUDA dispatches it to.
 
-The backing device computes what they would. The rules are those of torch for a device of compute capability 9.0.
+C++ would choose by the backing device. So the choice, and what C++ does around the chosen operator, is made here, above
+autograd: the operators have CUDA's backward functions, DTensor's strategies and ring attention's handlers.
 """
 
 from __future__ import annotations
@@ -9,83 +9,26 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+from torch.overrides import handle_torch_function, has_torch_function
 
+from mgpu_check.simulated.attention_choice import SINCE_2_14, Params, chosen_kernel, on_device
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["attention_functions", "install_attention"]
+__all__ = ["install_attention"]
 
-_HALF = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256  # of the flash kernels, and of cuDNN's on this device
+_aten = torch.ops.aten
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_FLASH_ROWS = 8  # elements of a head that a flash kernel loads at once
+_MASK_ROWS = 16  # elements of a mask that a memory-efficient one does
 
 Function = Callable[..., torch.Tensor]
-Params = torch.backends.cuda.SDPAParams
-
-
-def _dense(params: Params) -> bool:
-    """Check what all kernels ask for: tensors of devices, of four dimensions, of one dtype, not empty, whose rows are
-    in one piece.
-    """
-    tensors = (params.query, params.key, params.value)
-    return all(
-        isinstance(t, SimulatedTensor)
-        and t.dim() == 4
-        and t.dtype == params.query.dtype
-        and t.numel() > 0
-        and t.stride(-1) in (1, t.size(-1) == 1)
-        for t in tensors
-    )
-
-
-def _heads(params: Params) -> bool:
-    query, key, value = (t.size(-3) for t in (params.query, params.key, params.value))
-    return query % key == query % value == 0 if params.enable_gqa else query == key == value
-
-
-def _head_size(params: Params) -> int:
-    return params.query.size(-1) if params.query.size(-1) == params.key.size(-1) else 0
-
-
-def _flash(params: Params, debug: bool = False) -> bool:
-    return (
-        torch._C._get_flash_sdp_enabled()
-        and _dense(params)
-        and _heads(params)
-        and params.query.dtype in _HALF
-        and params.attn_mask is None
-        and 0 < _head_size(params) == params.value.size(-1) <= _LARGEST_HEAD
-    )
-
-
-def _mem_efficient(params: Params, debug: bool = False) -> bool:
-    if not torch._C._get_mem_efficient_sdp_enabled() or not _dense(params) or not _heads(params) or params.enable_gqa:
-        return False
-    aligned = 8 if params.query.dtype in _HALF else 4
-    sizes = _head_size(params), params.value.size(-1)
-    return params.query.dtype in (*_HALF, torch.float32) and all(size > 0 and size % aligned == 0 for size in sizes)
-
-
-def _cudnn(params: Params, debug: bool = False) -> bool:
-    sizes = _head_size(params), params.value.size(-1) if _dense(params) else 0
-    return (
-        torch._C._get_cudnn_sdp_enabled()
-        and _dense(params)
-        and _heads(params)
-        and params.query.dtype in _HALF
-        and all(0 < size <= _LARGEST_HEAD and size % 8 == 0 for size in sizes)
-    )
-
-
-def attention_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> what stands there while simulated."""
-    return {
-        "_can_use_flash_attention": _flash,
-        "_can_use_mem_efficient_attention": _mem_efficient,
-        "_can_use_cudnn_attention": _cudnn,
-        "_is_flash_attention_available": lambda: True,
-    }
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _attention(original: Function) -> Function:
@@ -100,46 +43,132 @@ def _attention(original: Function) -> Function:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
+        given = [t for t in (query, key, value, attn_mask) if t is not None]
+        options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+        if has_torch_function(given):
+            handled: torch.Tensor = handle_torch_function(
+                attention, given, query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
+            return handled
         if not query.device == key.device == value.device:
             raise RuntimeError(
                 "Expected query, key, and value to have the same device type, but got query.device: "
                 f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
             )
-        asked = query, key, value, attn_mask, dropout_p, is_causal
-        if isinstance(query, SimulatedTensor) and _by_operators(Params(*asked, enable_gqa), scale):
-            mask = attn_mask
-            if is_causal and mask is None:
-                # What C++ makes is on no simulated device; see `composites`.
-                mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
-            causal = is_causal and attn_mask is not None  # which is refused
-            if mask is not None and mask.dtype is torch.bool:
-                mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), -math.inf)
-            computed: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_attention_math(
-                query, key, value, mask, dropout_p, causal, None, scale=scale, enable_gqa=enable_gqa
-            )
-            return computed[0]
-        return original(*asked, scale=scale, enable_gqa=enable_gqa)
+        if not on_device(query):
+            return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = (_cast(t, dtype) for t in (query, key, value))
+            attn_mask = None if attn_mask is None else _cast(attn_mask, dtype)
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            if _refused((query, key, value), attn_mask, dropout_p):
+                return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return _dispatched((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     return attention
 
 
-def _by_operators(params: Params, scale: float | None) -> bool:
-    """Return whether plain operators compute what a kernel of CUDA would, or an attention that no kernel takes.
+def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t
 
-    Raises:
-        RuntimeError: the code has left no kernel that takes it.
-    """
-    if not torch._C._get_math_sdp_enabled():
-        if not (_flash(params) or _mem_efficient(params) or _cudnn(params)):
-            raise RuntimeError("No available kernel. Aborting execution.")
-        return True
-    tensors = params.query, params.key, params.value, params.attn_mask
-    if not params.is_causal or min(tensor.dim() for tensor in tensors if tensor is not None) < 2:
-        return False
-    chosen = torch._fused_sdp_choice(
-        *tensors, params.dropout, params.is_causal, scale=scale, enable_gqa=params.enable_gqa
+
+def _refused(operands: Tensors, mask: torch.Tensor | None, dropout: float) -> bool:
+    """Return whether C++ refuses these operands before it chooses: its own function says it best."""
+    dtype = operands[0].dtype
+    return (
+        any(t.dtype != dtype or t.dim() < 2 for t in operands)
+        or any(t.layout is not torch.strided or t.is_nested for t in operands)
+        or (mask is not None and mask.dtype not in (torch.bool, torch.float32, dtype))
+        or not 0 <= dropout <= 1
     )
-    return bool(chosen == torch.nn.attention.SDPBackend.MATH.value)
+
+
+def _dispatched(
+    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> torch.Tensor:
+    batched, full = operands, mask
+    single = SINCE_2_14 and all(t.dim() == 3 for t in operands)
+    if single:
+        batched = operands[0].unsqueeze(0), operands[1].unsqueeze(0), operands[2].unsqueeze(0)
+        full = None if mask is None else mask[(None,) * (4 - mask.dim())]
+    backend = chosen_kernel(Params(*batched, full, dropout, causal, gqa))
+    if backend == SDPBackend.MATH:
+        return _math(operands, mask, dropout, causal, scale, gqa)
+    found = _FUSED[backend](batched, full, dropout, causal, scale)
+    return found.squeeze(0) if single else found
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> torch.Tensor | None:
+    """Return what is added to the scores for a mask, which is boolean or that already."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), hidden)
+
+
+def _needs_logsumexp(operands: Tensors) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in operands)
+
+
+def _flash(
+    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> torch.Tensor:
+    size = operands[0].size(-1)
+    scale = size**-0.5 if scale is None else scale  # before zeros are appended
+    if missing := -size % _FLASH_ROWS:
+        operands = tuple(F.pad(t, (0, missing)) for t in operands)  # type: ignore[assignment]
+    out: torch.Tensor = _aten._scaled_dot_product_flash_attention(*operands, dropout, causal, False, scale=scale)[0]
+    return out[..., :size] if missing else out
+
+
+def _efficient(
+    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> torch.Tensor:
+    query, key, _ = operands
+    added = _added(mask, query.dtype)
+    if added is not None:
+        columns = key.size(2)
+        added = added.expand(*query.shape[:3], columns)
+        if columns % _MASK_ROWS:
+            added = F.pad(added, (0, -columns % _MASK_ROWS))[..., :columns]
+        elif any(added.stride(i) % _MASK_ROWS for i in range(3)):
+            added = added.contiguous()
+    out: torch.Tensor = _aten._scaled_dot_product_efficient_attention(
+        *operands, added, _needs_logsumexp(operands), dropout, causal, scale=scale
+    )[0]
+    return out
+
+
+def _cudnn(
+    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> torch.Tensor:
+    # cuDNN has no infinity: the least number of the dtype hides a key.
+    added = _added(mask, operands[0].dtype, torch.finfo(operands[0].dtype).min)
+    out: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
+        *operands, added, _needs_logsumexp(operands), dropout, causal, False, scale=scale
+    )[0]
+    return out
+
+
+def _math(
+    operands: Tensors, mask: torch.Tensor | None, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> torch.Tensor:
+    query, key, value = operands
+    if causal and mask is None and isinstance(query, SimulatedTensor):
+        # C++ would make the mask on the backing device; see `composites`.
+        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        causal = False
+    computed: torch.Tensor = _aten._scaled_dot_product_attention_math(
+        query, key, value, _added(mask, query.dtype), dropout, causal, None, scale=scale, enable_gqa=gqa
+    )[0]
+    return computed
+
+
+_FUSED = {
+    SDPBackend.FLASH_ATTENTION: _flash,
+    SDPBackend.EFFICIENT_ATTENTION: _efficient,
+    SDPBackend.CUDNN_ATTENTION: _cudnn,
+}
 
 
 def install_attention(patches: Patches) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mgpu_check.simulated.attention_choice import Params, chosen_kernel
+from mgpu_check.simulated.attention_kernels import ATTENTION_KERNELS
+
 __all__ = ["KERNELS"]
 
 
@@ -125,9 +128,24 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
     return packed
 
 
-KERNELS: dict[str, Callable[..., object]] = {
+def _fused_sdp_choice(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> int:
+    return int(chosen_kernel(Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)).value)
+
+
+_WRITTEN_HERE: dict[str, Callable[..., object]] = {
     f"aten::{kernel.__name__}": kernel
     for kernel in (
+        _fused_sdp_choice,
         batch_norm_stats,
         batch_norm_gather_stats,
         batch_norm_gather_stats_with_counts,
@@ -137,3 +155,5 @@ KERNELS: dict[str, Callable[..., object]] = {
         _pack_padded_sequence,
     )
 }
+
+KERNELS = _WRITTEN_HERE | ATTENTION_KERNELS

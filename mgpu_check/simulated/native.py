@@ -17,7 +17,7 @@ import torch
 
 from mgpu_check.simulated import streams
 from mgpu_check.simulated.allocator import allocator_functions, memory_info
-from mgpu_check.simulated.attention import attention_functions
+from mgpu_check.simulated.attention_choice import choice_functions
 from mgpu_check.simulated.libraries import install_libraries, library_functions
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 from mgpu_check.torch_hooks.patches import Patches
@@ -218,7 +218,7 @@ def _stream_functions() -> dict[str, object]:
 
 def simulated_names() -> dict[str, object]:
     """Name in ``torch._C`` -> what stands there while simulated, but for what :mod:`runtime` puts there."""
-    return {**allocator_functions(), **attention_functions(), **library_functions(), **_stream_functions()}
+    return {**allocator_functions(), **choice_functions(), **library_functions(), **_stream_functions()}
 
 
 def _refusal(name: str, original: object) -> object:

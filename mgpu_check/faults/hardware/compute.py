@@ -27,7 +27,8 @@ _FUNCTIONS = (
     "log2",
 )
 _ATTENTION = (
-    "_softmax", "_safe_softmax", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_attention_math",
+    "_softmax", "_safe_softmax", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
 )  # fmt: skip
 _SORTING = ("sort", "topk", "argsort", "kthvalue", "msort", "median")
 _ELEMENTWISE = ("add", "add_", "mul", "mul_", "sub", "sub_")
