@@ -298,7 +298,7 @@ _USABLE = {
 def chosen_kernel(params: Params) -> SDPBackend:
     """Return the first kernel, in torch's order of preference, that is switched on and takes the operands.
 
-    This node's cuDNN is older than 9.15.1, from which on torch would prefer it.
+    torch prefers cuDNN only if it is newer than 9.15.0, and the cuDNN of this node is older.
 
     Raises:
         RuntimeError: none does.
@@ -317,7 +317,7 @@ def chosen_kernel(params: Params) -> SDPBackend:
 
 
 def choice_functions() -> dict[str, object]:
-    """Name in ``torch._C`` -> what stands there while simulated."""
+    """Name in ``torch._C`` -> the function in its place while simulated."""
     return {
         "_can_use_flash_attention": _USABLE[SDPBackend.FLASH_ATTENTION][1],
         "_can_use_mem_efficient_attention": _USABLE[SDPBackend.EFFICIENT_ATTENTION][1],

@@ -1,6 +1,6 @@
 """The kernels of CUDA that attention is dispatched to, written with operators that every device has.
 
-They compute in float32 whatever the dtype of their operands is, as the tensor cores accumulate. Backward functions
+They compute in float32, as the tensor cores accumulate, and round the results to the dtype of the operands. Backward functions
 make the weights again from the logsumexp that they are given. So a caller may give one that counts more keys than the
 operands have, as ring attention does. Shapes, dtypes and strides of results are those that CUDA's kernels give.
 """
