@@ -103,6 +103,29 @@ def test_the_operator_is_that_of_cuda(what):
     assert chosen == BACKENDS.get(expected, SDPBackend.MATH).value
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_operands_of_three_dimensions_get_a_batch_from_torch_2_14_on(masked):
+    tensors = [t[0].detach().requires_grad_() for t in operands(1, 4, 8, 16)]
+    mask = torch.randn(8, 8, device="cuda:1") if masked else None
+    with Called() as called:
+        out = F.scaled_dot_product_attention(*tensors, mask)
+        grads = torch.autograd.grad(weighted(out), tensors)
+    assert called.names == (["efficient", "efficient_backward"] if SINCE_2_14 else [])
+    exact, exact_grads = reference(tensors, mask)
+    close(out, exact, torch.float32)
+    for found, wanted in zip(grads, exact_grads, strict=True):
+        close(found, wanted, torch.float32)
+
+
+@pytest.mark.skipif(not SINCE_2_14, reason="from torch 2.14 on")
+def test_one_head_of_keys_serves_all_queries():
+    tensors = operands(2, 4, 8, 16, heads=1)
+    with Called() as called:
+        out = F.scaled_dot_product_attention(*tensors)
+    assert called.names == ["efficient"]
+    close(out, reference(tensors)[0], torch.float32)
+
+
 def taken(name, case, dtype):
     """Return whether CUDA's kernel takes a case of the next test."""
     if name == "efficient":

@@ -83,7 +83,7 @@ def test_ring_attention_gives_what_one_device_gives(on_ranks, size):
 
 
 def without_a_handler(rank, size):
-    """Attention in float64 is that of math, for which torch has no ring."""
+    """Attention in float64 is computed by math, and torch has no ring for math."""
     parallel, mesh = ring(), mesh_of(size)
     buffers = operands(torch.float64, TOKENS * size)
     with parallel.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
