@@ -22,7 +22,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _FLASH_ROWS = 8  # the flash kernels load this many elements of a row at once
 _LOGSUMEXP_ROWS = 32  # the memory-efficient kernels fill their logsumexp up to a multiple of this many rows
 _MASK_ROWS = 16  # and align the gradient of a mask to this many elements
-_AT_ONCE = 1 << 24  # elements of a matrix of weights that are made at once: 64 MiB
+_AT_ONCE = 1 << 20  # elements of a matrix of weights that are made at once: 4 MiB, which caches hold
 
 Optional = Tensor | None
 Attended = tuple[Tensor, Tensor]
@@ -54,8 +54,8 @@ class _Weights:
     dropout: float
     seed: int
 
-    def blocks(self) -> Iterator[tuple[slice, Tensor, Optional]]:
-        """Yield rows, their scores, and by what dropout multiplies their weights."""
+    def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Optional]]:
+        """Yield rows, the columns that they see, their scores, and the factors by which dropout multiplies weights."""
         batch, heads, rows, _ = self.query.shape
         columns = self.key.size(2)
         step = max(_AT_ONCE // max(batch * heads * columns, 1), 1)
@@ -63,10 +63,11 @@ class _Weights:
         if self.dropout > 0:
             generator = torch.Generator(self.query.device).manual_seed(self.seed)
         for start in range(0, rows, step):
-            block = slice(start, min(start + step, rows))
-            scores = (self.query[:, :, block].float() @ self.key.mT) * self.scale
+            stop = min(start + step, rows)
+            block, seen = slice(start, stop), slice(0, min(stop, columns) if self.causal else columns)
+            scores = (self.query[:, :, block].float() * self.scale) @ self.key[:, :, seen].mT
             if self.bias is not None:
-                scores += self.bias[:, :, block] if self.bias.size(2) > 1 else self.bias
+                scores += (self.bias[:, :, block] if self.bias.size(2) > 1 else self.bias)[..., seen]
             if self.causal:  # aligned to the upper left, as torch has it
                 hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + start)
                 scores.masked_fill_(hidden, -math.inf)
@@ -76,18 +77,21 @@ class _Weights:
                 kept = (
                     (drawn >= self.dropout).float() / (1 - self.dropout) if self.dropout < 1 else scores.new_zeros(())
                 )
-            yield block, scores, kept
+            yield block, seen, scores, kept
 
 
 def _attend(weights: _Weights, value: Tensor) -> Attended:
     """Return the attention and the logsumexp of each row of scores, both in float32; of a row without keys, 0 and inf."""
     outs, sums = [], []
-    for _, scores, kept in weights.blocks():
-        logsumexp = scores.logsumexp(-1)
-        logsumexp.masked_fill_(logsumexp == -math.inf, math.inf)
-        shares = (scores - logsumexp.unsqueeze(-1)).exp_()
-        outs.append((shares if kept is None else shares * kept) @ value)
-        sums.append(logsumexp)
+    for _, seen, scores, kept in weights.blocks():
+        largest = scores.amax(-1, keepdim=True)
+        largest.masked_fill_(largest == -math.inf, 0.0)
+        shares = scores.sub_(largest).exp_()
+        total = shares.sum(-1, keepdim=True)
+        empty = total == 0
+        out = (shares if kept is None else shares.mul_(kept)) @ value[:, :, seen]
+        outs.append(out.div_(total.masked_fill(empty, 1.0)))
+        sums.append(total.log_().add_(largest).masked_fill_(empty, math.inf).squeeze(-1))
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
@@ -99,18 +103,19 @@ def _gradients(
     mean = (gradient * out.float()).sum(-1, keepdim=True)
     of_queries, of_scores = [], []
     of_key, of_value = torch.zeros_like(weights.key), torch.zeros_like(value)
-    for block, scores, kept in weights.blocks():
-        shares = (scores - logsumexp[:, :, block]).exp_()
-        of_shares = gradient[:, :, block] @ value.mT
-        of_value += (shares if kept is None else shares * kept).mT @ gradient[:, :, block]
+    for block, seen, scores, kept in weights.blocks():
+        shares = scores.sub_(logsumexp[:, :, block]).exp_()
+        of_shares = gradient[:, :, block] @ value[:, :, seen].mT
+        of_value[:, :, seen] += (shares if kept is None else shares * kept).mT @ gradient[:, :, block]
         if kept is not None:
-            of_shares = of_shares * kept
-        moved = shares * (of_shares - mean[:, :, block])
-        of_queries.append((moved @ weights.key) * weights.scale)
-        of_key += (moved.mT @ weights.query[:, :, block].float()) * weights.scale
+            of_shares.mul_(kept)
+        moved = of_shares.sub_(mean[:, :, block]).mul_(shares)
+        of_queries.append(moved @ weights.key[:, :, seen])
+        of_key[:, :, seen] += moved.mT @ weights.query[:, :, block].float()
         if of_bias:
-            of_scores.append(moved)
-    return torch.cat(of_queries, 2), of_key, of_value, torch.cat(of_scores, 2) if of_bias else None
+            of_scores.append(torch.nn.functional.pad(moved, (0, value.size(2) - seen.stop)))
+    of_query = torch.cat(of_queries, 2).mul_(weights.scale)
+    return of_query, of_key.mul_(weights.scale), of_value, torch.cat(of_scores, 2) if of_bias else None
 
 
 def _seed(dropout: float, device: torch.device) -> int:
