@@ -55,7 +55,7 @@ class _Weights:
     seed: int
 
     def blocks(self) -> Iterator[tuple[slice, slice, Tensor, Optional]]:
-        """Yield rows, the columns that they see, their scores, and the factors by which dropout multiplies weights."""
+        """Yield rows, the columns that they see, their scores, and the factors of dropout for their weights."""
         batch, heads, rows, _ = self.query.shape
         columns = self.key.size(2)
         step = max(_AT_ONCE // max(batch * heads * columns, 1), 1)
