@@ -70,8 +70,12 @@ def decides_by_own_values(evidence: Evidence) -> Finding | None:
 def steps_unlike_one_device(tensors: Tensors) -> Finding | None:
     """Name a decision where ranks agree on a number of steps that is not that of one device."""
     here, there = tensors.seen[0].optimizer_steps, tensors.expected.single.optimizer_steps
-    if not there or here == there:
-        return None
+    if (
+        not there
+        or here == there
+        or (tensors.traces and not any(trace.of("step") for trace in tensors.traces) and not here)
+    ):
+        return None  # a step without an optimizer decides nothing about one
     return Finding(
         "decision-per-rank",
         f"the optimizer has stepped {here} times on {tensors.size} ranks, {there} times on one device",

@@ -30,6 +30,7 @@ from mgpu_check.mistakes.rules import (
     outcomes,
     samples,
     scales,
+    shards,
     steps,
 )
 from mgpu_check.mistakes.samples import EpochSamples, Loader
@@ -144,6 +145,8 @@ RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
     optimizers.makes_something_else,
     # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
     # twice, before those of several.
+    shards.norm_of_shards,
+    shards.buffers_of_one_part,
     decisions.buffers_alone_drift,
     evaluation.buffers_apart,
     evaluation.answers_change,
