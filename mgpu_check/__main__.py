@@ -26,11 +26,12 @@ _OF_ONE_PROCESS = ("compare", "devices", "simulate")
 """They do the same in every process that a launcher launches."""
 
 _HELP = f"""\
-usage: mgpu-check [--gpus=N|all] [--simulate[=cpu|cuda:I]] [--rank-timeout=SECONDS] [--strict-gpus] [pytest arguments]
-                  [FILE[::CHECK] ...]
+usage: mgpu-check [--gpus=N|all] [--simulate[=cpu|cuda:I]] [--gpu-level=quick|standard|long] [--rank-timeout=SECONDS]
+                  [--strict-gpus] [pytest arguments] [FILE[::CHECK] ...]
        mgpu-check COMMAND ...
 
 Runs the packaged suite of multi-GPU checks; --simulate makes the GPUs in software, which proves code, never hardware.
+--gpu-level: quick (default) takes about a minute; standard draws four times as many examples; long ten times as many again.
 Without --gpus it takes all visible GPUs. Every argument of pytest works: -k NAME, -x, -n 2, --junitxml=FILE, ...
 A FILE of the suite, such as test_scatter.py, or a CHECK in it, runs that only.
 
@@ -43,7 +44,8 @@ exit codes:
 
 examples:
   mgpu-check --gpus=4 --simulate        on any machine: is the code right?
-  mgpu-check --gpus=8                   on a node with 8 GPUs: are code and hardware right?
+  mgpu-check --gpus=8 --gpu-level=standard
+                                        on a node with 8 GPUs: are code and hardware right?
   mgpu-check accept --gpus=8            may this node join the fleet, and if not, which part goes back?
   mgpu-check --gpus=8 -k allreduce -x   one property, up to the first failure
   torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:PORT -m mgpu_check --gpus=16

@@ -24,6 +24,8 @@ DEFAULT_AGENT_TIMEOUT = 300.0
 
 DEFAULT_MEMORY_SHARE = 0.9
 
+DEFAULT_LEVEL = "quick"
+
 _SWITCH = {"action": "store_const", "const": "true"}
 
 
@@ -131,7 +133,7 @@ OPTIONS: dict[str, Option[Any]] = {
             "gpu_level",
             option_values.level,
             "how much the packaged suites do: quick, standard or long",
-            "standard",
+            f"{DEFAULT_LEVEL}; accept and selftest: standard",
             {"metavar": "|".join(option_values.LEVELS)},
         ),
         Option(
@@ -218,7 +220,7 @@ class Settings:
     per_host: tuple[int, ...] = ()
     host: int = 0
     gpu_report: tuple[str, ...] = ()
-    gpu_level: str = "standard"
+    gpu_level: str = DEFAULT_LEVEL
     accept_for: float | None = None
     accept_memory: float = DEFAULT_MEMORY_SHARE
     accept_baseline: str | None = None
@@ -261,7 +263,7 @@ def resolve(
     """
     values: dict[str, Any] = {"gpus": 0, "simulate": None, "rank_timeout": DEFAULT_RANK_TIMEOUT, "strict_gpus": False}
     values |= {"agent_timeout": DEFAULT_AGENT_TIMEOUT, "agent_key_file": None, "trust_network": False, "gpu_report": ()}
-    values |= {"gpu_level": "standard", "accept_for": None, "accept_memory": DEFAULT_MEMORY_SHARE}
+    values |= {"gpu_level": DEFAULT_LEVEL, "accept_for": None, "accept_memory": DEFAULT_MEMORY_SHARE}
     values |= {"accept_baseline": None, "accept_record_baseline": None, "accept_report": (), "accept_plant": ()}
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():

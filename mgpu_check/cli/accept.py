@@ -11,7 +11,7 @@ import pytest
 import mgpu_check.acceptance
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
-from mgpu_check.cli.suite import asks_for_gpus, run, without_number
+from mgpu_check.cli.suite import asks_for_gpus, at_standard, run, without_number
 from mgpu_check.engine.remote import current
 from mgpu_check.pytest_plugin.report.replay import CommandLine
 
@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     if not asks_for_gpus(arguments):
         driver = current.driver()
         arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
+    arguments = at_standard(arguments)
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
         arguments.append(f"--hypothesis-seed={secrets.randbelow(2**32)}")  # by which the whole run is repeated
     ending = _Ending()

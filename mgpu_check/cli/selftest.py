@@ -14,7 +14,7 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, ERROR, PASSED, SKIPPED, of_properties
-from mgpu_check.cli.suite import asks_for_gpus, files, run
+from mgpu_check.cli.suite import asks_for_gpus, at_standard, files, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
 from mgpu_check.pytest_plugin.report.replay import CommandLine
@@ -33,7 +33,8 @@ usage: mgpu-check selftest [--quick] [--all-pairs] [--seeds=N] [--gpus=N] [--sim
                            [FILE[::CHECK] ...]
 
 Plants each known fault, runs the checks that must catch it, and prints who catches what. Runs each check without any, too.
-Without --gpus it simulates four. Every argument of pytest works, but for -n: -k NAME, -x, --gpu-level=quick, ...
+Without --gpus it simulates four; without --gpu-level it plants faults at the level standard. Every argument of pytest
+works, but for -n: -k NAME, -x, ...
 
   --quick      plant a third of the faults, always the same ones, and leave out checks that must catch none of them
   --all-pairs  try each fault on all checks of its property, and want for each check a fault that no other catches
@@ -70,6 +71,7 @@ def main(argv: Sequence[str]) -> int:
         return WRONG_USAGE
     if not asks_for_gpus(arguments):
         arguments = ["--gpus=4", "--simulate", *arguments]
+    arguments = at_standard(arguments)
     plugin = Selftest(
         all_faults(), quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0
     )

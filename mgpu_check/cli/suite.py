@@ -22,7 +22,7 @@ from mgpu_check.settings import OPTIONS
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
-__all__ = ["asks_for_gpus", "files", "main", "names_a_check", "run", "without_number"]
+__all__ = ["asks_for_gpus", "at_standard", "files", "main", "names_a_check", "run", "without_number"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,9 +39,19 @@ def main(argv: Sequence[str]) -> int:
 
 def asks_for_gpus(arguments: Sequence[str]) -> bool:
     """Return whether the command line, or the environment, gives a number of devices."""
+    return _gives("gpus", arguments)
+
+
+def at_standard(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with the level of commands that are to find rare faults, where the user names no level."""
+    return list(arguments) if _gives("gpu_level", arguments) else ["--gpu-level=standard", *arguments]
+
+
+def _gives(name: str, arguments: Sequence[str]) -> bool:
+    option = OPTIONS[name]
     also = shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))
-    given = any(argument.partition("=")[0] == "--gpus" for argument in [*arguments, *also])
-    return given or OPTIONS["gpus"].variable in os.environ
+    given = any(argument.partition("=")[0] == option.flag for argument in [*arguments, *also])
+    return given or option.variable in os.environ
 
 
 def without_number(arguments: Sequence[str]) -> str:

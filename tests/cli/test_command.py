@@ -8,12 +8,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mgpu_check.cli import accept, selftest
 from mgpu_check.cli.selftest import Selftest
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, PASSED, Matrix
 from mgpu_check.faults.registry import all_faults
+from mgpu_check.pytest_plugin.report.progress import Progress
+from mgpu_check.pytest_plugin.session import GpuSession
+from mgpu_check.pytest_plugin.stash import SESSION
 from mgpu_check.settings import resolve
 from mgpu_check.suite import budget
 
@@ -40,7 +45,7 @@ def test_an_unknown_option_is_refused_in_the_name_of_the_command(command):
 def test_one_property_from_anywhere(command, tmp_path):
     text = command("--gpus=3", "--simulate", "-k", "scatter and tutorial")
     assert "SIMULATED node of 3 GPUs on cpu" in text
-    assert "passed       scatter: " in text
+    assert "[1/1] passed       scatter: " in text
     assert "1 checks of 1 properties, " in text
     assert "1 passed" in text.splitlines()[-1]
     assert "3 SIMULATED GPUs" in text.splitlines()[-1]
@@ -263,3 +268,56 @@ def test_a_level_says_how_many_examples_the_suite_draws(monkeypatch, level, of_1
     assert (budget.examples(140).max_examples, budget.examples(5).max_examples) == (of_140, of_5)
     given = budget.examples(140, quick=3).max_examples, budget.examples(2, quick=3).max_examples
     assert given == ((3, 2) if level == "quick" else (of_140, of_140 // 70))
+
+
+def test_the_suite_is_quick_by_default_and_says_what_standard_adds(command):
+    lines = command("--gpus=2", "--simulate", "-k", "scatter and tutorial").splitlines()
+    said = [number for number, line in enumerate(lines) if line.startswith("level quick: ")]
+    assert all("--gpu-level=standard draws four times as many" in lines[number] for number in said)
+    first = next(number for number, line in enumerate(lines) if line.startswith("[1/1] "))
+    assert said[0] < first < said[1], "before the first check, and at the end"
+    assert lines[first - 1].startswith("1 checks; ")
+    assert said[1] == len(lines) - 2
+
+
+@pytest.mark.parametrize("given", ["option", "variable"])
+def test_a_level_of_the_suite_that_was_asked_for(command, monkeypatch, given):
+    if given == "variable":
+        monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "standard")
+    text = command(
+        "--gpus=2", "--simulate", "-k", "scatter and tutorial", *["--gpu-level=standard"][: given == "option"]
+    )
+    assert "level standard: " in text and "level quick" not in text
+    assert "--gpu-level=long draws ten times as many" in text.splitlines()[-2]
+
+
+@pytest.mark.parametrize("module", [accept, selftest], ids=["accept", "selftest"])
+def test_accept_and_selftest_find_what_is_rare_unless_they_are_told_otherwise(module, monkeypatch):
+    ran = []
+    monkeypatch.delenv("MGPU_CHECK_GPU_LEVEL", raising=False)
+    monkeypatch.setattr(module, "run", lambda arguments, *_: ran.append(arguments) or pytest.ExitCode.INTERNAL_ERROR)
+    module.main(["--gpus=2", "--simulate"])
+    module.main(["--gpus=2", "--simulate", "--gpu-level=quick"])
+    monkeypatch.setenv("MGPU_CHECK_GPU_LEVEL", "long")
+    module.main(["--gpus=2", "--simulate"])
+    levels = [[word for word in words if word.startswith("--gpu-level")] for words in ran]
+    assert levels == [["--gpu-level=standard"], ["--gpu-level=quick"], []]
+
+
+def test_a_log_has_a_line_about_a_check_that_takes_long():
+    """A terminal has a line that lives: a log has what stays."""
+    now, lines = [0.0], []
+    terminal = SimpleNamespace(isatty=False, line=lambda text, **_: lines.append(text), flush=lambda: None)
+    terminal.config = SimpleNamespace(pluginmanager=SimpleNamespace(get_plugin=lambda name: None))
+    session = GpuSession(resolve({"gpus": "1", "simulate": "cpu"}, {}, {}))
+    manager = SimpleNamespace(get_plugin=lambda name: terminal)
+    progress = Progress(lambda: now[0])
+    progress.pytest_configure(SimpleNamespace(pluginmanager=manager, stash={SESSION: session}))
+    progress.pytest_runtest_logstart("test_slow.py::test_slow")
+    seen = []
+    for seconds in (29, 1, 29, 2):
+        now[0] += seconds
+        session.count_example()
+        seen.append(len(lines))
+    assert seen == [0, 1, 1, 2]
+    assert lines == ["[0/0] 30 s, 2 examples: test_slow", "[0/0] 61 s, 4 examples: test_slow"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import pytest
 
-from mgpu_check.pytest_plugin.report.table import row_of
+from mgpu_check.pytest_plugin.report.table import row_of, told_level
 from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["LiveLine", "Progress"]
 
 _INTERVAL = 0.1
+_SILENCE = 30.0
+"""Seconds until a log has a line about a check that still runs: more often would fill it."""
 
 # pytest's own, so that its last line counts as ever.
 _CATEGORIES = {
@@ -77,9 +79,14 @@ class LiveLine:
 
 
 class Progress:
-    """A pytest plugin that replaces pytest's dots."""
+    """A pytest plugin that replaces pytest's dots.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds since any time.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._terminal: pytest.TerminalReporter | None = None
         self._session: GpuSession | None = None
         self._total = 0
@@ -88,7 +95,7 @@ class Progress:
         self._examples = 0
         self._current = ""
         self._running = False
-        self._started = time.monotonic()
+        self._started = self._written = clock()
         self._line = LiveLine(None)
 
     @pytest.hookimpl(trylast=True)
@@ -96,17 +103,27 @@ class Progress:
         from mgpu_check.pytest_plugin.stash import SESSION
 
         self._terminal = config.pluginmanager.get_plugin("terminalreporter")
-        self._line = LiveLine(self._terminal)
+        self._line = LiveLine(self._terminal, self._clock)
         self._session = config.stash[SESSION]
         self._session.on_example = self._count
 
-    @pytest.hookimpl(trylast=True)
-    def pytest_sessionstart(self) -> None:
-        if self._terminal is not None and self._session is not None:
-            self._terminal.line(self._session.header())  # pytest's own header is off, and the rest of it of no use here
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionstart(self) -> Generator[None, None, None]:
+        assert self._session is not None
+        if self._session.settings.simulate != "cpu":
+            self._tell("mgpu-check: looking at the GPUs of this machine")  # a process imports torch for that
+        yield
+        self._tell(self._session.header())  # pytest's own header is off, and the rest of it of no use here
+        self._tell(told_level(self._session.settings.gpu_level))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._total = len(session.items)
+        if self._total and not session.config.option.collectonly:
+            self._tell(f"{self._total} checks; the first waits until the ranks have imported torch")
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
+        self._total = len(ids)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._current = nodeid.rpartition("::")[2]
@@ -122,8 +139,9 @@ class Progress:
         self._running = False
         self._failed += row.result not in _CATEGORIES.keys() - {"FAILED"}
         if not self._terminal.isatty:
-            self._terminal.line(
-                f"{row.result:<12} {row.property}: {row.check} ({row.examples} examples, {row.seconds:.1f} s)"
+            self._tell(
+                f"[{self._done:>{len(str(self._total))}}/{self._total}] {row.result:<12} {row.property}: {row.check} "
+                f"({row.examples} examples, {row.seconds:.1f} s)"
             )
         elif row.result.startswith(("FAILED", "ERROR")):
             self._line.stay(f"{row.result} {row.property}: {row.check}", red=True)
@@ -143,6 +161,12 @@ class Progress:
     def _count(self) -> None:
         self._running = True
         self._show()
+        if not self._line.lives and self._clock() - self._written >= _SILENCE:
+            self._tell(self._text())
+
+    def _tell(self, text: str) -> None:
+        self._written = self._clock()
+        self._line.stay(text)
 
     def _show(self, now: bool = False) -> None:
         self._line.show(self._text, now)
@@ -151,6 +175,6 @@ class Progress:
         failed = f", {self._failed} failed" if self._failed else ""
         running = self._session.examples if self._running and self._session is not None else 0
         return (
-            f"[{self._done}/{self._total}{failed}] {time.monotonic() - self._started:.0f} s, "
+            f"[{self._done}/{self._total}{failed}] {self._clock() - self._started:.0f} s, "
             f"{self._examples + running} examples: {self._current}"
         )

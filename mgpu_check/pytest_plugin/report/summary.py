@@ -18,7 +18,7 @@ __all__ = ["print_to", "tell"]
 
 def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
     """Print where ranks were interrupted, deaths between tests, remarks, tests skipped for want of devices, and SIMULATED where it is true."""
-    table.print_to(terminal)
+    table.print_to(terminal, session.settings.gpu_level)
     if session.interrupted:
         terminal.section("ranks that were interrupted", red=True)
         terminal.line(session.interrupted)

@@ -11,10 +11,17 @@ from mgpu_check.checks.known_defects import KNOWN_DEFECTS
 from mgpu_check.pytest_plugin.report.properties import defects_met
 from mgpu_check.version import torch_version
 
-__all__ = ["Row", "print_to", "row_of", "told", "told_unseen"]
+__all__ = ["Row", "print_to", "row_of", "told", "told_level", "told_unseen"]
 
 _LEAST_TEXT = 40
 _NUMBERS = 25  # columns of examples and seconds, and the space between all
+
+_LEVELS = {
+    "quick": "a few examples of each check; --gpu-level=standard draws four times as many, tests larger tensors and more "
+    "layers, and takes about five times as long",
+    "standard": "the usual number of examples; --gpu-level=long draws ten times as many",
+    "long": "ten times the usual number of examples",
+}
 
 _RESULTS = {
     "passed": "passed",
@@ -91,8 +98,13 @@ def told_unseen(name: str) -> str:
     )
 
 
-def print_to(terminal: pytest.TerminalReporter) -> None:
-    """Print the table, if checks of the packaged suite have run."""
+def told_level(level: str) -> str:
+    """Return what the packaged suite does at a level, and what the next level adds."""
+    return f"level {level}: {_LEVELS[level]}"
+
+
+def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
+    """Print the table, if checks of the packaged suite have run, and what a higher level than `level` adds."""
     rows = [
         row
         for reports in terminal.stats.values()
@@ -129,6 +141,7 @@ def print_to(terminal: pytest.TerminalReporter) -> None:
         f"{sum(row.examples for row in rows)} examples, {sum(row.seconds for row in rows):.1f} s",
         bold=True,
     )
+    terminal.line(told_level(level))
 
 
 def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:
