@@ -14,13 +14,13 @@ from types import FrameType
 from mgpu_check import pages
 from mgpu_check.cli import simulate
 from mgpu_check.cli.codes import INTERRUPTED, RIGHT, UNDECIDED, WRONG, Parser
-from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.arguments import accepted, fitted
 
 __all__ = ["main"]
 
 _USAGE = (
     "mgpu-check compare [--gpus=N] [--simulate[=cpu|cuda:I]] [--steps=N] [--timeout=SECONDS] [--fresh-directory]\n"
-    "                          [--html=FILE] [--json=FILE] -- script.py [args...]\n"
+    "                          [--unjudged=PATTERN=REASON]... [--html=FILE] [--json=FILE] -- script.py [args...]\n"
     "       mgpu-check compare [...] -- -m module [args...]"
 )
 _EPILOG = """\
@@ -29,10 +29,11 @@ In the arguments of the script, {…} with W in it is replaced by its value, whe
 
 exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
 other parameters, the script is not repeatable, makes no optimizer step, or gives no finite numbers from the first step on;
+or undecided: nothing differs, but a trained parameter was not compared;
 3 internal error of mgpu-check, which says nothing of the script; 4 wrong usage; 130 interrupted.
 What a script must do to be comparable: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """
-_CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED}
+_CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -60,6 +61,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _accepted(text: str) -> tuple[str, str]:
+    try:
+        return accepted(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _writable(text: str) -> Path:
     path = Path(text)
     if not path.absolute().parent.is_dir():
@@ -75,7 +83,7 @@ def _page(text: str) -> Path:
     return _writable(text)
 
 
-_TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--html", "--json")
+_TAKE_A_WORD = ("--gpus", "--steps", "--timeout", "--unjudged", "--html", "--json")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,6 +111,14 @@ def _parser() -> argparse.ArgumentParser:
         "--fresh-directory",
         action="store_true",
         help="begin each run in a copy of the current directory, in which what other runs write is not there",
+    )
+    add(
+        "--unjudged",
+        type=_accepted,
+        action="append",
+        default=[],
+        metavar="PATTERN=REASON",
+        help="parameters that need not be compared, and why not; the report repeats it (may be given several times)",
     )
     add(
         "--html",
@@ -189,6 +205,7 @@ def _compare(given: argparse.Namespace, program: Sequence[str], command: Sequenc
         given.steps,
         given.fresh_directory,
         without_gpus=not count,
+        unjudged=dict(given.unjudged),
     )
     note = f"; {simulated} x{given.gpus}: proves code, never hardware" if simulated else ""
     print(f"mgpu-check compare: {plan.shown}: one device, and {given.gpus} ranks{note}", flush=True)

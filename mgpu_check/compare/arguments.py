@@ -1,4 +1,4 @@
-"""Arguments of a script that depend on the number of its processes: ``--batch-size={64/W}``."""
+"""Arguments of a script that depend on the number of its processes (``--batch-size={64/W}``), and options with parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-__all__ = ["fitted"]
+__all__ = ["accepted", "fitted"]
 
 # Braces around anything else are the script's own, as those of JSON.
 _EXPRESSION = re.compile(r"\{([\dW.+\-*/%() ]*W[\dW.+\-*/%() ]*)\}")
@@ -31,6 +31,20 @@ def fitted(words: Sequence[str], world: int) -> list[str]:
         ValueError: an expression is none, or has no such value.
     """
     return [_EXPRESSION.sub(lambda match: _value(match[1], world), word) for word in words]
+
+
+def accepted(text: str) -> tuple[str, str]:
+    """Return the pattern and the reason of an option ``--unjudged='PATTERN=reason'``.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    pattern, _, reason = (part.strip() for part in text.partition("="))
+    if not pattern or not reason:
+        raise ValueError(
+            f"{text!r} is no pattern of parameters with a reason; give PATTERN=reason, as in 'head.*=frozen after step 1'"
+        )
+    return pattern, reason
 
 
 def _value(text: str, world: int) -> str:

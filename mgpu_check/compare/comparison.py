@@ -40,6 +40,7 @@ class Plan:
         steps: how many optimizer steps are compared; None: all.
         fresh: each run begins in a directory of its own.
         without_gpus: torch sees none here, and none are simulated.
+        unjudged: parameters that need not be compared, by pattern, with the reason of each.
     """
 
     command: Sequence[str]
@@ -52,6 +53,7 @@ class Plan:
     steps: int | None
     fresh: bool = False
     without_gpus: bool = False
+    unjudged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,7 +116,7 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     if moved.failed:
         return of_failure(moved, moved.failed, one_device=True)
     made.rounding = Rounding(one.traces[0], [moved.traces[0], again.traces[0]])
-    return verdict_of(aligned, made.rounding, repeat)
+    return verdict_of(aligned, made.rounding, repeat, plan.unjudged)
 
 
 def _several(made: Comparison, tell: Callable[[str], None]) -> Run:

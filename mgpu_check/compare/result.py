@@ -70,6 +70,7 @@ def write_json(path: Path, done: Comparison) -> None:
         "ranks": verdict.ranks,
         "ratio": verdict.ratio,
         "steps_equal": verdict.compared,
+        "not_compared": dict(verdict.not_compared),
         "mistakes": report.mistakes,
         "findings": [{"mistake": finding.mistake, "evidence": finding.evidence} for finding in report.findings],
         "remarks": report.remarks,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal
 
 from mgpu_check.compare.alignment import Aligned, of_kind
 from mgpu_check.compare.alignment import Kind as TensorKind
 from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference, first_difference, ratio_of
+from mgpu_check.compare.judged import account, not_compared, trained
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
@@ -18,7 +20,7 @@ from mgpu_check.processes.rank_lists import few, named
 
 __all__ = ["Kind", "Verdict", "of_failure", "refused", "starts_its_own", "verdict_of", "without_steps"]
 
-Kind = Literal["equal", "differs", "not comparable"]
+Kind = Literal["equal", "differs", "not comparable", "undecided"]
 
 _TENSORS = {
     "before": "{} before its first update",
@@ -37,6 +39,7 @@ class Verdict:
         ranks: on which it is.
         ratio: its norm by that on one device.
         compared: how many steps were.
+        not_compared: trained parameters that were not, with the reason of each.
     """
 
     kind: Kind
@@ -47,6 +50,7 @@ class Verdict:
     ranks: tuple[int, ...] = ()
     ratio: float | None = None
     compared: int = 0
+    not_compared: Mapping[str, str] = field(default_factory=dict)
 
 
 def refused(why: str, todo: Sequence[str] = (), compared: int = 0) -> Verdict:
@@ -108,12 +112,18 @@ def starts_its_own(one_device: bool) -> Verdict:
     )
 
 
-def verdict_of(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | None) -> Verdict:
+def verdict_of(
+    aligned: Aligned,
+    rounding: Rounding | None,
+    repeat: Repeat | None,
+    unjudged: Mapping[str, str] = MappingProxyType({}),
+) -> Verdict:
     """Judge runs that all came to their ends.
 
     Args:
         rounding: None where the script is not repeatable before it could be measured.
         repeat: where the script, run twice on one device, parted ways with itself.
+        unjudged: parameters that need not be compared, by pattern, with the reason of each.
     """
     if repeat is not None and (rounding is None or repeat.step == 0):
         return _not_repeatable(repeat)
@@ -136,10 +146,10 @@ def verdict_of(aligned: Aligned, rounding: Rounding | None, repeat: Repeat | Non
     counts = [len(trace.steps) for trace in aligned.ranks]
     if any(count != len(aligned.one.steps) for count in counts):
         return _of_counts(aligned, counts)
-    return _of_equal(aligned, rounding)
+    return _of_equal(aligned, rounding, unjudged)
 
 
-def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
+def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str]) -> Verdict:
     """Judge runs that part ways nowhere: whether that says something, and of what."""
     steps = aligned.compared
     if not aligned.held:
@@ -166,6 +176,11 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
         remarks.insert(
             0, f"after step {useful} rounding alone moves gradients so far that not even a factor of two would show"
         )
+    missed = not_compared(aligned, rounding)
+    left, lines, idle = account(missed, unjudged)
+    remarks = [*lines, *remarks]
+    if left or idle:
+        return replace(_undecided(aligned, left, idle, remarks), not_compared=missed)
     said, end = f"{steps} steps", ""
     if steps < aligned.steps:
         said = f"steps 1 to {steps}" if steps > 1 else "step 1"
@@ -177,7 +192,25 @@ def _of_equal(aligned: Aligned, rounding: Rounding) -> Verdict:
         f"equal: {said} on {aligned.where} train{'s' * (said == 'step 1')} the same "
         f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within what rounding moves{end}"
     )
-    return Verdict("equal", Report(headline, remarks=remarks), compared=steps)
+    return Verdict("equal", Report(headline, remarks=remarks), compared=steps, not_compared=missed)
+
+
+def _undecided(aligned: Aligned, left: Sequence[str], idle: Sequence[str], remarks: Sequence[str]) -> Verdict:
+    """Return the verdict on runs that part ways nowhere, though not all that is trained was compared."""
+    total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in left)
+    todo = [
+        "build the model from one seed on one device and on the ranks; or accept what was not compared with "
+        "--unjudged='PATTERN=reason'"
+    ]
+    why = f"{len(left)} of {total} trained parameters were not compared with one device"
+    if not left:
+        why = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
+        todo = ["take it out, so that it hides nothing later"]
+    return Verdict(
+        "undecided",
+        Report(f"undecided: {why}", remarks=[*remarks, *_todo(todo)]),
+        compared=aligned.compared,
+    )
 
 
 def _says_nothing(aligned: Aligned) -> Verdict | None:
@@ -314,15 +347,12 @@ def _todo(lines: Sequence[str]) -> list[str]:
 
 def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
     remarks = []
-    if aligned.missing:
-        remarks.append(f"trained on one device only: {few(aligned.missing, 5)}")
-    if aligned.extra:
-        remarks.append(f"trained on ranks only: {few(aligned.extra, 5)}")
     if rounding is None:
+        if aligned.missing:
+            remarks.append(f"trained on one device only: {few(aligned.missing, 5)}")
+        if aligned.extra:
+            remarks.append(f"trained on ranks only: {few(aligned.extra, 5)}")
         return remarks
-    held_in_parts = [name for name in aligned.names if name not in aligned.held]
-    if held_in_parts:
-        remarks.append(f"not compared, because no rank holds the whole of them: {few(held_in_parts, 5)}")
     for step in range(aligned.compared):
         samples = aligned.samples(step)
         if samples.known and not samples.same and any(part != samples.one for part in samples.ranks):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ class Training:
         return made
 
 
-def verdict(change=lambda training: None, world: int = 2, one=lambda training: None):
+def verdict(change=lambda training: None, world: int = 2, one=lambda training: None, unjudged=MappingProxyType({})):
     """Of a training whose ranks are as `change` makes them."""
     single, moved = Training(), Training()
     one(single), one(moved)
@@ -89,7 +90,8 @@ def verdict(change=lambda training: None, world: int = 2, one=lambda training: N
         one(training)
         change(training)
     reference = single.trace()
-    return verdict_of(Aligned(reference, [t.trace() for t in ranks]), Rounding(reference, [moved.trace()]), None)
+    rounding = Rounding(reference, [moved.trace()])
+    return verdict_of(Aligned(reference, [t.trace() for t in ranks]), rounding, None, unjudged)
 
 
 def mistakes(change, **options) -> tuple[str, ...]:
@@ -285,16 +287,19 @@ def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
     assert verdict(change).kind == "equal"
 
 
+def one_part(training):
+    def flatten(made):
+        made.parameters["net.weight"] = dataclasses.replace(made.parameters["net.weight"], shape=(15,))
+
+    training.change = flatten
+
+
 def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
-    def one_part(training):
-        def flatten(made):
-            made.parameters["net.weight"] = dataclasses.replace(made.parameters["net.weight"], shape=(15,))
-
-        training.change = flatten
-
     found = verdict(one_part)
-    assert "train the same 1 of 2 parameters" in found.report.headline
-    assert "not compared, because no rank holds the whole of them: net.weight" in found.report.remarks
+    assert (found.kind, found.compared) == ("undecided", 3)
+    assert "1 of 2 trained parameters were not compared" in found.report.headline
+    assert found.not_compared == {"net.weight": "ranks hold shape [15] of it, and one device [6, 5]"}
+    assert found.report.remarks[0] == "not compared: net.weight: ranks hold shape [15] of it, and one device [6, 5]"
 
     def renamed(training):
         training.change = lambda made: made.parameters.update(
@@ -304,6 +309,38 @@ def test_parameters_that_no_rank_holds_whole_are_not_called_equal():
     found = verdict(renamed)
     assert found.kind == "not comparable"
     assert "one device trains net.weight, net.bias; rank 0 trains flat0, flat1" in found.report.remarks[0]
+
+
+def test_a_parameter_that_one_side_alone_trains_is_not_called_equal():
+    def without_bias(made):
+        del made.parameters["net.bias"]
+        for step in made.steps:
+            for part in (step.before, step.gradients, step.parameters):
+                part.pop("net.bias", None)
+
+    def change(training):
+        training.change = without_bias
+
+    found = verdict(change)
+    assert found.kind == "undecided"
+    assert found.not_compared == {"net.bias": "no rank trains a parameter of its name and shape"}
+
+    def on_ranks(training):
+        training.change = with_a_third
+
+    found = verdict(on_ranks)
+    assert found.kind == "undecided"
+    assert found.not_compared == {"net.third (ranks 0-1)": "one device trains no parameter of its name and shape"}
+
+
+def test_what_need_not_be_compared_is_repeated():
+    found = verdict(one_part, unjudged={"*.weight": "a buffer of its own"})
+    assert found.kind == "equal" and "train the same 1 of 2 parameters" in found.report.headline
+    assert found.report.remarks[0] == "not compared, as --unjudged accepts: net.weight: a buffer of its own"
+    found = verdict(one_part, unjudged={"*.weight": "a buffer of its own", "head.*": "not there"})
+    assert (
+        found.report.headline == "undecided: --unjudged has 'head.*', which matches no parameter that was not compared"
+    )
 
 
 def test_steps_that_a_scaler_skips():

@@ -1,0 +1,112 @@
+"""Keep account of which trained parameters were compared with one device, and say which were not."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from mgpu_check.compare.alignment import Aligned, Kind, of_kind
+from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.trace import Summary, Trace
+from mgpu_check.processes.rank_lists import few, named
+
+__all__ = ["account", "not_compared", "trained"]
+
+_WIDE = 0.1
+"""Of the values: a wider tolerance lets a factor of 2, or a missing rank, pass."""
+_SMALL = 1e-2
+"""Of the largest tensor of its kind: what is smaller may be nothing but rounding errors, such as the gradient of a bias
+before a norm."""
+_SHOWN = 12
+_NOWHERE = "no rank trains a parameter of its name and shape"
+_OF_RANKS = "one device trains no parameter of its name and shape"
+_DROWNED = "rounding alone moves its gradient and its value so far that the measured tolerance proves nothing"
+
+
+def trained(trace: Trace) -> set[str]:
+    """Return the parameters that had a gradient other than zero at some step."""
+    return {
+        name
+        for step in trace.steps
+        for name, gradient in step.gradients.items()
+        if gradient is not None and (gradient.norm or not gradient.finite)
+    }
+
+
+def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
+    """Return the trained parameters of which neither gradient nor value was compared at any step, and why."""
+    found: dict[str, str] = {}
+    one = trained(aligned.one)
+    for name in aligned.one.parameters:
+        if name not in one:
+            continue
+        if name in aligned.missing:
+            found[name] = _NOWHERE
+        elif not any(_found(aligned, name)):
+            found[name] = _shapes(aligned, name)
+        elif not any(_tells(aligned, rounding, step, kind, name) for step, kind in _found(aligned, name)):
+            found[name] = _DROWNED
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for trace in aligned.ranks:
+        for name in sorted(trained(trace) & set(aligned.extra)):
+            ranks[name].append(trace.rank)
+    return found | {f"{name} ({named(some)})": _OF_RANKS for name, some in ranks.items()}
+
+
+def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:
+    """Sort what was not compared by whether the user accepts it.
+
+    Args:
+        missed: see `not_compared`.
+        unjudged: the user's patterns, with the reason of each.
+
+    Returns:
+        The names that are left; a line for each reason of these, and for each pattern that accepts some; the patterns that match nothing.
+    """
+    left: dict[str, list[str]] = defaultdict(list)
+    accepted: dict[str, list[str]] = defaultdict(list)
+    for name, reason in missed.items():
+        patterns = [pattern for pattern in unjudged if fnmatch.fnmatchcase(name.partition(" (")[0], pattern)]
+        for pattern in patterns:
+            accepted[pattern].append(name)
+        if not patterns:
+            left[reason].append(name)
+    lines = [f"not compared: {few(names, _SHOWN)}: {reason}" for reason, names in left.items()]
+    lines += [
+        f"not compared, as --unjudged accepts: {few(names, _SHOWN)}: {unjudged[pattern]}"
+        for pattern, names in accepted.items()
+    ]
+    idle = [pattern for pattern in unjudged if pattern not in accepted]
+    return [name for names in left.values() for name in names], lines, idle
+
+
+def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Kind]]:
+    """Yield the steps and kinds at which a tensor of some rank was compared with that of one device."""
+    kinds: tuple[Kind, ...] = ("gradient", "parameter")
+    for step in range(aligned.compared):
+        for kind in kinds:
+            expected, here = aligned.found(step, kind, name)
+            if expected is not None and any(here.values()):
+                yield step, kind
+
+
+def _tells(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name: str) -> bool:
+    """Return whether the tolerance is narrow enough for a comparison to prove something."""
+    here = of_kind(aligned.one.steps[step], kind)
+    own = _size(here[name], aligned.parameter(name).count)
+    largest = max((_size(value, aligned.parameter(other).count) for other, value in here.items()), default=0.0)
+    width = rounding.tolerance(step, kind, name) * own
+    return math.isfinite(width) and width <= _WIDE * max(own, _SMALL * largest)
+
+
+def _size(summary: Summary | None, count: int) -> float:
+    """Return the root mean square of a tensor's elements."""
+    return summary.norm / math.sqrt(max(count, 1)) if summary is not None and summary.finite else 0.0
+
+
+def _shapes(aligned: Aligned, name: str) -> str:
+    shapes = sorted({str(list(t.parameters[name].shape)) for t in aligned.ranks if name in t.parameters})
+    whole = list(aligned.parameter(name).shape)
+    return f"ranks hold shape {few(shapes, 3)} of it, and one device {whole}"
