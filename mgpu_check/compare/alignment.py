@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,17 +89,27 @@ class Samples:
 
     one: Counter[int]
     ranks: tuple[Counter[int], ...]
+    divided: bool = False
+    """Ranks hold parts of the model: several see the same samples rightly, and some see what others have computed."""
 
     @property
     def together(self) -> Counter[int]:
         total: Counter[int] = Counter()
+        seen: list[Counter[int]] = []
         for part in self.ranks:
-            total += part
+            if not self.divided or (part & self.one and part not in seen):
+                total += part
+                seen.append(part)
         return total
 
     @property
     def known(self) -> bool:
-        """True if a model was seen to be called, on one device and on the ranks."""
+        """True if a model was seen to be called, on one device and on the ranks.
+
+        Of a divided model the first stage may be called with parts of the batch, of which the first alone is recorded.
+        """
+        if self.divided and not self.together - self.one:
+            return bool(self.one) and self.same
         return bool(self.one) and any(self.ranks)
 
     @property
@@ -114,7 +124,12 @@ class Samples:
     @property
     def repeated_on_each_rank(self) -> bool:
         """True if all ranks have seen the same samples."""
-        return len(self.ranks) > 1 and bool(self.ranks[0]) and all(part == self.ranks[0] for part in self.ranks)
+        return (
+            len(self.ranks) > 1
+            and not self.divided
+            and bool(self.ranks[0])
+            and all(part == self.ranks[0] for part in self.ranks)
+        )
 
     @property
     def counts(self) -> list[int]:
@@ -129,6 +144,7 @@ class Aligned:
         one: the trace of the one device.
         ranks: those of the ranks, in their order; one of a single process that has several devices.
         world: number of those ranks, or devices.
+        divided, reasons, placements, holders: see `mgpu_check.compare.assembly.Assembly`.
         names: parameters that both have, in the order of the model.
         missing: those that one device trains, and no rank.
         extra: those that ranks train, and one device does not.
@@ -137,6 +153,10 @@ class Aligned:
     one: Trace
     ranks: list[Trace]
     world: int = 0
+    divided: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    placements: Mapping[str, str] = field(default_factory=dict)
+    holders: Mapping[str, Sequence[tuple[int, ...]]] = field(default_factory=dict)
     names: list[str] = field(init=False)
     missing: list[str] = field(init=False)
     extra: list[str] = field(init=False)
@@ -192,12 +212,12 @@ class Aligned:
 
     def samples(self, step: int) -> Samples:
         """Return the rows of the model's inputs; their columns where it is those that the ranks have shared out."""
-        rows = Samples(Counter(self.one.steps[step].seen), tuple(Counter(t.steps[step].seen) for t in self.ranks))
+        steps = [trace.steps[step] for trace in self.ranks]
+        one = self.one.steps[step]
+        rows = Samples(Counter(one.seen), tuple(Counter(here.seen) for here in steps), self.divided)
         if rows.same:
             return rows
-        columns = Samples(
-            Counter(self.one.steps[step].seen_columns), tuple(Counter(t.steps[step].seen_columns) for t in self.ranks)
-        )
+        columns = Samples(Counter(one.seen_columns), tuple(Counter(here.seen_columns) for here in steps), self.divided)
         return columns if columns.known and columns.same else rows
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:

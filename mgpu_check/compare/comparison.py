@@ -5,12 +5,14 @@ One after the other because a script may write files, and because two that share
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.arguments import fitted
+from mgpu_check.compare.assembly import Assembly, assembled
 from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.directories import fresh_directory
 from mgpu_check.compare.obstacles import SNAPSHOT, standing
@@ -99,16 +101,16 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     silent = [ended for ended in several.ranks if not ended.steps]
     if silent:
         return without_steps(several, silent)
-    made.aligned = aligned = Aligned(one.traces[0], several.traces, plan.world)
+    assembly = assembled(one.traces[0], several.traces)
+    made.aligned = aligned = _aligned(one, assembly, plan.world)
     if found := _found_what_was_left(made.runs):
         return found
     if others := others_from_the_start(aligned):
         return replace(refused(others[0].why, [one.todo for one in others]), step=1)
-    again = _run(made, tell, "one device, again", 1)
-    if again.failed:
-        return of_failure(again, again.failed, one_device=True)
-    if found := _found_what_was_left(made.runs):
-        return found
+    again, stopped = _again(made, tell, assembly.open and len(several.ranks) == plan.world)
+    if stopped is not None:
+        return stopped
+    aligned = made.aligned
     repeat = repeatability(one.traces[0], again.traces[0])
     if repeat is not None and repeat.step == 0:
         return verdict_of(aligned, None, repeat)
@@ -117,6 +119,32 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
         return of_failure(moved, moved.failed, one_device=True)
     made.rounding = Rounding(one.traces[0], [moved.traces[0], again.traces[0]])
     return verdict_of(aligned, made.rounding, repeat, plan.unjudged)
+
+
+def _again(made: Comparison, tell: Callable[[str], None], divided: bool) -> tuple[Run, Verdict | None]:
+    """Run on one device again; the run, and the verdict where there can be no other.
+
+    Args:
+        divided: ranks may hold slices of what one device has. They run again, too, with its parameters to look slices up in.
+    """
+    with tempfile.TemporaryFile() as wholes:
+        again = _run(made, tell, "one device, again", 1, shared={"keep": wholes.fileno()} if divided else {})
+        if again.failed:
+            return again, of_failure(again, again.failed, one_device=True)
+        found = _found_what_was_left(made.runs)
+        if found is not None or not divided:
+            return again, found
+        world = made.plan.world
+        several = _run(made, tell, f"{world} ranks, with slices", world, shared={"wholes": wholes.fileno()})
+    if several.failed:
+        return again, of_failure(several, several.failed, one_device=False)
+    one = made.runs[0]
+    made.aligned = _aligned(one, assembled(one.traces[0], several.traces), world)
+    return again, _found_what_was_left(made.runs)
+
+
+def _aligned(one: Run, found: Assembly, world: int) -> Aligned:
+    return Aligned(one.traces[0], found.ranks, world, found.divided, found.reasons, found.placements, found.holders)
 
 
 def _several(made: Comparison, tell: Callable[[str], None]) -> Run:
@@ -149,6 +177,7 @@ def _run(
     world: int,
     moved: int | None = None,
     environment: Mapping[str, str] | None = None,
+    shared: Mapping[str, int] | None = None,
 ) -> Run:
     plan = made.plan
     environment = environment or (plan.single if world == 1 else plan.several)
@@ -162,6 +191,7 @@ def _run(
             steps=plan.steps,
             moved=moved,
             directory=directory,
+            shared=shared,
         )
     made.runs.append(done)
     steps = sorted({ended.steps for ended in done.ranks})

@@ -144,30 +144,52 @@ def _compared(aligned: Aligned, rounding: Rounding, step: int, kind: Kind, name:
     found = {rank: deviation(value, expected, shape) for rank, value in here.items()}
     off = {rank: one for rank, one in found.items() if one.size > tolerance}
     rank = max(off, key=lambda r: off[r].size, default=None)
-    worst = None if rank is None else Wrong(kind, name, tuple(off), off[rank], rank)
+    worst = None
+    if rank is not None:
+        at_fault = _at_fault(aligned, name, expected, here[rank], tolerance) & off.keys()
+        worst = Wrong(kind, name, tuple(r for r in off if not at_fault or r in at_fault), off[rank], rank)
     first = next(iter(here.values()), None)
     return worst, any(value != first and deviation(value, first, shape).size > tolerance for value in here.values())
 
 
-def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
-    """Return whether each rank saw, at the first step, the very samples of one device, and trains the whole model.
+def _at_fault(aligned: Aligned, name: str, expected: Summary | None, got: Summary | None, tolerance: float) -> set[int]:
+    """Return the ranks that hold the elements which are wrong, of a parameter that is held in slices; empty where not known."""
+    holders = aligned.holders.get(name)
+    if holders is None or expected is None or got is None:
+        return set()
+    size = expected.norm / math.sqrt(max(aligned.parameter(name).count, 1))
+    pairs = zip(holders, expected.samples, got.samples, strict=False)
+    return {rank for ranks, a, b in pairs for rank in ranks if not abs(a - b) <= tolerance * max(size, abs(a))}
 
-    Ranks that hold a part of the model each do see all samples, and rightly so.
+
+def _whole_batch_on_each_rank(difference: FirstDifference) -> bool:
+    """Return whether each rank saw, at the first step, the very samples of one device, and did the same work with them.
+
+    Ranks that hold a part of the model each do see all samples, and rightly so. Ranks whose losses differ share the work
+    out within the model, as context parallelism does.
     """
     aligned = difference.aligned
     samples = difference.samples
-    whole = all(
-        trace.parameters[name].shape == aligned.parameter(name).shape and not trace.parameters[name].sharded
-        for trace in aligned.ranks
-        for name in aligned.names
-        if name in trace.parameters
-    )
-    return difference.step == 0 and whole and samples.repeated_on_each_rank and samples.ranks[0] == samples.one
+    if difference.step or not samples.repeated_on_each_rank or samples.ranks[0] != samples.one:
+        return False
+    if aligned.divided or any(t.parameters[name].sharded for t in aligned.ranks for name in t.parameters):
+        return False
+    if any(
+        t.parameters[n].shape != aligned.parameter(n).shape
+        for t in aligned.ranks
+        for n in aligned.names
+        if n in t.parameters
+    ):
+        return False
+    _, _, losses = aligned.losses(difference.step)
+    known = [loss for loss in losses if loss is not None]
+    return not known or max(known) - min(known) <= difference.rounding.of_loss(difference.step) * max(map(abs, known))
 
 
 def updates(difference: FirstDifference, name: str) -> list[tuple[float, float]]:
-    """Return by how much this step has changed a parameter's kept elements: (on the first rank, on one device)."""
-    return list(zip(_update(difference, name, 0), _update(difference, name, None), strict=False))
+    """Return by how much this step has changed a parameter's kept elements: (on the first rank that has it, on one device)."""
+    holder = next((index for index, trace in enumerate(difference.aligned.ranks) if name in trace.parameters), 0)
+    return list(zip(_update(difference, name, holder), _update(difference, name, None), strict=False))
 
 
 def _update(difference: FirstDifference, name: str, rank: int | None) -> list[float]:

@@ -43,16 +43,16 @@ def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
         if name not in one:
             continue
         if name in aligned.missing:
-            found[name] = _NOWHERE
+            found[name] = aligned.reasons.get(name, _NOWHERE)
         elif not any(_found(aligned, name)):
-            found[name] = _shapes(aligned, name)
+            found[name] = aligned.reasons.get(name) or _shapes(aligned, name)
         elif not any(_tells(aligned, rounding, step, kind, name) for step, kind in _found(aligned, name)):
             found[name] = _DROWNED
     ranks: dict[str, list[int]] = defaultdict(list)
     for trace in aligned.ranks:
         for name in sorted(trained(trace) & set(aligned.extra)):
             ranks[name].append(trace.rank)
-    return found | {f"{name} ({named(some)})": _OF_RANKS for name, some in ranks.items()}
+    return found | {f"{name} ({named(some)})": aligned.reasons.get(name, _OF_RANKS) for name, some in ranks.items()}
 
 
 def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[list[str], list[str], list[str]]:

@@ -42,6 +42,9 @@ class Names:
         self._models: list[weakref.ref[nn.Module]] = []
         self._seen: set[int] = set()
         self._names: dict[int, tuple[str, int]] = {}
+        self._owners: dict[int, weakref.ref[nn.Module]] = {}
+        self._prefixes: dict[int, tuple[str, str]] = {}
+        self._of_keys: dict[tuple[int, str], tuple[str, int]] = {}
         self._taken: set[str] = set()
 
     def called(self, module: nn.Module) -> None:
@@ -60,15 +63,40 @@ class Names:
             self._names[id(parameter)] = self._unique(otherwise, ""), 10**6 + len(self._names)
         return self._names[id(parameter)]
 
+    def of_key(self, module: nn.Module, key: str) -> tuple[str, int] | None:
+        """Return name and place of a parameter that a module had under a key; None where the module is in no model."""
+        if id(module) not in self._prefixes:
+            self._learn()
+        if id(module) not in self._prefixes:
+            return None
+        if (id(module), key) not in self._of_keys:
+            prefix, model = self._prefixes[id(module)]
+            self._of_keys[id(module), key] = self._unique(prefix + key, model), len(self._names) + len(self._of_keys)
+        return self._of_keys[id(module), key]
+
+    def owner(self, parameter: torch.Tensor) -> nn.Module | None:
+        """Return the module that has a parameter which was named."""
+        reference = self._owners.get(id(parameter))
+        return None if reference is None else reference()
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield all modules of the models, with what wraps them."""
+        for reference in self._models:
+            if (model := reference()) is not None:
+                yield from model.modules()
+
     def _learn(self) -> None:
         for reference in self._models:
-            module = reference()
-            if module is None:
+            model = reference()
+            if model is None:
                 continue
-            for name, parameter in _parameters(module, "", set()):
-                if id(parameter) not in self._names:
-                    model = type(unwrapped(module)).__name__
-                    self._names[id(parameter)] = self._unique(name, model), len(self._names)
+            name = type(unwrapped(model)).__name__
+            for prefix, module in _modules(model, "", set()):
+                self._prefixes.setdefault(id(module), (prefix, name))
+                for key, parameter in module._parameters.items():
+                    if parameter is not None and id(parameter) not in self._names:
+                        self._names[id(parameter)] = self._unique(prefix + key, name), len(self._names)
+                        self._owners[id(parameter)] = weakref.ref(module)
 
     def _unique(self, name: str, model: str) -> str:
         tried = [name, *([f"{model}.{name}"] if model else [])]
@@ -81,14 +109,12 @@ class Names:
         return made
 
 
-def _parameters(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+def _modules(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     module = unwrapped(module)
     if id(module) in seen:
         return
     seen.add(id(module))
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter
+    yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
-            yield from _parameters(child, f"{prefix}{name}.", seen)
+            yield from _modules(child, f"{prefix}{name}.", seen)

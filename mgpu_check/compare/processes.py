@@ -135,13 +135,15 @@ class _Process:
         environment: dict[str, str],
         told: dict[str, object],
         directory: Path | None,
+        shared: Mapping[str, int],
     ) -> None:
         self.rank = rank
         with contextlib.ExitStack() as undo:
             self.trace, self.stacks, self.entered, self.stdout, self.stderr = (
                 undo.enter_context(tempfile.TemporaryFile(buffering=0)) for _ in range(5)
             )
-            fds = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno(), "entered": self.entered.fileno()}
+            own = {"trace": self.trace.fileno(), "stacks": self.stacks.fileno(), "entered": self.entered.fileno()}
+            fds = {**own, **shared}
             self.process = subprocess.Popen(
                 command,
                 env={**environment, "_MGPU_CHECK_COMPARE": json.dumps({**told, **fds})},
@@ -235,6 +237,7 @@ def run(
     steps: int | None = None,
     moved: int | None = None,
     directory: Path | None = None,
+    shared: Mapping[str, int] | None = None,
 ) -> Run:
     """Run `command` in `world` processes, and wait for all of them.
 
@@ -243,6 +246,7 @@ def run(
         timeout: seconds in which at least one rank must get further: start, make an optimizer step, or note an event.
         steps, moved: see `mgpu_check.compare.recorder.install`.
         directory: in which they begin; the current one where it is None.
+        shared: file descriptors for all of them: "keep" and "wholes", see `mgpu_check.compare.recorder.install`.
     """
     began = time.monotonic()
     told: dict[str, object] = {
@@ -259,7 +263,7 @@ def run(
         try:
             for rank in range(world):
                 variables = _variables(environment, rank, world, port)
-                processes.append(_Process(rank, command, variables, told, directory))
+                processes.append(_Process(rank, command, variables, told, directory, shared or {}))
             # They can connect already, and are served from now on.
             undo.enter_context(_store(listener, port, world))
             first, hung = _wait(processes, timeout)

@@ -6,12 +6,14 @@ What is recorded is what the script's own calls show: see `docs/reference/compar
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,8 +23,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mgpu_check.compare import started, watched
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.perturb import Perturbation
-from mgpu_check.compare.summaries import digests, inputs_of, on_host, shape_of, summaries
+from mgpu_check.compare.placing import Part, Placing
+from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
+from mgpu_check.compare.wholes import read_wholes, write_whole
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import name_of
@@ -33,7 +37,14 @@ _CALLS = 100  # of models, in which it is looked whether they draw random number
 _COLUMNS = 2**22  # elements of inputs, up to which a batch is looked for in the second dimension, too
 
 
-def install(fd: int, entered: int | None, steps: int | None, moved: int | None) -> None:
+def install(
+    fd: int,
+    entered: int | None,
+    steps: int | None,
+    moved: int | None,
+    keep: int | None = None,
+    wholes: int | None = None,
+) -> None:
     """Record this process from now on.
 
     Args:
@@ -41,12 +52,16 @@ def install(fd: int, entered: int | None, steps: int | None, moved: int | None) 
         entered: where the number of collectives goes; None where each waits for the others, and shows it so.
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
+        keep: file descriptor that the parameters go to which this run begins with; None: nowhere.
+        wholes: file descriptor of such parameters, in which slices are looked up; None: they are not.
     """
     rank, world = watched.rank_and_world()
     # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.
     precision.exact()
     torch.backends.cudnn.deterministic = True
     recorder = Recorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
+    recorder.keep = keep
+    recorder.placing = Placing(recorder.names, None if wholes is None else read_wholes(wholes))
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
@@ -72,6 +87,8 @@ class Recorder:
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
         self.names = Names()
+        self.placing = Placing(self.names, None)
+        self.keep: int | None = None
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
         self._backwards = 0  # how many are under way, one in another
         self.done = 0
@@ -79,16 +96,19 @@ class Recorder:
         self._kinds: set[tuple[str, str]] = set()
         self._told: set[str] = set()
         self._calls = 0
-        self._indices: dict[int, int] = {}
+        self._number = 0  # of parts so far
+        self._parts: dict[int, list[_Numbered]] = {}  # by the id of a parameter
+        self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, int] = {}
         self._held: list[Any] = []  # what is known by its id must stay alive
         self._losses: list[float] = []
         self._samples: list[list[int]] = []
         self._columns: list[list[int]] = []
         self._waiting = True  # for the first inputs of a micro-batch
-        self._before: dict[int, list[float]] = {}
-        self._gradients: dict[int, list[float] | None] | None = None
-        self._start: list[list[float] | None] = []  # the parameters before an optimizer's first step
+        self._before: dict[int, Numbers] = {}
+        self._gradients: dict[int, Numbers | None] | None = None
+        self._idle: list[int] = []
+        self._start: dict[int, Numbers | None] = {}  # by id, the parameters before an optimizer's first step
         self._stepping: Any = None
 
     def note(self, event: str, **what: object) -> None:
@@ -112,6 +132,8 @@ class Recorder:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         self._here.depth = getattr(self._here, "depth", 0) + 1
+        if module._parameters:
+            self._called.add(module)
         if self._here.depth == 1 and module.training and self._calls < _CALLS:
             self._here.drawn = watched.generators()
 
@@ -203,7 +225,8 @@ class Recorder:
         self._stepping = optimizer
         if id(optimizer) not in self._optimizers:
             with torch.no_grad():
-                self._start = summaries([p for group in optimizer.param_groups for p in group["params"]])
+                parameters = _parameters(optimizer)
+                self._start = dict(zip(map(id, parameters), summaries(parameters), strict=True))
         self._gradients = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -228,18 +251,31 @@ class Recorder:
     def _take_gradients(self, optimizer: Any) -> None:
         """Move the gradients, and keep those of the step's first time; not earlier, for the model may not have been called."""
         with torch.no_grad():
-            parameters = self._parameters(optimizer)
+            parts = self._parts_of(optimizer)
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = len(self._optimizers)
                 self._held.append(optimizer)
-                pairs = zip(parameters, self._start, strict=True)
-                self._before = {index: one for (index, _), one in pairs if one is not None}
-            gradients = [p.grad for _, p in parameters]
+                self._before = {one.number: start for one in parts if (start := self._start_of(one)) is not None}
+                self._start = {}
             if self.perturbation is not None:
-                self.perturbation.gradients(gradients)
+                self.perturbation.gradients([parameter.grad for parameter in _parameters(optimizer)])
             if self._gradients is None:
-                found = summaries(gradients)
-                self._gradients = {index: one for (index, _), one in zip(parameters, found, strict=True)}
+                found = summaries([one.parameter.grad for one in parts], [one.part.cut for one in parts])
+                self._gradients = {one.number: numbers for one, numbers in zip(parts, found, strict=True)}
+                self._idle = [one.number for one in parts if one.parameter.grad is None and not self._is_called(one)]
+
+    def _start_of(self, one: _Numbered) -> Numbers | None:
+        """Return what a part was before the first step of its optimizer: this is called before it changes."""
+        if self.keep is not None:
+            value = whole(one.parameter.detach())
+            write_whole(self.keep, one.part.label, value if one.part.cut is None else one.part.cut.whole_of(value))
+        if one.part.cut is None:
+            return self._start.get(id(one.parameter))
+        return summaries([one.parameter], [one.part.cut])[0]
+
+    def _is_called(self, one: _Numbered) -> bool:
+        owner = self.names.owner(one.parameter)
+        return owner is not None and owner in self._called
 
     def after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepping is not optimizer:
@@ -248,7 +284,7 @@ class Recorder:
             self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
-            after = self._taken(self._parameters(optimizer))
+            after = self._taken(self._parts_of(optimizer))
         self.done += 1
         self.writer.write(
             "step",
@@ -260,6 +296,7 @@ class Recorder:
             before=self._before,
             gradients=self._gradients,
             parameters=after,
+            **({"idle": self._idle} if self._idle else {}),
         )
         self._before = {}
         self._forget()
@@ -310,32 +347,47 @@ class Recorder:
     def _forget(self) -> None:
         self._losses, self._samples, self._columns, self._waiting = [], [], [], True
 
-    def _parameters(self, optimizer: Any) -> list[tuple[int, torch.Tensor]]:
-        """Return the parameters of an optimizer, each with its number in the trace."""
-        found = []
+    def _parts_of(self, optimizer: Any) -> list[_Numbered]:
+        """Return the parts of an optimizer's parameters, each with its number in the trace."""
         number = self._optimizers.get(id(optimizer), len(self._optimizers))
+        fresh: dict[int, tuple[torch.Tensor, str]] = {}
         for g, group in enumerate(optimizer.param_groups):
             for p, parameter in enumerate(group["params"]):
-                index = self._indices.get(id(parameter))
-                if index is None:
-                    index = self._indices[id(parameter)] = len(self._indices)
-                    self._held.append(parameter)
-                    name, order = self.names.name(parameter, f"optimizer{number}.group{g}.parameter{p}")
-                    self.writer.write(
-                        "parameter",
-                        name=name,
-                        order=order,
-                        shape=shape_of(parameter),
-                        dtype=name_of(parameter.dtype),
-                        device=str(parameter.device),
-                        sharded=hasattr(parameter, "full_tensor"),
-                    )
-                found.append((index, parameter))
-        return found
+                if id(parameter) not in self._parts:
+                    fresh[id(parameter)] = parameter, f"optimizer{number}.group{g}.parameter{p}"
+        for (parameter, _), parts in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
+            self._held.append(parameter)
+            self._parts[id(parameter)] = [self._numbered(parameter, part) for part in parts]
+        return [one for parameter in _parameters(optimizer) for one in self._parts[id(parameter)]]
 
-    def _taken(self, parameters: list[tuple[int, torch.Tensor]]) -> dict[int, list[float]]:
-        found = summaries([parameter for _, parameter in parameters])
-        return {index: one for (index, _), one in zip(parameters, found, strict=True) if one is not None}
+    def _numbered(self, parameter: torch.Tensor, part: Part) -> _Numbered:
+        self.writer.write(
+            "parameter",
+            name=part.label,
+            order=part.order,
+            shape=part.shape,
+            dtype=name_of(parameter.dtype),
+            device=str(parameter.device),
+            sharded=hasattr(parameter, "full_tensor"),
+            held=None if part.cut is None or part.cut.is_whole else dataclasses.asdict(part.cut.held),
+            unplaced=part.unplaced,
+        )
+        self._number += 1
+        return _Numbered(self._number - 1, parameter, part)
+
+    def _taken(self, parts: list[_Numbered]) -> dict[int, Numbers]:
+        found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
+        return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}
+
+
+class _Numbered(NamedTuple):
+    number: int
+    parameter: torch.Tensor
+    part: Part
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _takes_batch_statistics(module: nn.Module) -> bool:

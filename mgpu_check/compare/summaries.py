@@ -8,27 +8,101 @@ from typing import Any
 
 import torch
 
-from mgpu_check.compare.trace import CHUNKS, positions
+from mgpu_check.compare.trace import CHUNKS, Held, chunk_sizes, positions
+from mgpu_check.numerics.placement.slices import Slice
 from mgpu_check.torch_hooks.tensors import INTEGER_OF_SIZE, as_real
 
-__all__ = ["digests", "inputs_of", "on_host", "shape_of", "summaries", "whole"]
+__all__ = ["Cut", "Numbers", "digests", "inputs_of", "on_host", "shape_of", "summaries", "whole"]
+
+Numbers = list[float | None]
+"""Of a summary, as the trace has them; None in place of elements that a slice does not have."""
 
 _kept: dict[int, torch.Tensor] = {}
 _factors: list[torch.Tensor] = []
+_MIX = -7046029254386353131  # an odd number whose bits are mixed, that of splitmix64
 
 
-def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None]:
+class Cut:
+    """A slice of a whole tensor, as summaries need it.
+
+    Args:
+        part: the slice; of complex numbers in elements of the tensor itself.
+        pairs: the tensor has complex numbers, which count as two elements each.
+    """
+
+    def __init__(self, part: Slice, pairs: bool = False) -> None:
+        self.part = part
+        at = torch.arange(math.prod(part.shape), device="cpu") if part.at is None else part.at
+        if pairs:
+            at = torch.stack([2 * at, 2 * at + 1], -1).reshape(-1)
+        self.shape = [*part.shape, 2] if pairs else list(part.shape)
+        self.pairs = pairs
+        count = math.prod(self.shape)
+        ends = torch.tensor(chunk_sizes(count), device="cpu").cumsum(0) if count else at
+        self._chunks = torch.bucketize(at, ends, right=True)
+        self._samples = [_index_of(at, position) for position in positions(count)]
+        self._there: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.is_whole = torch.equal(at, torch.arange(count, device="cpu"))
+        self.held = Held(part.whole, len(at), _mark(at), _mark(torch.arange(count, device="cpu")), str(part))
+
+    def of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a local tensor, flattened."""
+        flat = as_real(local).reshape(-1)
+        if self.part.within is None:
+            return flat
+        first, last = self.part.within
+        return flat[2 * first : 2 * last] if self.pairs else flat[first:last]
+
+    def whole_of(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of which a local one has all."""
+        return self.part.of(local).reshape(self.part.shape)
+
+    def numbers(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return norm, sums and samples of these elements, float64; anything in place of samples that are not here."""
+        if flat.device not in self._there:
+            picked = torch.tensor([max(0, i) for i in self._samples], device="cpu")
+            self._there[flat.device] = self._chunks.to(flat.device), picked.to(flat.device)
+        chunks, picked = self._there[flat.device]
+        values = flat.double()
+        sums = values.new_zeros(min(CHUNKS, math.prod(self.shape))).index_add_(0, chunks, values)
+        return torch.cat([torch.linalg.vector_norm(values).reshape(1), sums, values[picked]])
+
+    def told(self, numbers: list[float]) -> Numbers:
+        """Return numbers as a trace has them: without the samples that are not here."""
+        start = len(numbers) - len(self._samples)
+        return [*numbers[:start], *(None if i < 0 else x for i, x in zip(self._samples, numbers[start:], strict=True))]
+
+
+def _index_of(at: torch.Tensor, position: int) -> int:
+    found = (at == position).nonzero()
+    return int(found[0]) if len(found) else -1
+
+
+def _mark(at: torch.Tensor) -> int:
+    """Return a sum over positions that sets of them have in common only if they are the same."""
+    mixed = (at + 1) * _MIX
+    mixed = (mixed ^ (mixed >> 31)) * _MIX
+    return int((mixed ^ (mixed >> 29)).sum())
+
+
+def summaries(tensors: Sequence[torch.Tensor | None], cuts: Sequence[Cut | None] | None = None) -> list[Numbers | None]:
     """Return the numbers of `mgpu_check.compare.trace.Summary` for each tensor; None for what is none, or empty.
 
     All are moved to the CPU at once, so that a device waits once for each step. A DTensor is gathered first: all ranks
     that hold it must be here.
+
+    Args:
+        cuts: for each tensor the slice of a whole that it has; None for what is whole.
     """
-    parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [None if t is None else _parts(whole(t)) for t in tensors]
+    cuts = cuts or [None] * len(tensors)
+    parts: list[tuple[torch.Tensor, torch.Tensor] | None] = [
+        None if t is None else _parts(whole(t), cut) for t, cut in zip(tensors, cuts, strict=True)
+    ]
     on: dict[torch.device, list[int]] = {}
     for index, part in enumerate(parts):
         if part is not None:
             on.setdefault(part[0].device, []).append(index)
-    found: list[list[float] | None] = [None] * len(parts)
+    found: list[Numbers | None] = [None] * len(parts)
     for indices in on.values():
         here = [part for index in indices if (part := parts[index]) is not None]
         bits = torch.stack([bits for bits, _ in here]).tolist()
@@ -36,7 +110,9 @@ def summaries(tensors: Sequence[torch.Tensor | None]) -> list[list[float] | None
         start = 0
         for index, bit, (_, own) in zip(indices, bits, here, strict=True):
             kept = numbers[start : start + len(own)]
-            found[index] = [bit, *(kept if _is_double(tensors[index]) else map(_short, kept))]
+            cut = cuts[index]
+            told = kept if cut is None else cut.told(kept)
+            found[index] = [bit, *(told if _is_double(tensors[index]) else map(_short, told))]
             start += len(own)
     return found
 
@@ -52,10 +128,13 @@ def shape_of(tensor: torch.Tensor) -> list[int]:
     return [*tensor.shape, 2] if tensor.is_complex() else list(tensor.shape)
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _parts(tensor: torch.Tensor, cut: Cut | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the sum of its bits, int64; and norm, sums and samples, float64."""
     if not tensor.numel():
         return None
+    if cut is not None:
+        own = cut.of(tensor.detach())
+        return own.view(INTEGER_OF_SIZE[own.element_size()]).sum(dtype=torch.int64), cut.numbers(own)
     value = tensor.detach()
     if value.layout is not torch.strided:
         value = value.to_dense()
@@ -74,9 +153,9 @@ def _is_double(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.dtype in (torch.float64, torch.complex128)
 
 
-def _short(number: float) -> float:
+def _short(number: float | None) -> float | None:
     """Round to twelve digits: far beyond float32, and shorter in the file."""
-    return float(f"{number:.12g}") if math.isfinite(number) else number
+    return float(f"{number:.12g}") if number is not None and math.isfinite(number) else number
 
 
 def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

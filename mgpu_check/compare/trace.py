@@ -14,7 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FORMAT", "VERSION", "Parameter", "Step", "Summary", "Trace", "TraceError", "Writer", "read"]
+__all__ = [
+    "FORMAT",
+    "VERSION",
+    "Held",
+    "Parameter",
+    "Step",
+    "Summary",
+    "Trace",
+    "TraceError",
+    "Writer",
+    "joined",
+    "read",
+]
 
 FORMAT = "mgpu-check trace"
 VERSION = 1
@@ -51,13 +63,15 @@ class Summary:
         sums: of `chunk_sizes` consecutive elements each, in float64.
         samples: the elements at `positions`.
 
-    Of complex numbers, real and imaginary parts count as elements.
+    Of complex numbers, real and imaginary parts count as elements. The summary of a slice has its share of each number: a sum
+    over the elements that are there, and None for elements at `positions` that are not. So summaries of slices add up.
     """
 
     bits: int
     norm: float
     sums: tuple[float, ...]
     samples: tuple[float, ...]
+    """None in place of an element that a slice does not have."""
 
     @property
     def finite(self) -> bool:
@@ -82,6 +96,17 @@ class Summary:
         return [(value, max(abs(value), size)) for value, size in zip(values, sizes, strict=True)]
 
 
+def joined(parts: Sequence[Summary]) -> Summary:
+    """Return the summary of a whole tensor, from those of slices that cover it once."""
+    bits = (sum(part.bits for part in parts) + 2**63) % 2**64 - 2**63
+    sums = tuple(
+        math.fsum(some) if all(map(math.isfinite, some)) else sum(some)
+        for some in zip(*(p.sums for p in parts), strict=True)
+    )
+    samples = (next((x for x in some if x is not None), 0.0) for some in zip(*(p.samples for p in parts), strict=True))
+    return Summary(bits, math.hypot(*(part.norm for part in parts)), sums, tuple(samples))
+
+
 def _parts(numbers: int) -> int:
     """Return how many of so many numbers are sums: n elements have min(n, CHUNKS) sums and min(n, SAMPLES) samples."""
     for count in range(1, SAMPLES + 1):
@@ -91,13 +116,38 @@ def _parts(numbers: int) -> int:
 
 
 @dataclass(frozen=True)
+class Held:
+    """The slice of a whole tensor that a rank holds.
+
+    Attributes:
+        whole: name of the tensor on one device.
+        count: number of elements.
+        mark: a sum over the positions of the elements, modulo 2^64: slices that cover a tensor once add up to `all`.
+        told: the slice in words: "dim 0: 4 to 7 of 16".
+    """
+
+    whole: str
+    count: int
+    mark: int
+    all: int
+    told: str
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The same for the same elements."""
+        return self.count, self.mark
+
+
+@dataclass(frozen=True)
 class Parameter:
     """A parameter that an optimizer has.
 
     Attributes:
-        shape: of complex numbers with a last dimension of 2, their real and imaginary parts.
+        shape: of the whole; of complex numbers with a last dimension of 2, their real and imaginary parts.
         order: its place among those of the model.
         sharded: it is a DTensor, of which each rank may hold a part.
+        held: the slice that is here, of which the trace has summaries; None for the whole.
+        unplaced: why it is not known which slice it is, where that was asked.
     """
 
     name: str
@@ -106,6 +156,8 @@ class Parameter:
     device: str
     order: int
     sharded: bool = False
+    held: Held | None = None
+    unplaced: str = ""
 
     @property
     def count(self) -> int:
@@ -125,6 +177,7 @@ class Step:
         before: the parameters before this step; of an optimizer's first step only.
         gradients: before this step, by parameter; None where it has none.
         parameters: after this step.
+        idle: parameters without a gradient, whose modules were not called so far.
     """
 
     optimizer: int
@@ -134,6 +187,7 @@ class Step:
     before: dict[str, Summary]
     gradients: dict[str, Summary | None]
     parameters: dict[str, Summary]
+    idle: frozenset[str] = frozenset()
 
     @property
     def loss(self) -> float | None:
@@ -212,7 +266,14 @@ def read(data: bytes) -> Trace:
         if event["event"] == "parameter":
             name = event["name"]
             trace.parameters[name] = Parameter(
-                name, tuple(event["shape"]), event["dtype"], event["device"], event["order"], event["sharded"]
+                name,
+                tuple(event["shape"]),
+                event["dtype"],
+                event["device"],
+                event["order"],
+                event["sharded"],
+                Held(**event["held"]) if event["held"] else None,
+                event["unplaced"],
             )
             names.append(name)
         elif event["event"] == "step":
@@ -234,4 +295,5 @@ def _step(event: Mapping[str, Any], names: Sequence[str]) -> Step:
         named(event["before"]),
         named(event["gradients"]),
         named(event["parameters"]),
+        frozenset(names[index] for index in event.get("idle", ())),
     )

@@ -219,8 +219,9 @@ class Holdings:
                     if name is not None and at is not None
                 ]
         if origin in self._shapes:
-            at = local_ranges(tensor, self._called.values())
-            if at is not None:
+            ranges_here = local_ranges(tensor, self._called.values())
+            if ranges_here is not None:
+                at, _ = ranges_here
                 return [Slice(origin, self._shapes[origin], at)] if len(at) else []
             return by_attributes(tensor, origin, self._shapes[origin], self._coordinates)
         return None

@@ -58,7 +58,9 @@ def _record(settings: dict[str, Any]) -> None:
         from mgpu_check.compare.recorder import install
     # Simulated collectives wait as gloo's do.
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
-    install(settings["trace"], entered, settings["steps"], settings["moved"])
+    install(
+        settings["trace"], entered, settings["steps"], settings["moved"], settings.get("keep"), settings.get("wholes")
+    )
 
 
 class _AfterTorch:

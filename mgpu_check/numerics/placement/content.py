@@ -39,6 +39,10 @@ class Wholes:
         """Return the shape of a whole tensor; None if there is none of that name."""
         return tuple(self._named[name].shape) if name in self._named else None
 
+    def whole(self, name: str) -> torch.Tensor | None:
+        """Return a whole tensor; None if there is none of that name."""
+        return self._named.get(name)
+
     def find(self, local: torch.Tensor, hint: str = "") -> list[Slice] | Unplaced:
         """Return the slices that a local tensor consists of, or why they are not known.
 
@@ -51,7 +55,8 @@ class Wholes:
             return []
         same = self._by_digest.get(digest_of(local), [])
         if same:
-            return [Slice(same[0], tuple(local.shape))] if len(same) == 1 else Unplaced.AMBIGUOUS
+            name = hint if hint in same else same[0]
+            return [Slice(name, tuple(local.shape))] if len(same) == 1 or hint in same else Unplaced.AMBIGUOUS
         several = False
         hinted = [hint] if hint in self._named else []
         for names in (hinted, [name for name in self._named if name != hint]):

@@ -15,11 +15,13 @@ class Ranges(NamedTuple):
 
     Attributes:
         owners: of each the module, and its name there.
+        shapes: of each, whole.
         parts: of each the positions of the elements that this rank holds, and where these are in the local shard, first
             and last + 1; (None, None) where it holds none.
     """
 
     owners: list[tuple[Any, str]]
+    shapes: list[tuple[int, ...]]
     parts: list[tuple[torch.Tensor | None, tuple[int, int] | None]]
 
 
@@ -28,22 +30,23 @@ def flat_ranges(flat: torch.Tensor) -> Ranges | None:
     infos, shards = getattr(flat, "_param_infos", None), getattr(flat, "_shard_param_infos", None)
     if infos is None or shards is None:
         return None
-    return Ranges([(info.module, info.param_name) for info in infos], [_part(shard) for shard in shards])
+    owners, shapes = [(info.module, info.param_name) for info in infos], [tuple(shape) for shape in flat._shapes]  # type: ignore[attr-defined]
+    return Ranges(owners, shapes, [_part(shard) for shard in shards])
 
 
-def local_ranges(view: torch.Tensor, called: Iterable[Any]) -> torch.Tensor | None:
-    """Return the positions of the elements that an original parameter (``use_orig_params=True``) has here.
+def local_ranges(view: torch.Tensor, called: Iterable[Any]) -> tuple[torch.Tensor, tuple[int, ...]] | None:
+    """Return the positions of the elements that an original parameter (``use_orig_params=True``) has here, and its whole
+    shape.
 
     None if the tensor is no such parameter of any of the FSDP modules among `called`.
     """
     for module in called:
         flat = getattr(getattr(module, "_handle", None), "flat_param", None)
-        for one, shard in zip(
-            getattr(flat, "_params", None) or (), getattr(flat, "_shard_param_infos", ()), strict=False
-        ):
+        views, shards = getattr(flat, "_params", None) or (), getattr(flat, "_shard_param_infos", ())
+        for one, shard, shape in zip(views, shards, getattr(flat, "_shapes", ()), strict=False):
             if one is view:
                 at = _part(shard)[0]
-                return torch.empty(0, dtype=torch.int64) if at is None else at
+                return torch.empty(0, dtype=torch.int64) if at is None else at, tuple(shape)
     return None
 
 

@@ -1,0 +1,208 @@
+"""Put together what ranks hold of a model, so that it stands beside what one device has whole.
+
+Ranks may hold slices of parameters, one stage of several, or some of the experts, under other names than one device has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mgpu_check.compare.alignment import Kind, of_kind
+from mgpu_check.compare.matching import AMBIGUOUS, matched
+from mgpu_check.compare.trace import Held, Parameter, Step, Summary, Trace, joined, positions
+from mgpu_check.processes.rank_lists import named
+
+__all__ = ["Assembly", "assembled"]
+
+_KINDS: tuple[Kind, ...] = ("before", "gradient", "parameter")
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Traces of ranks, as if each rank held whole tensors, under the names of one device.
+
+    Attributes:
+        divided: ranks hold parts of the model.
+        reasons: why parameters could not be placed or put together, by name.
+        placements: which slices ranks hold, in words, by name.
+        holders: of parameters in slices, the ranks that have each element of `positions`.
+        open: some rank has a parameter of which it may hold a slice: its values may tell.
+    """
+
+    ranks: list[Trace]
+    divided: bool
+    reasons: Mapping[str, str]
+    placements: Mapping[str, str]
+    holders: Mapping[str, list[tuple[int, ...]]]
+    open: bool
+
+
+@dataclass
+class _Piece:
+    """What a rank has of a whole: a slice, under a name of its own."""
+
+    rank: int
+    label: str
+    held: Held
+
+
+def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
+    """Put traces of ranks together."""
+    names = [matched(one, trace) for trace in ranks]
+    reasons: dict[str, str] = {}
+    pieces: dict[str, list[_Piece]] = defaultdict(list)
+    made = [Trace(trace.rank, trace.world, events=trace.events) for trace in ranks]
+    unmatched = False
+    for index, (trace, own) in enumerate(zip(ranks, names, strict=True)):
+        for label, parameter in trace.parameters.items():
+            name = own[label]
+            if parameter.held is not None and parameter.held.whole in one.parameters:
+                pieces[parameter.held.whole].append(_Piece(index, label, parameter.held))
+                continue
+            shown = name or _free(label, parameter, trace.rank, one, own)
+            order = one.parameters[shown].order if shown in one.parameters else parameter.order
+            made[index].parameters[shown] = replace(parameter, name=shown, order=order)
+            if name is None and parameter.held is None:
+                unmatched |= not parameter.sharded
+                if parameter.unplaced or shown != label:
+                    reasons[shown] = parameter.unplaced or AMBIGUOUS
+            names[index][label] = shown
+    complete = {name: some for name, some in pieces.items() if not _gap(name, one, some, reasons)}
+    for name, some in complete.items():
+        for index in dict.fromkeys(piece.rank for piece in some):
+            local = ranks[index].parameters[next(piece.label for piece in some if piece.rank == index)]
+            made[index].parameters[name] = replace(one.parameters[name], dtype=local.dtype, device=local.device)
+    idle = [_idle(trace) for trace in ranks]
+    users = _users(made, names, idle)
+    for number in range(max((len(trace.steps) for trace in ranks), default=0)):
+        at = [trace.steps[number] if number < len(trace.steps) else None for trace in ranks]
+        views = {kind: _views(complete, at, kind) for kind in _KINDS}
+        for index, step in enumerate(at):
+            if step is not None:
+                made[index].steps.append(_step(step, names[index], users, index, views))
+    for name, using in users.items():
+        for index, trace in enumerate(made):
+            if index not in using:
+                trace.parameters.pop(name, None)
+    divided = bool(pieces) or any(
+        name in one.parameters and 0 < sum(name in trace.parameters for trace in made) < len(made)
+        for trace in made
+        for name in trace.parameters
+    )
+    return Assembly(
+        made,
+        divided or any(parameter.sharded for trace in ranks for parameter in trace.parameters.values()),
+        reasons,
+        {name: _placement(some, ranks) for name, some in pieces.items()},
+        {name: _holders(one.parameters[name], some, ranks) for name, some in complete.items()},
+        unmatched,
+    )
+
+
+def _free(label: str, parameter: Parameter, rank: int, one: Trace, own: Mapping[str, str | None]) -> str:
+    """Return a name for a parameter that matches none: its own, unless that would stand for another one."""
+    other = one.parameters.get(label)
+    taken = other is not None and (other.shape == parameter.shape or label in own.values())
+    return f"{label} of rank {rank}" if taken else label
+
+
+def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str]) -> bool:
+    """Return whether slices do not cover a whole exactly once, and note why."""
+    distinct = {piece.held.key: piece.held for piece in some}
+    count = sum(held.count for held in distinct.values())
+    whole = one.parameters[name]
+    first = some[0].held
+    if count == whole.count and (sum(held.mark for held in distinct.values()) - first.all) % 2**64 == 0:
+        return False
+    told = "; ".join(dict.fromkeys(held.told for held in distinct.values()))
+    many = "more than once" if count >= whole.count else f"by {count} of {whole.count} elements"
+    reasons[name] = f"the slices of the ranks cover it {many}: {told}"
+    return True
+
+
+def _idle(trace: Trace) -> set[str]:
+    """Return the parameters that a rank never used: without a gradient, in modules that were not called."""
+    found: set[str] | None = None
+    used: set[str] = set()
+    for step in trace.steps:
+        used |= step.gradients.keys() - step.idle
+        found = (found or set()) | step.idle
+    return (found or set()) - used
+
+
+def _users(
+    made: Sequence[Trace], names: Sequence[Mapping[str, str | None]], idle: Sequence[set[str]]
+) -> dict[str, set[int]]:
+    """Return the ranks that use each parameter that some rank has and does not use, while others do."""
+    found: dict[str, set[int]] = {}
+    for name in {own[label] for own, some in zip(names, idle, strict=True) for label in some}:
+        there = {index for index, trace in enumerate(made) if name in trace.parameters}
+        using = {i for i in there if not any(names[i][label] == name for label in idle[i])}
+        if name is not None and 0 < len(using) < len(there):
+            found[name] = using
+    return found
+
+
+def _views(
+    complete: Mapping[str, Sequence[_Piece]], at: Sequence[Step | None], kind: Kind
+) -> dict[str, dict[int, Summary | None]]:
+    """Return the wholes as each rank sees them: its own slices, and those of others where it has none."""
+    found: dict[str, dict[int, Summary | None]] = {}
+    for name, some in complete.items():
+        values: list[tuple[_Piece, Summary | None]] = []
+        for piece in some:
+            step = at[piece.rank]
+            here = {} if step is None else of_kind(step, kind)
+            if piece.label in here:
+                values.append((piece, here[piece.label]))
+        keys = {piece.held.key for piece in some}
+        if {piece.held.key for piece, _ in values} != keys:
+            continue
+        base = {piece.held.key: value for piece, value in reversed(values)}
+        found[name] = {}
+        for index in dict.fromkeys(piece.rank for piece in some):
+            view = base | {piece.held.key: value for piece, value in values if piece.rank == index}
+            known = [value for value in view.values() if value is not None]
+            found[name][index] = joined(known) if known else None
+    return found
+
+
+def _step(
+    step: Step,
+    names: Mapping[str, str | None],
+    users: Mapping[str, set[int]],
+    index: int,
+    views: Mapping[Kind, Mapping[str, Mapping[int, Summary | None]]],
+) -> Step:
+    def renamed(kind: Kind) -> Iterator[tuple[str, Summary | None]]:
+        for label, value in of_kind(step, kind).items():
+            name = names.get(label)
+            if name is not None and index in users.get(name, (index,)):
+                yield name, value
+        for name, view in views[kind].items():
+            if index in view:
+                yield name, view[index]
+
+    def there(kind: Kind) -> dict[str, Summary]:
+        return {name: value for name, value in renamed(kind) if value is not None}
+
+    return replace(step, before=there("before"), gradients=dict(renamed("gradient")), parameters=there("parameter"))
+
+
+def _placement(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:
+    told: dict[str, list[int]] = defaultdict(list)
+    for piece in some:
+        told[piece.held.told].append(ranks[piece.rank].rank)
+    return "; ".join(f"{what} on {named(sorted(set(where)))}" for what, where in told.items())
+
+
+def _holders(whole: Parameter, some: Sequence[_Piece], ranks: Sequence[Trace]) -> list[tuple[int, ...]]:
+    found: list[set[int]] = [set() for _ in positions(whole.count)]
+    for piece in some:
+        step = next((s for s in ranks[piece.rank].steps if piece.label in s.parameters), None)
+        for where, value in zip(found, step.parameters[piece.label].samples if step else (), strict=False):
+            if value is not None:
+                where.add(ranks[piece.rank].rank)
+    return [tuple(sorted(where)) for where in found]

@@ -1,0 +1,92 @@
+"""Match the parameters of a rank with those of one device: by name, by the values that they begin with, and by their
+neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from mgpu_check.compare.alignment import deviation
+from mgpu_check.compare.trace import Parameter, Summary, Trace
+
+__all__ = ["AMBIGUOUS", "matched"]
+
+AMBIGUOUS = "its values are those of several parameters of one device"
+
+_SAME = 1e-9
+"""Of the magnitude: sums over the same elements, which kernels may add up in another order."""
+
+
+def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
+    """Return, by name on the rank, the name on one device of each parameter that is whole; None where there is none.
+
+    Values that come once on both sides decide, and tell how the modules around them are called. That decides where values
+    come several times, as constants do. A parameter whose values are nowhere is its namesake: the rank has begun elsewhere.
+    """
+    whole = {label: parameter for label, parameter in rank.parameters.items() if parameter.held is None}
+    found: dict[str, str | None] = dict.fromkeys(rank.parameters)
+    candidates = _candidates(one, rank, whole)
+    claims = Counter(names[0] for names in candidates.values() if len(names) == 1)
+    found |= {label: names[0] for label, names in candidates.items() if len(names) == 1 and claims[names[0]] == 1}
+    taken = {name for name in found.values() if name is not None}
+    prefixes = _prefixes(found)
+    for label, names in candidates.items():
+        if found[label] is not None or not names:
+            continue
+        name = _beside(label, prefixes) or label
+        if name in names and name not in taken:
+            found[label] = name
+            taken.add(name)
+    for label, parameter in whole.items():
+        namesake = one.parameters.get(label)
+        free = found[label] is None and not candidates[label] and label not in taken
+        if free and namesake is not None and namesake.shape == parameter.shape:
+            found[label] = label
+    return found
+
+
+def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict[str, list[str]]:
+    """Return the parameters of one device that begin with the values of each of the rank's."""
+    here, there = _starts(rank), _starts(one)
+    by_bits: dict[tuple[tuple[int, ...], int], list[str]] = defaultdict(list)
+    for name, summary in there.items():
+        by_bits[one.parameters[name].shape, summary.bits].append(name)
+    found: dict[str, list[str]] = {}
+    for label, own in whole.items():
+        start = here.get(label)
+        names = by_bits.get((own.shape, start.bits), []) if start is not None else []
+        found[label] = [name for name in names if not deviation(start, there[name], own.shape).size > _SAME]
+    return found
+
+
+def _starts(trace: Trace) -> dict[str, Summary]:
+    found: dict[str, Summary] = {}
+    for step in trace.steps:
+        for name, summary in step.before.items():
+            found.setdefault(name, summary)
+    return found
+
+
+def _prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
+    """Return what modules of the rank are called on one device, by all prefixes that differ before a common rest."""
+    known: dict[str, set[str]] = defaultdict(set)
+    for label, name in found.items():
+        if name is None:
+            continue
+        mine, theirs = label.split("."), name.split(".")
+        while mine and theirs and mine[-1] == theirs[-1]:
+            mine, theirs = mine[:-1], theirs[:-1]
+            known[".".join(mine)].add(".".join(theirs))
+    return known
+
+
+def _beside(label: str, prefixes: Mapping[str, set[str]]) -> str | None:
+    """Return the name that a parameter has, if the modules around it are called as they are for others."""
+    parts = label.split(".")
+    for count in range(len(parts) - 1, -1, -1):
+        names = prefixes.get(".".join(parts[:count]), set())
+        if names:
+            rest = parts[count:]
+            return ".".join([*filter(None, [next(iter(names))]), *rest]) if len(names) == 1 else None
+    return None

@@ -1,0 +1,51 @@
+"""Keep the parameters that one device begins with in a file, for ranks that hold slices of them.
+
+The file is a line of JSON for each tensor, followed by its elements.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import warnings
+
+import torch
+
+from mgpu_check.numerics.placement.content import Wholes
+from mgpu_check.torch_hooks.tensors import copied, memory_of, name_of
+
+__all__ = ["read_wholes", "write_whole"]
+
+
+def write_whole(fd: int, name: str, tensor: torch.Tensor) -> None:
+    """Append a tensor to the file."""
+    here = copied(tensor)
+    head = {"name": name, "shape": list(here.shape), "dtype": name_of(here.dtype)}
+    rest = memoryview(json.dumps(head).encode() + b"\n" + bytes(memory_of(here)))
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def read_wholes(fd: int) -> Wholes:
+    """Return the tensors in a file, of which each is read when it is looked at."""
+    size = os.fstat(fd).st_size
+    if not size:
+        return Wholes({})
+    data = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    found: dict[str, torch.Tensor] = {}
+    while data.tell() < size:
+        head = json.loads(data.readline())
+        dtype = getattr(torch, head["dtype"])
+        count, start = math.prod(head["shape"]), data.tell()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = (
+                torch.frombuffer(data, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
+                if count
+                else torch.empty(0, dtype=torch.uint8)
+            )
+        found[head["name"]] = value.clone().view(dtype).view(head["shape"])  # aligned, as views of a dtype must be
+        data.seek(start + count * dtype.itemsize)
+    return Wholes(found)
