@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.evidence import of_samples
 from mgpu_check.compare.obstacles import Obstacle, divided
+from mgpu_check.mistakes.attempts import Attempts
+from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.rules.order import findings_of
 
@@ -28,8 +30,11 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     starts = [trace.steps[0].before for trace in aligned.ranks]
     if not samples.known or samples.same or not few or any(start != starts[0] for start in starts):
         return []
-    findings = findings_of(of_samples(aligned, 0), most=1)
-    return [] if findings else other_samples(aligned, 0, findings)
+    attempts = Attempts()
+    evidence = attempts.of("the evidence of samples", Evidence(aligned.world), of_samples, aligned, 0)
+    findings = findings_of(evidence, 1, attempts)
+    # The diagnosis reports an error of this piece, too.
+    return [] if findings or attempts.remarks else other_samples(aligned, 0, findings)
 
 
 def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) -> list[Obstacle]:

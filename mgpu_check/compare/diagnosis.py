@@ -6,6 +6,8 @@ from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
 from mgpu_check.compare.obstacles import DROPOUT, Obstacle, random_parts
+from mgpu_check.mistakes.attempts import Attempts
+from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.rules.order import findings_of
 
@@ -13,12 +15,14 @@ __all__ = ["diagnose"]
 
 
 def diagnose(difference: FirstDifference) -> Diagnosis:
-    """Diagnose the first step that parts ways."""
-    findings = findings_of(evidence_of(difference), most=1)
-    obstacles = _obstacles(difference, findings)
-    return Diagnosis(
-        not obstacles, findings, *((obstacles[0].why, [one.todo for one in obstacles]) if obstacles else ())
-    )
+    """Diagnose the first step that parts ways, and say what of the diagnosis has failed."""
+    attempts = Attempts()
+    world = difference.aligned.world
+    evidence = attempts.of("the evidence", Evidence(world), evidence_of, difference, attempts)
+    findings = findings_of(evidence, 1, attempts)
+    obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
+    why, todo = (obstacles[0].why, [one.todo for one in obstacles]) if obstacles else ("", [])
+    return Diagnosis(not obstacles, findings, why, todo, attempts.remarks)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:

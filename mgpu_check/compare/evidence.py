@@ -12,6 +12,7 @@ from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.first_difference import FirstDifference, updates
 from mgpu_check.compare.obstacles import random_parts
 from mgpu_check.compare.trace import Trace
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
 from mgpu_check.numerics.factors import common_factor
 from mgpu_check.processes.rank_lists import few, grouped, named
@@ -25,8 +26,12 @@ _NEAR = 1e-2
 """Of a factor: how far from 1 it says something, and how near to a number it is that number."""
 
 
-def evidence_of(difference: FirstDifference) -> Evidence:
-    """Return the evidence of why a step parts ways."""
+def evidence_of(difference: FirstDifference, attempts: Attempts) -> Evidence:
+    """Return the evidence of why a step parts ways.
+
+    Args:
+        attempts: keeps the pieces that have failed; the evidence lacks them.
+    """
     world, samples = difference.aligned.world, difference.samples
     if difference.kind == "before":
         return Evidence(world, start=_start(difference), loads=_loads(difference))
@@ -36,7 +41,7 @@ def evidence_of(difference: FirstDifference) -> Evidence:
     if samples.known and (not samples.same or difference.kind is None):
         return of_samples(difference.aligned, difference.step)
     if difference.kind == "gradient":
-        return _of_gradient(difference)
+        return _of_gradient(difference, attempts)
     return _of_update(difference)
 
 
@@ -111,11 +116,23 @@ def _loads(difference: FirstDifference) -> ByRank:
     return ByRank(counts, "load_state_dict was called " + ", ".join(parts))
 
 
-def _of_gradient(difference: FirstDifference) -> Evidence:
+def _of_gradient(difference: FirstDifference, attempts: Attempts) -> Evidence:
     world, apart = difference.aligned.world, difference.apart["gradient"]
     if apart:
         told = f"at step {difference.step + 1} the optimizer has another gradient on each rank, of {few(apart, 3)}"
         return Evidence(world, gradients_apart=told)
+    return Evidence(
+        world,
+        norms=attempts.piece(_norms, difference, ByRank()),
+        factor=attempts.piece(_factor, difference, None),
+        micro_batches=attempts.piece(_micro_batches, difference, 1),
+        normalizes=attempts.piece(_normalizes, difference, ""),
+        may_draw=attempts.piece(_may_draw, difference, ""),
+        uneven=attempts.piece(_uneven, difference, ""),
+    )
+
+
+def _factor(difference: FirstDifference) -> Factor | None:
     pairs = []
     for wrong in difference.wrong["gradient"]:
         expected, here = difference.aligned.found(difference.step, "gradient", wrong.name)
@@ -124,16 +141,10 @@ def _of_gradient(difference: FirstDifference) -> Evidence:
             both = zip(got.samples, expected.samples, strict=True)
             pairs += [(g / expected.norm, e / expected.norm) for g, e in both]
     factor = common_factor(pairs, least=_NEAR, of_largest=_LEFT)
-    told = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device" if factor else ""
-    return Evidence(
-        world,
-        norms=_norms(difference),
-        factor=Factor(factor, _NEAR, told, rough=True) if factor else None,
-        micro_batches=_micro_batches(difference),
-        normalizes=_normalizes(difference),
-        may_draw=_may_draw(difference),
-        uneven=_uneven(difference),
-    )
+    if not factor:
+        return None
+    told = f"at step {difference.step + 1} the gradient is {factor:.4g} times that of one device"
+    return Factor(factor, _NEAR, told, rough=True)
 
 
 def _norms(difference: FirstDifference) -> ByRank:

@@ -89,12 +89,14 @@ class Diagnosis:
         comparable: the difference is one of the training step, and not of what the step was given.
         why: for what is not comparable: what the step was given, in a clause.
         todo: what to do about that, a line each.
+        failed: what of the diagnosis has failed, a line each.
     """
 
     comparable: bool = True
     findings: list[Finding] = field(default_factory=list)
     why: str = ""
     todo: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
 
 
 def ratio_of(got: Summary | None, expected: Summary | None) -> float | None:

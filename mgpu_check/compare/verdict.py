@@ -312,7 +312,8 @@ def _of_difference(difference: FirstDifference) -> Verdict:
     if found.why and main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
     observables = difference.observables() if found.comparable else []  # of other samples they say nothing
-    report = Report(headline, {}, observables, found.findings, remarks + _remarks(difference.aligned, None))
+    remarks += _remarks(difference.aligned, None) + found.failed
+    report = Report(headline, {}, observables, found.findings, remarks)
     apart = difference.apart[difference.kind] if difference.kind else []
     return Verdict(
         kind,

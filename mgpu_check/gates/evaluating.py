@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Evidence, Start
 from mgpu_check.mistakes.report import Observable, Report
 from mgpu_check.mistakes.rules.order import findings_of
@@ -150,7 +151,9 @@ def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int
 
 def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[str, object], size: int) -> Report:
     parameters, buffers, repeated = _of(compared, "parameter"), _of(compared, "buffer"), _of(wrong, "repeated")
-    evidence = _evidence(compared, wrong, size)
+    attempts = Attempts()
+    evidence = attempts.of("the evidence", Evidence(size), _evidence, compared, wrong, size)
+    findings = findings_of(evidence, _LIKELY, attempts)
     remarks = []
     if evidence.buffers_apart:
         remarks.append(
@@ -174,8 +177,8 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
         + ("" if first.kind == "repeated" else f": {first.detail}"),
         case,
         observables,
-        findings_of(evidence, _LIKELY),
-        remarks,
+        findings,
+        [*remarks, *attempts.remarks],
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mgpu_check.engine.failures import Account, different_collectives
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Sampler, Start
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.tensors import Tensors
@@ -21,28 +22,28 @@ _NEAR = 2e-3
 """Of a factor: all elements were within this of it."""
 
 
-def evidence_of(tensors: Tensors) -> Evidence:
-    """Return what was left and called, and what that tells about calls that mistakes show in."""
-    start = _start(tensors)
+def evidence_of(tensors: Tensors, attempts: Attempts) -> Evidence:
+    """Return what was left and called, and what that tells about calls that mistakes show in.
+
+    Args:
+        attempts: keeps the pieces that have failed; the evidence lacks them.
+    """
     return Evidence(
         tensors.size,
         tensors=tensors,
-        start=start,
-        loads=_loads(tensors),
-        parted="ranks part ways later" if tensors.relations.split and _held(tensors) else "",
-        decisions=[_steps(tensors), _rates(tensors), _scales(tensors), _trained(tensors)],
-        grounds=[_metrics(tensors)],
-        factor=_factor(tensors),
-        micro_batches=_micro_batches(tensors),
-        normalizes=_normalizes(tensors),
-        draws=_draws(tensors),
-        numbers_apart=_numbers_apart(tensors),
-        may_draw=_may_draw(tensors),
-        repeated_epoch=_repeated_epoch(tensors),
-        samplers=[
-            Sampler(event.details["samples"], event.details["replicas"], event.details["drop_last"])
-            for _, event in tensors.events("sampler")
-        ],
+        start=attempts.piece(_start, tensors, None),
+        loads=attempts.piece(_loads, tensors, ByRank()),
+        parted=attempts.piece(_parted, tensors, ""),
+        decisions=[attempts.piece(read, tensors, ByRank()) for read in (_steps, _rates, _scales, _trained)],
+        grounds=[attempts.piece(_metrics, tensors, ByRank())],
+        factor=attempts.piece(_factor, tensors, None),
+        micro_batches=attempts.piece(_micro_batches, tensors, 1.0),
+        normalizes=attempts.piece(_normalizes, tensors, ""),
+        draws=attempts.piece(_draws, tensors, ""),
+        numbers_apart=attempts.piece(_numbers_apart, tensors, ""),
+        may_draw=attempts.piece(_may_draw, tensors, ""),
+        repeated_epoch=attempts.piece(_repeated_epoch, tensors, ""),
+        samplers=attempts.piece(_samplers, tensors, []),
     )
 
 
@@ -72,8 +73,34 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
 def _held(tensors: Tensors) -> list[dict[str, float]]:
     """Return the parameters that each rank holds at the first backward; empty where some have none."""
     firsts = [next(iter(trace.of("backward")), None) for trace in tensors.traces]
-    held = [event.details["parameters"] for event in firsts if event is not None]
+    parts = _parts(tensors)
+    held = [
+        {name: value for name, value in event.details["parameters"].items() if name not in parts}
+        for event in firsts
+        if event is not None
+    ]
     return held if len(held) == len(firsts) > 1 else []
+
+
+def _parts(tensors: Tensors) -> set[str]:
+    """Return the parameters of which some rank holds a part, or another stage, in place of the whole."""
+    return {
+        name.of
+        for one in tensors.seen
+        for name, value in one.values.items()
+        if name.kind == "params" and name.of in one.initial and one.initial[name.of].shape != value.shape
+    }
+
+
+def _parted(tensors: Tensors) -> str:
+    return "ranks part ways later" if tensors.relations.split and _held(tensors) else ""
+
+
+def _samplers(tensors: Tensors) -> list[Sampler]:
+    return [
+        Sampler(event.details["samples"], event.details["replicas"], event.details["drop_last"])
+        for _, event in tensors.events("sampler")
+    ]
 
 
 def _start(tensors: Tensors) -> Start | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mgpu_check.engine.failures import account_of
+from mgpu_check.engine.failures import Account, account_of
 from mgpu_check.errors import CheckFailure, RankFailure, RankHang
 from mgpu_check.gates.batch_parts import run_hypotheses
 from mgpu_check.gates.evidence import calls_of, evidence_of
@@ -15,6 +16,8 @@ from mgpu_check.gates.relations import PARITY, RANDOM, allowed_for, close, relat
 from mgpu_check.gates.running import run_traced, run_traced_alone
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
+from mgpu_check.mistakes.attempts import Attempts
+from mgpu_check.mistakes.evidence import Calls
 from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
 from mgpu_check.mistakes.parting import first_parting
 from mgpu_check.mistakes.report import Finding, Observable, Report
@@ -35,6 +38,8 @@ _LIKELY = 2
 def investigate(trials: Trials, failed: Trial, sizes: Sequence[int], axes: str = "") -> Report:
     """Return the report of a failure; runs the step a few more times.
 
+    No error of the diagnosis gets out: the report says what failed, and the verdict stands.
+
     Args:
         sizes: world sizes of the gate.
         axes: which axes of the mesh the failure needs, in words.
@@ -44,40 +49,71 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int], axes: str =
 
 
 def _investigated(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
+    attempts = Attempts()
     if failed.relations is None:
         assert failed.error is not None
-        return _report_of_error(trials, failed.scenario, failed.error)
-    tensors = _gather(trials, failed, sizes)
-    return _report(trials, failed.scenario, tensors, findings_of(evidence_of(tensors), _LIKELY))
+        return _report_of_error(trials, failed.scenario, failed.error, attempts)
+    seen = _as_seen(failed, failed.relations)
+    tensors = attempts.of("the second look at the case", seen, _gather, trials, failed, sizes, attempts)
+    findings = findings_of(evidence_of(tensors, attempts), _LIKELY, attempts)
+    return _report(trials, failed.scenario, tensors, findings, attempts)
+
+
+def _as_seen(failed: Trial, relations: Relations) -> Tensors:
+    """Return what is known of a failure before anything is run again."""
+    case, nothing = failed.scenario, Hypotheses([], [])
+    return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.seen, (), nothing)
 
 
 def report_of_hang(name: str, scenario: Scenario, hang: RankHang) -> tuple[Report, list[str]]:
     """Return the report of ranks that did not return, and their stacks."""
-    account = account_of(hang)
+    account, attempts = account_of(hang), Attempts()
     lines = str(hang).splitlines() if account is None else account.headlines(name)
+    findings = _of_calls(account, scenario, lines, _LIKELY, attempts, hung=True)
     report = Report(
         f"{name} does not scale: {lines[0]}",
         scenario.described,
-        findings=findings_of_calls(calls_of(account, scenario, lines, hung=True), _LIKELY),
-        remarks=["terminates: NO", *lines[1:]],
+        findings=findings,
+        remarks=["terminates: NO", *lines[1:], *attempts.remarks],
     )
     return report, [] if account is None else account.blocks()
 
 
-def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure) -> Report:
+def _report_of_error(trials: Trials, scenario: Scenario, error: RankFailure, attempts: Attempts) -> Report:
     account = account_of(error)
     lines = str(error).splitlines() if account is None else account.headlines()
+    findings = _of_calls(account, scenario, lines, 1, attempts, hung=False)
     return Report(
         f"{trials.name} does not scale: {lines[0]}",
         scenario.described,
-        findings=findings_of_calls(calls_of(account, scenario, lines, hung=False), 1),
-        remarks=["terminates: NO, though it does on one device", *lines[1:]],
+        findings=findings,
+        remarks=["terminates: NO, though it does on one device", *lines[1:], *attempts.remarks],
     )
 
 
-def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
+def _of_calls(
+    account: Account | None,
+    scenario: Scenario,
+    lines: Sequence[str],
+    most: int,
+    attempts: Attempts,
+    *,
+    hung: bool,
+) -> list[Finding]:
+    calls = attempts.of(
+        "the evidence of the calls",
+        Calls(scenario.world_size, scenario.samples, " ".join(lines)),
+        functools.partial(calls_of, hung=hung),
+        account,
+        scenario,
+        lines,
+    )
+    return findings_of_calls(calls, most, attempts)
+
+
+def _gather(trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> Tensors:
     scenario, program = failed.scenario, trials.program
-    expected = trials.expected(scenario, deep=True)
+    expected = attempts.of("measuring each optimizer step", failed.expected, trials.expected, scenario, deep=True)
     size = 1 if program.single_process else scenario.world_size
     seen: Sequence[Observation]
     traces: Sequence[Trace] = ()
@@ -91,22 +127,28 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
     if relations.holds:
         assert failed.relations is not None
         seen, relations = failed.seen, failed.relations
-    _repeat(trials, scenario, expected, seen, relations)
-    elsewhere = _at_another_size(trials, scenario, expected, seen, relations, sizes)
-    _in_other_order(trials, scenario, seen, relations)
+    attempts.of("the run once more", None, _repeat, trials, scenario, expected, seen, relations)
+    elsewhere = attempts.of(
+        "the run at another world size", None, _at_another_size, trials, scenario, expected, seen, relations, sizes
+    )
+    attempts.of("the run with permuted samples", None, _in_other_order, trials, scenario, seen, relations)
     windows = max((len(trace.of("backward")) for trace in traces), default=1) // max(1, scenario.steps)
     try:
         hypotheses = trials.ranks.run(run_hypotheses, program, scenario, max(1, windows), size=1)[0]
     except (CheckFailure, RankHang):
         hypotheses = Hypotheses([], [])
-    further = _with_other_seeds(trials, scenario, max(1, windows)) if hypotheses.divisions else []
+    further: list[Tensors] = []
+    if hypotheses.divisions:
+        further = attempts.of(
+            "the runs with other seeds", further, _with_other_seeds, trials, scenario, max(1, windows)
+        )
     shardwise = wants_world_size(program.reference)
     alone = (
         expected.own is not None
         and not shardwise
         and not relations_of(expected, [expected.own], trials.kinds, trials.tolerance).holds
     )
-    small = _when_small(trials, scenario)
+    small = attempts.of("the run with a small batch", None, _when_small, trials, scenario)
     return Tensors(
         scenario.world_size,
         scenario.samples,
@@ -121,8 +163,8 @@ def _gather(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Tensors:
         further=further,
         elsewhere=elsewhere,
         shardwise=shardwise,
-        alone=_trace_alone(trials, scenario),
-        tried=changes_tried(trials, scenario, traces),
+        alone=attempts.of("the record of one device", None, _trace_alone, trials, scenario),
+        tried=attempts.of("changes to single calls", [], changes_tried, trials, scenario, traces),
     )
 
 
@@ -222,14 +264,17 @@ def _in_other_order(trials: Trials, scenario: Scenario, seen: Sequence[Observati
             held["any order"] = close(there[0].values.get(name), seen[0].values.get(name), 2 * allowed)
 
 
-def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequence[Finding]) -> Report:
+def _report(
+    trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequence[Finding], attempts: Attempts
+) -> Report:
     relations = tensors.relations
     wrong = [name for name in relations.held if name in relations.wrong or name in relations.split] or [
         name for name, held in relations.held.items() if False in held.values()
     ]
-    ranks_part = first_parting(tensors, [finding.mistake for finding in findings[:1]])
+    named_first = [finding.mistake for finding in findings[:1]]
+    ranks_part = attempts.of("the line where ranks part", None, first_parting, tensors, named_first)
     parted = sum(relations.held[name].get(PARITY) is False for name in wrong)
-    first = _first_parting(tensors)
+    first = attempts.of("the first wrong step", "", _first_parting, tensors)
     where = f", first {first}" if first else f", first {wrong[0]}" if wrong else ""
     ranks = "1 rank" if scenario.world_size == 1 else f"{scenario.world_size} ranks"
     devices = f"{scenario.world_size} devices" if trials.program.single_process else ranks
@@ -246,7 +291,7 @@ def _report(trials: Trials, scenario: Scenario, tensors: Tensors, findings: Sequ
         scenario.described,
         observables,
         findings,
-        list(_remarks(tensors, not findings)),
+        [*_remarks(tensors, not findings, attempts), *attempts.remarks],
         parting="" if ranks_part is None else str(ranks_part),
     )
 
@@ -268,20 +313,22 @@ def _first_parting(tensors: Tensors) -> str:
     return ""
 
 
-def _patterns(tensors: Tensors) -> Iterator[str]:
+def _patterns(tensors: Tensors) -> list[str]:
     """Describe what the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
+    found: list[str] = []
     for name in tensors.names[:1]:
         for rank in tensors.relations.wrong[name][:1]:
             got, exact = tensors.seen[rank].values.get(name), tensors.expected.exact[name]
             if got is not None and got.shape == exact.shape:
-                for line in diagnose(got, exact, tensors.expected.tolerance[name], rank=rank):
-                    yield f"{name} on rank {rank} {line}"
+                lines = diagnose(got, exact, tensors.expected.tolerance[name], rank=rank)
+                found += [f"{name} on rank {rank} {line}" for line in lines]
+    return found
 
 
-def _remarks(tensors: Tensors, unexplained: bool) -> Iterator[str]:
+def _remarks(tensors: Tensors, unexplained: bool, attempts: Attempts) -> Iterator[str]:
     yield "terminates: yes"
     if unexplained:
-        yield from _patterns(tensors)
+        yield from attempts.of("the pattern of wrong values", [], _patterns, tensors)
     if tensors.wrong_alone:
         yield "the step differs from the reference at world size 1 already"
     yield from tensors.relations.remarks

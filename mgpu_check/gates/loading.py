@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, world_sizes_of
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.report import Observable, Report
 from mgpu_check.mistakes.rules.order import distinct, findings_of_loader
 from mgpu_check.mistakes.samples import Accepted, Loader
@@ -160,7 +161,8 @@ def _check(
     wrong = next((observable for observable in observables if not observable.right), None)
     if wrong is None:
         return
-    findings = findings_of_loader(Loader(evidence, sorted(order.ranks), "; ".join(order.details)))
+    attempts = Attempts()
+    findings = findings_of_loader(Loader(evidence, sorted(order.ranks), "; ".join(order.details)), attempts)
     remarks = list(dict.fromkeys(remark for coverage in epochs for remark in coverage.remarks))
     case: dict[str, object] = {"world size": len(visits), "samples": expected.total()}
     if workers:
@@ -172,7 +174,7 @@ def _check(
         case,
         observables,
         distinct(findings),
-        remarks,
+        [*remarks, *attempts.remarks],
     )
     at_fault = {rank for coverage in (*epochs, order) for rank in coverage.ranks}
     at_fault.update(rank for finding in findings for rank in finding.ranks)

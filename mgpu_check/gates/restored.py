@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Restored
 from mgpu_check.mistakes.report import Finding, Observable
 from mgpu_check.mistakes.rules.order import findings_of_checkpoint
@@ -91,10 +92,11 @@ class Entries:
         return 0 not in wrong and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong)
 
 
-def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], list[Finding]]:
+def explained(ends: Entries, loaded: Entries | None, attempts: Attempts) -> tuple[list[Observable], list[Finding]]:
     """Return what is to be shown of each entry, and the likely causes.
 
     Args:
+        attempts: keeps what has failed of the diagnosis.
         ends: the states at the end of the resumed run, against those of the uninterrupted one.
         loaded: the states right after loading, against those that were saved; None where that could not be seen.
     """
@@ -113,11 +115,12 @@ def explained(ends: Entries, loaded: Entries | None) -> tuple[list[Observable], 
         observables.append(Observable(str(name), relations, detail))
     # What was lost tells more than what came of it; a report shows a few only.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
+    evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn)
+    return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts)
+
+
+def _evidence(ends: Entries, loaded: Entries | None, drawn: Sequence[Entry]) -> Restored:
     lost_numbers = {name: ranks for name, ranks in (loaded or ends).wrong_generators.items() if name in drawn}
-    return observables, findings_of_checkpoint(_evidence(ends, loaded, lost_numbers))
-
-
-def _evidence(ends: Entries, loaded: Entries | None, lost_numbers: dict[Entry, list[int]]) -> Restored:
     lost = {} if loaded is None else {n: r for n, r in loaded.wrong.items() if _holds(ends, n) is not None}
     if loaded is not None and (lost or lost_numbers):
         partly = {name: ranks for name, ranks in {**lost, **lost_numbers}.items() if len(ranks) < loaded.size}

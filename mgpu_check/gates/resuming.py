@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.worlds import RanksFixture, check_count, check_tolerance, noting, world_sizes_of
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.report import Report
 from mgpu_check.processes.rank_lists import named
 from mgpu_check.processes.scratch import Scratch
@@ -144,7 +145,8 @@ def _check(
         # What does not hold is known already; this is only to say why.
         call = f"train(rank, directory, {steps}, {steps})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
-    observables, findings = explained(ends, loaded)
+    attempts = Attempts()
+    observables, findings = explained(ends, loaded, attempts)
     entry, detail, wrong = ends.first_wrong
     report = Report(
         f"training resumed at step {steps} does not continue at world size {size}: after step {2 * steps}, {entry} on "
@@ -152,7 +154,7 @@ def _check(
         {"world size": size, "steps": f"{steps} + {steps}"},
         observables,
         findings,
-        remarks,
+        [*remarks, *attempts.remarks],
     )
     raise ScalingMismatch(str(report), ranks=ends.wrong_ranks, mistakes=report.mistakes)
 

@@ -42,7 +42,7 @@ def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
         found = [value.double() for name, value in values.items() if name.kind == "grads"] or [
             value.double() - initial[name.of].double()
             for name, value in values.items()
-            if name.kind == "params" and name.of in initial
+            if name.kind == "params" and name.of in initial and initial[name.of].shape == value.shape
         ]
         if sum(value.numel() for value in found) > 1 and all(bool(value.isfinite().all()) for value in found):
             yield found

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from mgpu_check.mistakes.changes import CLOSE, factor_of_change, has_shapes_of, largest, pairs
 from mgpu_check.mistakes.left import Left, is_left
 from mgpu_check.mistakes.observed import (
     Alternative,
@@ -22,12 +23,10 @@ from mgpu_check.mistakes.observed import (
 )
 from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.mistakes.weights import LOOSE, fitted, spanned
-from mgpu_check.numerics.factors import common_factor, evenly
+from mgpu_check.numerics.factors import common_factor
 
 __all__ = ["Tensors"]
 
-_CLOSE = 1e-5
-"""Of the magnitude of a tensor: what is computed in the order of what it explains."""
 _NEAR = 2e-3
 """Of each element: a factor is looked for in elements that went through sums of their own."""
 _TELLING = 1e-2
@@ -168,10 +167,10 @@ class Tensors:
         """
         tells = not telling
         for name in names or self.names:
-            exact = self.expected.exact[name]
+            exact = self.expected.exact.get(name)
             for rank, one in enumerate(self.seen):
                 got, value = one.values.get(name), values[rank].get(name)
-                if got is None or value is None or got.shape != value.shape:
+                if exact is None or got is None or value is None or got.shape != value.shape:
                     return False
                 if not self._near(name, got.double(), value.double()):
                     return False
@@ -217,11 +216,13 @@ class Tensors:
         return None if ratio is None else (size, ratio)
 
     def _factor(self, names: Collection[Result], before: Mapping[str, torch.Tensor]) -> float | None:
-        pairs: list[tuple[float, float]] = []
+        found: list[tuple[float, float]] = []
         for name in names:
-            start = before.get(name.owner or "", torch.zeros(())).double()
-            exact = self.expected.exact[name] - start
-            usable = exact.isfinite() & (exact.abs() > _TELLING * exact.abs().max()) & (exact != 0)
+            start, right = before.get(name.owner or "", torch.zeros(())).double(), self.expected.exact.get(name)
+            if right is None or (start.dim() and start.shape != right.shape):
+                return None  # a part has taken the place of the whole parameter
+            exact = right - start
+            usable = exact.isfinite() & (exact.abs() > _TELLING * largest(exact)) & (exact != 0)
             for one in self.seen:
                 got = one.values.get(name)
                 if got is None or got.shape != exact.shape:
@@ -229,8 +230,8 @@ class Tensors:
                 off = (got.double() - start)[usable]
                 if not bool(off.isfinite().all()):
                     return None
-                pairs += _pairs(off, exact[usable])
-        return common_factor(pairs, least=_LEAST, relative=_NEAR)
+                found += pairs(off, exact[usable])
+        return common_factor(found, least=_LEAST, relative=_NEAR)
 
     @cached_property
     def first_factor(self) -> tuple[int, float, bool] | None:
@@ -241,13 +242,15 @@ class Tensors:
         before = {Result("params", name): value.double() for name, value in self.expected.single.initial.items()}
         for step, right in enumerate(self.expected.snapshots):
             stages = [one.snapshots[step] for one in self.seen if step < len(one.snapshots)]
-            if len(stages) < self.size or any(name not in stage for stage in stages for name in right):
+            if len(stages) < self.size or any(not has_shapes_of(right, stage) for stage in stages):
                 return None
             zeros = {name: torch.zeros(()) for name in right if name.kind == "grads"}
             start = {name: before[name] for name in right if name in before}
+            if not has_shapes_of(start, right):
+                return None
             for was, is_update in ((zeros, False), (start, True)):
                 if self._is_off(step, stages, was):
-                    factor = _factor_of_change(was, stages, right)
+                    factor = factor_of_change(was, stages, right)
                     return None if factor is None else (step, factor, is_update)
             before = {name: right[name] for name in start}
         return None
@@ -276,7 +279,7 @@ class Tensors:
     @staticmethod
     def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
         """Return whether both are equal to 1e-5 of the largest magnitude in `scale`, and not all zero."""
-        near = (one - other).abs() <= _CLOSE * float(scale.abs().max())
+        near = (one - other).abs() <= CLOSE * float(scale.abs().max())
         return bool(near.all()) and bool((other != 0).any())
 
     def weights_of_windows(self, division: Division) -> list[float] | None:
@@ -360,32 +363,13 @@ class Tensors:
 
     def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
         """Return the mean over a rank's micro-batches; zero where a part without samples has no result."""
-        exact = self.expected.exact[name]
+        exact = self.expected.exact.get(name)
+        if exact is None:
+            return None
         values = [window.get(name, torch.zeros_like(exact)).double() for window in windows]
         if len({value.shape for value in values}) > 1:
             return None
         return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
-
-
-def _factor_of_change(
-    was: Mapping[Result, torch.Tensor],
-    stages: Sequence[Mapping[Result, torch.Tensor]],
-    right: Mapping[Result, torch.Tensor],
-) -> float | None:
-    """Return by how much all ranks' change since `was` is off by, None where no one factor explains all of it."""
-    pairs = [
-        pair
-        for stage in stages
-        for name, start in was.items()
-        for pair in _pairs(stage[name].double() - start, right[name] - start)
-    ]
-    several = sum(expected != 0 for _, expected in pairs) > 1  # one number is a multiple of any other
-    return common_factor(pairs, least=0.0, of_largest=_CLOSE) if several else None
-
-
-def _pairs(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[float, float]]:
-    some = evenly(got.numel())
-    return list(zip(got.flatten()[some].tolist(), expected.flatten()[some].tolist(), strict=True))
 
 
 _COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {  # of the parts of all ranks, and a rank

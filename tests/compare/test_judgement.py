@@ -11,6 +11,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from mgpu_check.compare import diagnosis, evidence
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.batches import others_from_the_start
 from mgpu_check.compare.obstacles import FLOAT32, standing
@@ -19,6 +20,7 @@ from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundof
 from mgpu_check.compare.summaries import summaries
 from mgpu_check.compare.trace import Parameter, Step, Summary, Trace
 from mgpu_check.compare.verdict import Verdict, verdict_of, without_steps
+from mgpu_check.mistakes.attempts import RAISE
 
 NAMES = ("net.weight", "net.bias")
 RATE = 0.1
@@ -123,6 +125,26 @@ def test_a_factor_of_the_world_size(factor, world):
     assert found.report.mistakes == ("world-size-factor",)
     assert (found.step, found.tensor, found.ranks) == (1, "gradient", tuple(range(world)))
     assert found.ratio == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("piece", ["_norms", "_factor", "_uneven", "evidence_of", "_obstacles"])
+def test_a_piece_of_evidence_that_fails_leaves_the_verdict(monkeypatch, piece):
+    def fails(*arguments):
+        raise IndexError("no such step")
+
+    def change(training):
+        training.gradient = lambda number: [2 * g for g in gradients(number)]
+
+    fails.__name__ = piece
+    monkeypatch.delenv(RAISE)
+    monkeypatch.setattr(evidence if hasattr(evidence, piece) and piece != "evidence_of" else diagnosis, piece, fails)
+    found = verdict(change)
+    assert (found.kind, found.step, found.ranks) == ("differs", 1, (0, 1))
+    assert found.report.mistakes == (() if piece in ("_factor", "evidence_of") else ("world-size-factor",))
+    assert sum("failed with IndexError: no such step" in remark for remark in found.report.remarks) == 1
+    monkeypatch.setenv(RAISE, "1")
+    with pytest.raises(IndexError):
+        verdict(change)
 
 
 def test_a_factor_that_nothing_explains_has_no_name():

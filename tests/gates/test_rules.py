@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mgpu_check.mistakes import rules
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import ByRank, Calls, Evidence, Factor, Restored, Sampler, Start
 from mgpu_check.mistakes.rules.order import (
     RULES,
@@ -52,7 +53,7 @@ LOADS = ByRank([1, 0], "load_state_dict ran on rank 0")
     ],
 )  # fmt: skip
 def test_evidence_is_judged_by_its_data(evidence, mistakes):
-    assert [finding.mistake for finding in findings_of(evidence, 3)] == mistakes
+    assert [finding.mistake for finding in findings_of(evidence, 3, Attempts())] == mistakes
 
 
 def entered(number: int, operand: str) -> Entered:
@@ -68,7 +69,7 @@ def entered(number: int, operand: str) -> Entered:
 )
 def test_sizes_are_compared_in_one_and_the_same_collective(last, mistake):
     calls = Calls(2, 4, "rank 0 did not finish", last=dict(enumerate(last)), some_finished=True)
-    assert [finding.mistake for finding in findings_of_calls(calls, 2)] == [mistake]
+    assert [finding.mistake for finding in findings_of_calls(calls, 2, Attempts())] == [mistake]
 
 
 def test_parts_of_which_one_is_empty_may_add_up_to_the_batch():
@@ -106,7 +107,7 @@ def epoch(*ranks: str, batches=(), **more) -> EpochSamples:
     ],
 )
 def test_of_an_epoch_one_mistake_is_named(samples, mistake, ranks):
-    found = findings_of_loader(Loader([samples]))
+    found = findings_of_loader(Loader([samples]), Attempts())
     assert [(one.mistake, one.ranks) for one in found] == ([(mistake, ranks)] if mistake else [])
 
 
@@ -114,8 +115,8 @@ def test_an_order_that_some_ranks_repeat_goes_first_and_one_of_all_last():
     epochs = [epoch("abc", "cde"), epoch("abc", "de")]
     named = ["split-differs-between-ranks", "samples-missed"]
     some, of_all = Loader(epochs, [1], "rank 1 only"), Loader(epochs, [0, 1], "all ranks")
-    assert [one.mistake for one in findings_of_loader(some)] == ["epochs-not-reshuffled", *named]
-    assert [one.mistake for one in findings_of_loader(of_all)] == [*named, "epochs-not-reshuffled"]
+    assert [one.mistake for one in findings_of_loader(some, Attempts())] == ["epochs-not-reshuffled", *named]
+    assert [one.mistake for one in findings_of_loader(of_all, Attempts())] == [*named, "epochs-not-reshuffled"]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_an_order_that_some_ranks_repeat_goes_first_and_one_of_all_last():
     ],
 )
 def test_a_resumed_run_is_judged_by_what_was_lost_and_then_by_its_end(restored, mistakes):
-    found = findings_of_checkpoint(restored)
+    found = findings_of_checkpoint(restored, Attempts())
     assert [one.mistake for one in found] == mistakes
     assert "right after loading" not in found[0].evidence or restored.lost
 

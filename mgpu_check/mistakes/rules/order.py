@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Calls, Evidence, Restored
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.rules import (
@@ -221,29 +222,35 @@ RULES_OF_CHECKPOINTS: tuple[RuleOf[Restored], ...] = (
 """Those about a run that was resumed."""
 
 
-def findings_of(evidence: Evidence, most: int) -> list[Finding]:
-    """Return the likeliest mistakes, each once, `most` of them at most."""
-    return distinct(_found(evidence), most)
+def findings_of(evidence: Evidence, most: int, attempts: Attempts) -> list[Finding]:
+    """Return the likeliest mistakes, each once, `most` of them at most.
+
+    Args:
+        attempts: keeps the rules that have failed.
+    """
+    return distinct(_found(evidence, attempts), most)
 
 
-def findings_of_calls(evidence: Calls, most: int) -> list[Finding]:
+def findings_of_calls(evidence: Calls, most: int, attempts: Attempts) -> list[Finding]:
     """Return the same of ranks that did not return."""
-    return distinct((rule(evidence) for rule in RULES_OF_CALLS), most)
+    return distinct((_attempted(rule, evidence, attempts) for rule in RULES_OF_CALLS), most)
 
 
-def findings_of_checkpoint(evidence: Restored) -> list[Finding]:
+def findings_of_checkpoint(evidence: Restored, attempts: Attempts) -> list[Finding]:
     """Return the mistakes that a resumed run shows, each once."""
-    return distinct(rule(evidence) for rule in RULES_OF_CHECKPOINTS)
+    return distinct(_attempted(rule, evidence, attempts) for rule in RULES_OF_CHECKPOINTS)
 
 
-def findings_of_loader(evidence: Loader) -> list[Finding]:
+def findings_of_loader(evidence: Loader, attempts: Attempts) -> list[Finding]:
     """Return the mistake of each epoch that shows one, and that of their order, the likeliest first; some may come again."""
     of_epochs = [
-        finding for epoch in evidence.epochs for finding in distinct((rule(epoch) for rule in RULES_OF_EPOCHS), 1)
+        finding
+        for epoch in evidence.epochs
+        for finding in distinct((_attempted(rule, epoch, attempts) for rule in RULES_OF_EPOCHS), 1)
     ]
-    of_order = [finding for finding in [samples.order_repeats(evidence)] if finding is not None]
+    of_order = distinct([_attempted(samples.order_repeats, evidence, attempts)])
     # Where the epochs of some ranks differ and of others do not, that is why the ranks' shares do not fit together.
-    on_some = 0 < len(evidence.repeating) < len(evidence.epochs[0].counts)
+    on_some = bool(evidence.epochs) and 0 < len(evidence.repeating) < len(evidence.epochs[0].counts)
     return [*of_order, *of_epochs] if on_some else [*of_epochs, *of_order]
 
 
@@ -258,12 +265,17 @@ def distinct(named: Iterable[Finding | None], most: int | None = None) -> list[F
     return list(found.values())
 
 
-def _found(evidence: Evidence) -> Iterator[Finding | None]:
+def _found(evidence: Evidence, attempts: Attempts) -> Iterator[Finding | None]:
     for rule in RULES:
         if not _is_about_tensors(rule):
-            yield cast("RuleOf[Evidence]", rule)(evidence)
+            yield _attempted(cast("RuleOf[Evidence]", rule), evidence, attempts)
         elif evidence.tensors is not None:
-            yield cast("RuleOf[Tensors]", rule)(evidence.tensors)
+            yield _attempted(cast("RuleOf[Tensors]", rule), evidence.tensors, attempts)
+
+
+def _attempted(rule: RuleOf[_Evidence], evidence: _Evidence, attempts: Attempts) -> Finding | None:
+    where = f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
+    return attempts.of(f"the rule {where}", None, rule, evidence)
 
 
 def _is_about_tensors(rule: Callable[..., Finding | None]) -> bool:

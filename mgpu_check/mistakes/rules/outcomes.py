@@ -96,8 +96,9 @@ def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], l
         for same in zip(*per_rank, strict=False)
         if all(event.details.get("op", "sum") == "sum" for event in same)
     ]
-    if not calls or any(len(values) < tensors.size for values in calls):
-        return []
+    lengths = [{len(part) for values in called for part in values} for called in calls]
+    if not calls or any(len(called) < tensors.size for called in calls) or any(len(each) > 1 for each in lengths):
+        return []  # ranks of several groups, say, each of which reduces something else
     found = []
     for rounds in range(2, len(calls) // sums + 1):
         here: list[float] = []

@@ -129,6 +129,8 @@ def limits_by_a_norm_of_parts(tensors: Tensors) -> Finding | None:
     if not tensors.gradient_like or tensors.wrong_alone or not tensors.further:
         return None
     cases = (tensors, *tensors.further)
+    if any(name not in case.expected.exact for case in cases for name in tensors.names):
+        return None
     norms = [_norm(case.expected.exact[name].norm() for name in tensors.names) for case in cases]
     own = [
         _norm(case.seen[0].values[name].double().norm() for name in tensors.names if name in case.seen[0].values)

@@ -24,8 +24,10 @@ def adds_what_was_left(tensors: Tensors) -> Finding | None:
         for name, value in exact[step].items():
             if name.kind != "grads" or name not in stages[step] or int((value != 0).sum()) < 2:
                 continue  # one number is some multiple of any other
-            before, got = exact[step - 1][name].double(), stages[step][name].double()
-            excess = got - value.double()
+            got, before = stages[step][name].double(), exact[step - 1].get(name)
+            if before is None or not before.shape == got.shape == value.shape:
+                continue
+            excess, before = got - value.double(), before.double()
             share = float((excess * before).sum() / before.square().sum().clamp_min(1e-300))
             if abs(share) > _LEFT_OUT and tensors.same(excess, share * before, got):
                 added = "that" if abs(share - 1) < _ONCE else f"{share:.4g} times that"

@@ -1,0 +1,195 @@
+"""No evidence, whatever it lacks, ends a diagnosis; and no error of a diagnosis ends a gate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import nn
+
+from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
+from mgpu_check.gates import evidence as gate_evidence
+from mgpu_check.gates import investigation, restored
+from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.gates.restored import Entries, explained
+from mgpu_check.gates.states import Entry, Row
+from mgpu_check.mistakes.attempts import RAISE, Attempts
+from mgpu_check.mistakes.parting import first_parting
+from mgpu_check.mistakes.rules import order
+from tests.gates import evidence
+from tests.gates.loaders import numbers
+
+EVERY = 10_000
+"""More mistakes than there are rules: none is left out because enough were found before."""
+
+fuzzed = settings(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],  # the traceback names the line; to find the smallest evidence takes minutes
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+)
+
+
+@fuzzed
+@given(evidence.tensors())
+def test_any_tensors_and_calls_are_judged_by_all_rules(tensors):
+    attempts = Attempts()
+    found = order.findings_of(evidence_of(tensors, attempts), EVERY, attempts)
+    first_parting(tensors, [finding.mistake for finding in found])
+
+
+@fuzzed
+@given(evidence.calls)
+def test_any_calls_of_ranks_that_did_not_return_are_judged_by_all_rules(calls):
+    order.findings_of_calls(calls, EVERY, Attempts())
+
+
+@fuzzed
+@given(evidence.restored)
+def test_any_resumed_run_is_judged_by_all_rules(restored):
+    order.findings_of_checkpoint(restored, Attempts())
+
+
+@fuzzed
+@given(evidence.loaders)
+def test_any_loader_is_judged_by_all_rules(loader):
+    for epoch in loader.epochs:
+        for rule in order.RULES_OF_EPOCHS:
+            rule(epoch)
+    order.findings_of_loader(loader, Attempts())
+
+
+def fails(*arguments, **options):
+    raise ZeroDivisionError("division by zero\nand more")
+
+
+def summed(model, batch, rank):
+    """Gradients that are added up over ranks, and not averaged."""
+    net = model.to(rank.device)
+    net(batch.chunk(rank.size)[rank.index].to(rank.device)).square().mean().backward()
+    for parameter in net.parameters():
+        dist.all_reduce(parameter.grad)
+
+
+def gate(ranks, step=summed, build=lambda: nn.Linear(4, 2)):
+    options = {"build": build, "batch": lambda n: torch.randn(n, 4), "sizes": "divisible"}
+    assert_step_scales(ranks, step, world_sizes=[2], max_examples=4, **options)
+
+
+def failing(name, module):
+    """A rule, or the reader of a piece of evidence, that fails."""
+
+    def read(tensors):
+        return fails()
+
+    read.__name__, read.__module__, read.__annotations__ = name, module, {"tensors": "Tensors"}
+    return read
+
+
+def a_rule(monkeypatch):
+    monkeypatch.setattr(order, "RULES", (failing("reduces_again", "rules.outcomes"), *order.RULES))
+
+
+def a_piece(monkeypatch):
+    monkeypatch.setattr(gate_evidence, "_metrics", failing("_metrics", "evidence"))
+
+
+def the_line(monkeypatch):
+    monkeypatch.setattr(investigation, "first_parting", fails)
+
+
+def the_second_look(monkeypatch):
+    monkeypatch.setattr(investigation, "_gather", fails)
+
+
+PARTS = {
+    "the rule outcomes.reduces_again": a_rule,
+    "the evidence of metrics": a_piece,
+    "the line where ranks part": the_line,
+    "the second look at the case": the_second_look,
+}
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_diagnosis_that_fails_is_told_below_a_verdict_that_stands(ranks, monkeypatch, part):
+    monkeypatch.delenv(RAISE)
+    PARTS[part](monkeypatch)
+    with pytest.raises(ScalingMismatch) as caught:
+        gate(ranks)
+    report = str(caught.value)
+    assert report.startswith("summed does not scale: 2 of 4 results on 2 ranks differ from one device")
+    assert caught.value.ranks == (0, 1)
+    told = f"the diagnosis is incomplete: {part} failed with ZeroDivisionError: division by zero (test_incomplete.py:"
+    assert report.count(told) == 1 and "and more" not in report
+    if part != "the second look at the case":
+        assert caught.value.mistakes[0] == "world-size-factor"
+
+
+@pytest.mark.gpus(2)
+def test_our_own_tests_see_what_fails(ranks, monkeypatch):
+    a_rule(monkeypatch)
+    with pytest.raises(ZeroDivisionError):
+        gate(ranks)
+
+
+@pytest.mark.gpus(2)
+def test_the_gate_for_loaders_says_which_rule_has_failed(ranks, monkeypatch):
+    monkeypatch.delenv(RAISE)
+    monkeypatch.setattr(order, "RULES_OF_EPOCHS", (fails, *order.RULES_OF_EPOCHS))
+    with pytest.raises(ScalingMismatch, match=r"the rule test_incomplete\.fails failed with Zero") as caught:
+        assert_loader_covers(ranks, lambda rank: torch.utils.data.DataLoader(numbers(8)), world_sizes=[2])
+    assert caught.value.mistakes == ("dataset-not-split", "epochs-not-reshuffled")[: len(caught.value.mistakes)]
+
+
+def test_without_evidence_of_a_resumed_run_nothing_is_named(monkeypatch):
+    monkeypatch.delenv(RAISE)
+    ends, attempts = Entries([[Row(Entry("weight"), False, "got 1, expected 2", "a", "b", True, True)]]), Attempts()
+    assert [finding.mistake for finding in explained(ends, ends, attempts)[1]] == ["state-not-restored"]
+    monkeypatch.setattr(restored, "_evidence", fails)
+    observables, findings = explained(ends, ends, attempts)
+    assert observables and not findings and len(attempts.remarks) == 1
+
+
+def test_one_error_of_all_parts_is_one_line(monkeypatch):
+    monkeypatch.delenv(RAISE)
+    attempts = Attempts()
+    for part in "abcde":
+        assert attempts.of(part, 7, fails) == 7
+    (line,) = attempts.remarks
+    assert line.startswith("the diagnosis is incomplete: a, b, c and 2 more failed with ZeroDivisionError: division by")
+
+
+def sharded(model, batch, rank):
+    """Tensor parallelism by hand: a shard takes the place of the parameter, and nothing puts the gradients together."""
+    model.weight = nn.Parameter(model.weight.detach().chunk(rank.size)[rank.index].clone())
+    model.to(rank.device)(batch.to(rank.device)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.gpus(2)
+def test_a_shard_in_place_of_a_parameter_is_no_other_start(ranks):
+    with pytest.raises(ScalingMismatch, match=r"has shape \[2, 4\], expected \[4, 4\]") as caught:
+        gate(ranks, sharded, lambda: nn.Linear(4, 4, bias=False))
+    assert "different-initialization" not in caught.value.mistakes
+
+
+def pipeline(model, batch, rank):
+    """Ranks reduce tensors of unlike sizes, in groups of their own: no two of them are one running sum."""
+    groups = [dist.new_group([index]) for index in range(rank.size)]
+    model.to(rank.device)
+    model(batch.to(rank.device)).sum().backward()
+    total = {}
+    for number, parameter in enumerate(model.parameters()):
+        given = parameter.grad.flatten()[: 2 * (1 + rank.index + number)].clone()
+        dist.all_reduce(given, group=groups[rank.index])
+        total[str(number)] = given.sum()
+    return total
+
+
+@pytest.mark.gpus(2)
+def test_sums_of_unlike_sizes_are_no_running_sum(ranks):
+    with pytest.raises(ScalingMismatch, match="returned 0"):
+        gate(ranks, pipeline)
