@@ -7,6 +7,7 @@ import selectors
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.pauses import LOOK, Pauses
 from mgpu_check.engine.process import Process
 from mgpu_check.processes import protocol
 from mgpu_check.processes.channel import Channel, Garbled, frame
@@ -62,6 +63,7 @@ def collect(
     expected: type,
     went_well: Callable[[object], bool],
     answers: dict[int, object],
+    pauses: Pauses | None = None,
 ) -> tuple[list[int], dict[int, str]]:
     """Wait for one answer of each process.
 
@@ -70,6 +72,8 @@ def collect(
         timeout: seconds for all of them. Once one is dead, or has not gone well, the others get a short grace.
         answers: those to which the answers are added, in the order of their arrival, None from a dead process; has those
             that are gone already.
+        pauses: lets processes go on that wait for others in the middle; where they are not to, all that have not answered
+            are late.
 
     Returns:
         Who gave none in time; and, for a process that sent what is no message, and counts as dead, what is wrong with it.
@@ -88,7 +92,11 @@ def collect(
             # The launcher tells of an end that a connection hides, because a child of the rank holds it open.
             watched = _watch(selector, watched, launcher.waitables())
             left = len(waiting)
-            ready = selector.select(Clock.until(patience.deadline))
+            ready = selector.select(_moment(patience, pauses))
+            if not ready and pauses and Clock.now() < patience.deadline:
+                if not pauses.look(waiting):
+                    break
+                continue
             if not ready or overdue:
                 if not patience.extend(waiting.values()):
                     break
@@ -97,18 +105,24 @@ def collect(
             for index in _heard([key.data for key, _ in ready], launcher, waiting):
                 process = waiting[index]
                 try:
-                    answer = _hear(process, expected)
+                    answer = _hear(process, expected, pauses is not None)
                 except Garbled as error:
                     garbled[index] = str(error)
                     answer = None
                 if answer is _NOTHING_YET:
                     selector.modify(process.connection, _interest(process), index)
                     continue
+                if isinstance(answer, protocol.Paused):
+                    assert pauses is not None
+                    pauses.come(index, answer)
+                    continue
                 del waiting[index]
                 selector.unregister(process.connection)
                 answers[index] = answer
                 if not went_well(answer):
                     patience.shorten()
+            if pauses and not pauses.settle(waiting, patience.short):
+                break
             # Who goes on and on, and never ends, gets no more time than who says nothing.
             overdue = len(waiting) == left and Clock.now() > patience.deadline
     return sorted(waiting), garbled
@@ -120,14 +134,17 @@ class _Patience:
     Attributes:
         deadline: as it is now.
         latest: until when it can be put off, once a failure has brought it forward.
+        short: a failure has.
     """
 
     def __init__(self, timeout: float) -> None:
         self._started = Clock.now()
         self.deadline = self.latest = self._started + timeout
+        self.short = False
 
     def shorten(self) -> None:
         """Give the others a short grace, because one is dead, or has not gone well."""
+        self.short = True
         now = Clock.now()
         grace = min(_MOST_GRACE, max(_LEAST_GRACE, 2 * (now - self._started)))
         self.deadline, self.latest = min(self.deadline, now + grace), min(self.latest, now + _MOST_GRACE)
@@ -139,6 +156,12 @@ class _Patience:
             return False
         self.deadline = min(self.latest, now + _LEAST_GRACE)
         return True
+
+
+def _moment(patience: _Patience, pauses: Pauses | None) -> float:
+    """Return for how long nothing but waiting is to be done."""
+    left = Clock.until(patience.deadline)
+    return min(left, LOOK) if pauses else left
 
 
 def _heard(ready: Sequence[int | None], launcher: Launcher, waiting: Mapping[int, Process]) -> list[int]:
@@ -154,7 +177,7 @@ def _interest(process: Process) -> int:
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if process.connection.unsent else 0)
 
 
-def _hear(process: Process, expected: type) -> object:
+def _hear(process: Process, expected: type, pauses: bool = False) -> object:
     """Read what a process sends; None if it has ended without, `_NOTHING_YET` as long as it is not complete.
 
     Raises:
@@ -168,7 +191,7 @@ def _hear(process: Process, expected: type) -> object:
         return None
     if answer is None:
         return _NOTHING_YET if process.exit_code is None else None
-    if not isinstance(answer, expected):
+    if not isinstance(answer, expected) and not (pauses and isinstance(answer, protocol.Paused)):
         raise Garbled(f"it is {type(answer).__name__}, not {expected.__name__}")
     return answer
 

@@ -74,12 +74,12 @@ class Interrupted:
     """The rank had not answered when the parent stopped waiting, and was killed.
 
     Attributes:
-        settling: it had returned, and waited for what it had queued on its devices.
+        done: what it had done, where it waited for nothing but others, or for what it had queued on its devices.
     """
 
     seconds: float
     stacks: str
-    settling: bool = False
+    done: str = ""
 
 
 Ending = Finished | Raised | Died | Interrupted
@@ -125,6 +125,7 @@ class Account:
         deadline: in seconds, if it passed.
         records: rank -> the collectives that it has entered.
         instead: lines to tell in place of the endings, where all ranks returned.
+        unmatched: what ranks have not done alike in the parts of a call that all have done, in words.
     """
 
     endings: Mapping[int, Ending]
@@ -133,6 +134,7 @@ class Account:
     deadline: float | None = None
     records: Mapping[int, Record] = field(default_factory=dict)
     instead: tuple[str, ...] = ()
+    unmatched: str = ""
 
     @property
     def died(self) -> dict[int, Died]:
@@ -349,8 +351,8 @@ def _hang_headlines(
         else:
             after = f", after {record.last}" if record.last else ""
             where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
-            if end.settling:
-                where = "done, but for what it has queued on its devices"
+            if end.done:
+                where = f"done{end.done}"
             elsewhere.append((where + after, rank))
     behind = [rank for _, rank in elsewhere or waiting]
     if elsewhere and not waiting:

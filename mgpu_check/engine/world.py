@@ -22,6 +22,7 @@ from mgpu_check.engine.failures import (
     last_collectives,
 )
 from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.pauses import Pauses
 from mgpu_check.engine.world_processes import EXIT_TIMEOUT, WorldProcesses
 from mgpu_check.errors import RankFailure
 from mgpu_check.processes import pickling, protocol
@@ -136,7 +137,13 @@ class World(WorldProcesses):
     def finish(self, call: Begun, timeout: float) -> list[pickling.Pickled]:
         """Wait for what `begin` has begun, `timeout` seconds from now at most; returns and raises as `run` does."""
         waiting = Clock.now()
-        answers, late = self._collect(timeout, protocol.Outcome, _went_well, dead=call.unsent)
+        pauses = Pauses(self.processes, self.who)
+        answers, late = self._collect(timeout, protocol.Outcome, _went_well, call.unsent, pauses)
+        if pauses.failure is not None:
+            self._running = None
+            for process in self.processes.values():
+                process.kill()
+            raise pauses.failure
         settling = not late and not all(outcome.settled for outcome in _outcomes(answers).values())
         if settling:
             answers, late = self._settle(answers, call.number, waiting + timeout)
@@ -147,7 +154,8 @@ class World(WorldProcesses):
         records = {} if fine else self._records()
         endings = self._endings(answers, call.number)
         for index, stopped in self._interrupt(late, since=call.started).items():
-            endings[index] = dataclasses.replace(stopped, settling=settling)
+            done = ", but for what it has queued on its devices" if settling else pauses.done(index)
+            endings[index] = dataclasses.replace(stopped, done=done)
         outcomes = _outcomes({index: answers.get(index) for index in self.processes})
         if any(outcome.told for outcome in outcomes.values()):
             self.told = {index: outcome.told for index, outcome in outcomes.items()}

@@ -8,6 +8,7 @@ from mgpu_check.devices.placement import Slot
 from mgpu_check.engine.answers import collect, send
 from mgpu_check.engine.failures import NODE, Died, Interrupted, Who
 from mgpu_check.engine.launcher import Launcher
+from mgpu_check.engine.pauses import Pauses
 from mgpu_check.engine.process import STACKS_TIMEOUT, Process
 from mgpu_check.errors import AgentLost, RankDied, StartupFailure
 from mgpu_check.processes import protocol
@@ -134,10 +135,15 @@ class WorldProcesses:
         return send(self.processes, message_for)
 
     def _collect(
-        self, timeout: float, expected: type, went_well: Callable[[object], bool], dead: Sequence[int] = ()
+        self,
+        timeout: float,
+        expected: type,
+        went_well: Callable[[object], bool],
+        dead: Sequence[int] = (),
+        pauses: Pauses | None = None,
     ) -> tuple[dict[int, object], list[int]]:
         self._answers = dict.fromkeys(dead)
-        late, garbled = collect(self.launcher, self.processes, timeout, expected, went_well, self._answers)
+        late, garbled = collect(self.launcher, self.processes, timeout, expected, went_well, self._answers, pauses)
         self._garbled.update(garbled)
         return self._answers, late
 

@@ -20,6 +20,7 @@ from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
 from mgpu_check.numerics.steps import PAIRS, deviations, full_precision
 from mgpu_check.processes.rank_lists import few, grouped
+from mgpu_check.rank_side.pausing import pause
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
@@ -83,8 +84,9 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
     )
     seed_everything(_SEED)
     step = bound(program.step, model, rank)
-    for batch in training:
+    for number, batch in enumerate(training, start=1):
         step(batch)
+        pause(f"step {number}", last=number == len(training))
     state = _state(model)
     parameters = {name for name, _ in model.named_parameters()}
     seen["parameter"] = {name: value for name, value in state.items() if name in parameters}

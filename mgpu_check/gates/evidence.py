@@ -61,6 +61,7 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
     raised += [(line, line) for end in account.raised.values() for line in end.failure.text.splitlines()]
     return dataclasses.replace(
         calls,
+        unmatched=account.unmatched,
         parted=account.parted,
         parting=different_collectives(account.parted, account.who),
         last=account.last,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mgpu_check.gates.after_step import after_step
 from mgpu_check.gates.assembly import assembled
 from mgpu_check.gates.batches import make_batches, wider
 from mgpu_check.gates.draws import DrawsOfFloat32
@@ -106,6 +107,7 @@ def observe(
             if number:
                 gc.collect()  # a dead DistributedDataParallel would still answer to the next backward
             returned = call(batch)
+            after_step(number, len(batches), modules)
             if returned is not None:
                 _take(seen, Result("returned", "", number + 1 if len(batches) > 1 else None), returned)
                 seen.touched.add("returned")

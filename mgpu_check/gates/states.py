@@ -18,6 +18,7 @@ from mgpu_check.numerics.bounds import unit_roundoff
 from mgpu_check.numerics.compare import difference
 from mgpu_check.numerics.envelopes import envelopes
 from mgpu_check.numerics.perturbation import Perturbed
+from mgpu_check.rank_side.pausing import pause
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import as_real, digest_of
@@ -97,6 +98,7 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
     perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
     with perturbed:
         state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
+    pause(f"steps {part.start} to {part.stop}", last=True)
     # Before anything else here could draw: the generators as training leaves them.
     generators = _generators(rank)
     if not isinstance(state, Mapping):

@@ -147,6 +147,7 @@ class Calls:
         samples: in each batch.
         told: what happened, in words.
         hung: who did not finish, in words, where that is the story.
+        unmatched: what ranks have not done alike by the end of a step, in words.
         parted: rank -> the first collective that is another one than on other ranks.
         parting: the same in words.
         last: rank -> the collective that it has entered last.
@@ -159,6 +160,7 @@ class Calls:
     samples: int
     told: str
     hung: str = ""
+    unmatched: str = ""
     parted: Mapping[int, Entered] = field(default_factory=dict)
     parting: str = ""
     last: Mapping[int, Entered] = field(default_factory=dict)

@@ -27,10 +27,12 @@ __all__ = [
     "Group",
     "Meet",
     "Outcome",
+    "Paused",
     "Placeholder",
     "RankSpec",
     "Ready",
     "Rested",
+    "Resume",
     "Run",
     "Settle",
 ]
@@ -239,6 +241,34 @@ class Outcome:
     flows: tuple[Flow, ...] = ()
     settled: bool = True
     reusable: bool = True
+
+
+@dataclass(frozen=True)
+class Paused:
+    """In the middle of a call: this rank has done a part of it, and waits until all ranks have. Answered by `Resume`.
+
+    Attributes:
+        done: the part, such as "step 1".
+        agreement, flows: as in `Outcome`, since the call began.
+        last: it is the last part, so that nothing may be on its way between ranks.
+        operations: for each group whose backends count alike on all ranks: what they have counted since the call began,
+            which includes what C++ has called.
+        described: by name of a group, what its maker has called it.
+        held: what this rank holds, such as "gradient of 0.weight", with the ranks that must all hold it.
+    """
+
+    done: str
+    agreement: tuple[tuple[Group, int, int], ...]
+    flows: tuple[Flow, ...]
+    last: bool
+    operations: tuple[tuple[Group, int], ...] = ()
+    described: tuple[tuple[str, str], ...] = ()
+    held: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on after `Paused`: all ranks have made the same calls."""
 
 
 @dataclass(frozen=True)

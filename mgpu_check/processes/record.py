@@ -72,6 +72,11 @@ class Entered:
         return ", ".join(part for part in (self.operand, self.options) if part)
 
     @property
+    def cut(self) -> bool:
+        """True if there was no room for all ranks of its group."""
+        return len(self.group) >= _LONGEST
+
+    @property
     def unfinished(self) -> bool:
         return self.state in ("inside", "waiting")
 

@@ -22,7 +22,7 @@ from mgpu_check.torch_hooks.modes import Modes
 from mgpu_check.torch_hooks.replaced import Replaceable
 from mgpu_check.torch_hooks.seeds import seed_everything
 
-__all__ = ["Baseline", "Steps", "groups_made", "operations"]
+__all__ = ["Baseline", "Steps", "backends_of", "groups_made", "number_of", "operations"]
 
 
 def _deterministic() -> tuple[bool, bool]:
@@ -187,26 +187,26 @@ class Steps:
 
     def __init__(self) -> None:
         self._group = _world()
-        self._backends = _backends(self._group)
-        self._before = tuple(_number(backend) for backend in self._backends)
+        self._backends = backends_of(self._group)
+        self._before = tuple(number_of(backend) for backend in self._backends)
 
     def taken(self) -> tuple[int, ...]:
         """Return the steps taken; all -1 where the group is gone, or another has taken its place."""
         if _world() is not self._group:
             return (-1,) * len(self._before)
-        return tuple(_number(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
+        return tuple(number_of(backend) - then for backend, then in zip(self._backends, self._before, strict=True))
 
 
 def operations() -> int:
     """Count the operations that the default group of now has entered, by whichever backend; see `Steps`."""
-    return sum(map(_number, _backends(_world())))
+    return sum(map(number_of, backends_of(_world())))
 
 
 def _world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def _backends(group: Any) -> tuple[Any, Any]:
+def backends_of(group: Any) -> tuple[Any, Any]:
     """Return the backends for CPU tensors, and for those on devices; None where there is none, or it is the same."""
     found = []
     for device in _DEVICES:
@@ -217,7 +217,7 @@ def _backends(group: Any) -> tuple[Any, Any]:
     return found[0], None if found[1] is found[0] else found[1]
 
 
-def _number(backend: Any) -> int:
+def number_of(backend: Any) -> int:
     try:
         return 0 if backend is None else int(backend._get_sequence_number_for_group())
     except RuntimeError:

@@ -24,7 +24,7 @@ from mgpu_check.processes.leftovers import MARK
 from mgpu_check.processes.raised import EXPLAIN, clipped, failure_of, shortened
 from mgpu_check.processes.signals import CONNECTION_LOST, STACKS_SIGNAL
 from mgpu_check.processes.spawned import give_by_value
-from mgpu_check.rank_side import uncaught
+from mgpu_check.rank_side import pausing, uncaught
 from mgpu_check.rank_side.devices import check_visible, devices_behind, has_nccl, take
 from mgpu_check.rank_side.rank import Rank, become, current_rank
 from mgpu_check.rank_side.rendezvous import open_store
@@ -133,6 +133,7 @@ class Worker:
         if spec.index is not None:
             self.join(spec.index)
         self.baseline = Baseline.take(spec.device)
+        pausing.on_pause(self.pause)
 
     def join(self, index: int) -> None:
         spec = self.spec
@@ -185,6 +186,7 @@ class Worker:
         settled = reusable = True
         _told.clear()
         recorder.begin()
+        pausing.begin()
         try:
             if call.call_context is not None:
                 self.move(call.call_context)
@@ -232,6 +234,12 @@ class Worker:
             reusable,
         )
         return self.outcome
+
+    def pause(self, message: protocol.Paused) -> None:
+        """Tell of a part of the call that is done, and wait until the others have done it."""
+        if os.getpid() == self.pid:
+            self.connection.send(message)
+            self.connection.recv()
 
     def settle(self) -> protocol.Outcome:
         """Wait for the devices: an error of a kernel, or a collective that never ends, belongs to the call that it is of."""

@@ -53,6 +53,7 @@ class Recorder:
         self._groups: dict[Group, tuple[int, int]] = {}
         self._pending: dict[int, int] = {}
         self._flows = Flows()
+        self._unlike: set[Group] = set()
 
     def attach(self, fd: int) -> None:
         """Write to the file `fd` from now on."""
@@ -67,6 +68,7 @@ class Recorder:
         self._groups.clear()
         self._pending.clear()
         self._flows.clear()
+        self._unlike.clear()
         record.HEADER.pack_into(self._memory, 0, 0)
 
     @property
@@ -77,6 +79,10 @@ class Recorder:
     def agreement(self) -> Agreement:
         """Return what the members of each group must agree on."""
         return tuple((group, count, check) for group, (count, check) in sorted(self._groups.items()))
+
+    def alike(self, group: Group) -> bool:
+        """Return whether all ranks of a group do as many operations in what was recorded: not in sends and receives."""
+        return group not in self._unlike
 
     def flows(self) -> tuple[Flow, ...]:
         """Return what this rank has given others, and taken from them."""
@@ -138,6 +144,8 @@ class Recorder:
         assert self._memory is not None
         with self._lock:
             number = 0
+            if group is not None and (form.peer or form.paired or form.name == "monitored_barrier"):
+                self._unlike.add(group)
             if not form.peer and group is not None:
                 count, check = self._groups.get(group, (0, 0))
                 number, check = count + 1, zlib.crc32(f"{form.name} {alike} {options}".encode(), check)

@@ -25,6 +25,8 @@ _WORDS_OF_TORCH = (
 
 def other_sizes(calls: Calls) -> Finding | None:
     """Name tensors of other sizes, where ranks have entered one collective with them."""
+    if calls.unmatched:
+        return None
     if calls.parted:
         names = {entered.name for entered in calls.parted.values()}
         if len(names) > 1 or len({entered.operand for entered in calls.parted.values()}) < 2:
@@ -53,6 +55,8 @@ def part_ways(calls: Calls) -> Finding | None:
     """
     if other_sizes(calls):
         return None
+    if calls.unmatched:
+        return Finding("decision-per-rank", calls.unmatched)
     sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
     if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
         told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)

@@ -1,0 +1,179 @@
+"""Let ranks go on after a part of a call that all of them have done, if they have made the same calls in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from mgpu_check.engine.balance import imbalance, unmatched
+from mgpu_check.engine.failures import Account, Finished, Who, disagreement, last_collectives, raised_at
+from mgpu_check.engine.process import Process
+from mgpu_check.errors import RankFailure
+from mgpu_check.processes.channel import frame
+from mgpu_check.processes.matching import Uneven, ahead, uneven
+from mgpu_check.processes.protocol import COLLECTIVE, Group, Paused, Resume
+from mgpu_check.processes.rank_lists import few, named
+from mgpu_check.processes.record import Record
+
+__all__ = ["LOOK", "Pauses"]
+
+LOOK = 0.2
+"""Seconds between looks at ranks that others wait for: one that has entered nothing in between may never come."""
+
+_SHOWN = 3
+"""Names in a line."""
+
+_RESUME = frame(Resume())
+
+
+class Pauses:
+    """The pauses of one call.
+
+    Attributes:
+        failure: what is wrong, once ranks are not to go on.
+    """
+
+    def __init__(self, processes: Mapping[int, Process], who: Who) -> None:
+        self.failure: RankFailure | None = None
+        self._processes, self._who = processes, who
+        self._paused: dict[int, Paused] = {}
+        self._seen: dict[int, Record] = {}
+
+    def __bool__(self) -> bool:
+        """Return whether any rank waits for others."""
+        return bool(self._paused)
+
+    def done(self, rank: int) -> str:
+        """Return what a rank has done that waits for others, as the end of a clause; empty where it does not wait."""
+        return f" with {self._paused[rank].done}" if rank in self._paused else ""
+
+    def come(self, rank: int, message: Paused) -> None:
+        """Note that a rank waits for the others."""
+        self._paused[rank] = message
+
+    def settle(self, waiting: Collection[int], failed: bool) -> bool:
+        """Let all ranks go on if all have come; return whether they may still come, or have gone on.
+
+        Args:
+            waiting: ranks whose answer to the call is still to come.
+            failed: one has not gone well, so that the others wait for nothing.
+        """
+        if not self._paused.keys() >= set(waiting):
+            return True
+        if failed:
+            return False
+        if len(self._paused) == len(self._processes):
+            self.failure = self._difference()
+        if self.failure is None:
+            self._resume()
+        return self.failure is None
+
+    def look(self, waiting: Collection[int]) -> bool:
+        """Look at those that others wait for; return whether they may still come."""
+        before, self._seen = self._seen, {}
+        for rank in waiting:
+            if rank not in self._paused:
+                self._seen[rank] = self._processes[rank].record()
+        still = {rank: record for rank, record in self._seen.items() if before.get(rank) == record}
+        size = len(self._processes)
+        found = ahead(self._counts(), still, self._records(), size, self._described()) if still else None
+        if found is not None:
+            self.failure = self._uneven(found)
+        return found is None
+
+    def _resume(self) -> None:
+        for rank in self._paused:
+            with contextlib.suppress(OSError):  # it has ended, as its connection will tell
+                self._processes[rank].connection.send(_RESUME)
+        self._paused.clear()
+        self._seen.clear()
+
+    def _difference(self) -> RankFailure | None:
+        """Return what is wrong with the calls of ranks that have all done the same part."""
+        messages = list(self._paused.values())
+        first = dataclasses.replace(messages[0], flows=())
+        if all(message == first for message in messages) and all(
+            len(group.ranks) == len(messages) for group, _, _ in first.agreement
+        ):
+            return None  # as it is nearly always
+        found = uneven(self._counts(), self._records(), self._described())
+        if found is not None:
+            return self._uneven(found)
+        checks: dict[Group, set[int]] = {}
+        for message in messages:
+            for group, _, check in message.agreement:
+                checks.setdefault(group, set()).add(check)
+        if any(len(of_group) > 1 for of_group in checks.values()):
+            return disagreement(self._who, self._records())
+        last = all(message.last for message in messages)
+        left = [
+            one
+            for one in unmatched({rank: message.flows for rank, message in self._paused.items()})
+            if last or one.tag == COLLECTIVE  # what a step sends, the next one may receive
+        ]
+        return imbalance(left, self._who) if left else self._hidden() or self._part_held()
+
+    def _hidden(self) -> RankFailure | None:
+        """Return what is wrong with operations that C++ has called, of which nothing but their number is known."""
+        numbers: dict[Group, dict[int, int]] = {}
+        for rank, message in self._paused.items():
+            for group, number in message.operations:
+                numbers.setdefault(group, {})[rank] = number
+        for group, of_group in numbers.items():
+            if len(of_group) == len(group.ranks) and len(set(of_group.values())) > 1:
+                described = self._described().get(group.name, "") if group.name else ""
+                return self._uneven(Uneven(group, described, of_group, {}), "operations, with those that C++ makes,")
+        return None
+
+    def _part_held(self) -> RankFailure | None:
+        """Return what is wrong with what some ranks hold a part of, and others do not."""
+        holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for rank, message in sorted(self._paused.items()):
+            for held in message.held:
+                holders.setdefault(held, []).append(rank)
+        without = {held: tuple(sorted(set(held[1]) - set(ranks))) for held, ranks in holders.items()}
+        done = next(iter(self._paused.values())).done
+        lines = [
+            f"{few(names, _SHOWN)}: of {named(among)} that hold a part each, {named(ranks)} had none by the end of {done}"
+            for (among, ranks), names in _by_ranks(without).items()
+        ]
+        if not lines:
+            return None
+        missing = sorted({rank for ranks in without.values() for rank in ranks})
+        return self._error(lines, self._records(), missing)
+
+    def _uneven(self, found: Uneven, what: str = "") -> RankFailure:
+        records = self._records()
+        done = next(iter(self._paused.values())).done
+        lines = [found.told(f"by the end of {done}", what), *last_collectives(records, self._who)]
+        error = self._error(lines, records, sorted(found.unmatched or found.missing))
+        first = next(iter(found.unmatched.values()), None)
+        return error if first is None else raised_at(error, first.file, first.line, None)
+
+    def _error(self, lines: Sequence[str], records: Mapping[int, Record], ranks: Sequence[int]) -> RankFailure:
+        endings = dict.fromkeys(self._processes, Finished())
+        account = Account(endings, self._who, records=records, instead=tuple(lines), unmatched=lines[0])
+        error = RankFailure(str(account), ranks=ranks)
+        error.account = account
+        return error
+
+    def _counts(self) -> dict[int, dict[Group, int]]:
+        return {rank: {group: count for group, count, _ in message.agreement} for rank, message in self._paused.items()}
+
+    def _records(self) -> dict[int, Record]:
+        return {rank: process.record() for rank, process in self._processes.items()}
+
+    def _described(self) -> dict[str, str]:
+        return {name: text for message in self._paused.values() for name, text in message.described}
+
+
+def _by_ranks(
+    without: Mapping[tuple[str, tuple[int, ...]], tuple[int, ...]],
+) -> dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]:
+    """Return the names of what ranks lack, by those that should have it, and those that have not."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for (name, among), ranks in without.items():
+        if ranks:
+            found.setdefault((among, ranks), []).append(name)
+    return found

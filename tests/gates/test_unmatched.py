@@ -1,0 +1,189 @@
+"""Collectives that a rank has not matched are found after their step: on DDP, FSDP2, DTensor and subgroups."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mgpu_check import ScalingMismatch, assert_resume_continues, assert_step_scales
+
+pytestmark = pytest.mark.gpus(4)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(n, 6)
+    return x, x.sum(1, keepdim=True)
+
+
+def reference(model: nn.Module, batch: Any) -> None:
+    model.zero_grad()
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Step:
+    """One step of training; what a subclass does after it is what the tests are about."""
+
+    odd = False
+    """Whether rank 1 does more, or less, than the others."""
+
+    def __init__(self, model: nn.Module, rank: Any) -> None:
+        self.model = self.wrapped(model.to(rank.device))
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    def __call__(self, model: nn.Module, batch: Any, rank: Any) -> None:
+        x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+        self.optimizer.zero_grad()
+        nn.functional.mse_loss(self.model(x), y).backward()
+        self.optimizer.step()
+        if rank.size > 1:
+            self.after(torch.ones(1, device=rank.device), rank, self.odd and rank.index == 1)
+
+    def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
+        pass
+
+
+class Ddp(Step):
+    """The others would pair it with one of the next step."""
+
+    def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
+        for _ in range(1 + odd):
+            dist.all_reduce(one, async_op=odd)
+
+
+class Fsdp(Step):
+    """The gate gathers parameters just after: the others would pair it with that."""
+
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        for layer in (model[0], model[2]):  # type: ignore[index]
+            fully_shard(layer)
+        return fully_shard(model)  # type: ignore[return-value]
+
+    def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
+        if odd:
+            self.model[0].unshard()  # type: ignore[index]
+            self.model[0].reshard()  # type: ignore[index]
+
+
+class Dtensor(Step):
+    def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
+        mesh = init_device_mesh("cuda", (rank.size,))
+        spread = distribute_tensor(torch.ones(8, device=rank.device), mesh, [Shard(0)])
+        if not odd:
+            spread.redistribute(placements=[Replicate()]).to_local().sum().item()
+
+
+class Subgroups(Step):
+    """Each group has its own number of collectives, ranks 2 and 3 have none in one group, and a work is waited for late."""
+
+    def __init__(self, model: nn.Module, rank: Any) -> None:
+        super().__init__(model, rank)
+        self.mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.first = dist.new_group([0, 1])
+        self.work: dist.Work | None = None
+
+    def after(self, one: torch.Tensor, rank: Any, odd: bool) -> None:
+        if self.work is not None:
+            self.work.wait()
+        if rank.index < 2:
+            dist.broadcast(one, 0, group=self.first)
+        for _ in range(1 + rank.index // 2 + odd):
+            dist.all_reduce(one, group=self.mesh["tp"].get_group())
+        self.late = one.clone()
+        self.work = dist.all_reduce(self.late, async_op=True)
+
+
+STEPS: dict[type[Step], str] = {
+    Ddp: "rank 1 made 4: all_reduce #4",
+    Fsdp: "rank 1 made 7: all_gather",
+    Dtensor: "ranks 0, 2-3 made",
+    Subgroups: "rank 0 made 1 collective in group mesh_tp of ranks 0-1 by the end of step 1, rank 1 made 2: all_reduce #2",
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_collective_that_others_do_not_match_is_named(ranks, step):
+    wrong = type("Wrong", (step,), {"odd": True})
+    with pytest.raises(ScalingMismatch) as info:
+        assert_step_scales(
+            ranks, wrong, build=build, batch=batch, reference=reference, sizes="divisible", world_sizes=[4]
+        )
+    headline = str(info.value).splitlines()[0]
+    assert STEPS[step] in headline and "by the end of step 1" in headline and "is not matched on" in headline
+    assert info.value.mistakes == ("decision-per-rank",)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_ranks_that_call_alike_are_not_accused(ranks, step):
+    assert_step_scales(
+        ranks, step, build=build, batch=batch, reference=reference, sizes="divisible", world_sizes=[4], max_examples=6
+    )
+
+
+class Experts(nn.Module):
+    """Of a mixture of experts: a rank calls those that its samples choose, or all of them."""
+
+    call_all = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 2)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x
+        for number, expert in enumerate(self.experts):
+            rows = (x[:, 0] > 0).long().eq(number).nonzero().squeeze(1)
+            if self.call_all or len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return self.router(out).sum(1, keepdim=True)
+
+
+class Mixture(Step):
+    def wrapped(self, model: nn.Module) -> nn.Module:
+        for expert in model.experts.children():  # type: ignore[union-attr]
+            fully_shard(expert)
+        return fully_shard(model)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("call_all", [False, True])
+def test_a_gradient_of_which_a_rank_has_no_part_is_named(ranks, call_all):
+    """Each rank calls one expert, and not all the same: as many gathers of the same sizes, which pair wrongly."""
+
+    def mixture() -> nn.Module:
+        model = Experts()
+        model.call_all = call_all
+        return model
+
+    with nullcontext() if call_all else pytest.raises(ScalingMismatch) as info:  # type: ignore[attr-defined]
+        assert_step_scales(ranks, Mixture, build=mixture, batch=batch, sizes=[4], world_sizes=[4], max_examples=6)
+    if not call_all:
+        assert "gradient of experts.0.weight, gradient of experts.0.bias: of ranks 0-3" in str(info.value)
+        assert info.value.mistakes == ("decision-per-rank",)
+
+
+def test_training_that_is_resumed_is_compared_before_its_state_is_gathered(ranks):
+    def train(rank, directory, start, stop):
+        model = build().to(rank.device)
+        if rank.index == 1:
+            dist.all_reduce(torch.ones(1, device=rank.device), async_op=True)
+        return {"model": model}
+
+    with pytest.raises(AssertionError, match="by the end of steps 0 to 3, rank 1 made 1: all_reduce #1"):
+        assert_resume_continues(ranks, train, world_sizes=[2])
