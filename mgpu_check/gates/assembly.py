@@ -56,7 +56,7 @@ def assembled(
     """
     held = {name: ranks for name, ranks in (holders or {}).items() if 0 < len(ranks) < len(seen)}
     divided = any(one.pieces or one.unplaced for one in seen) or bool(held)
-    divided |= len(seen) > 1 and _names_differ(seen)
+    divided |= len(seen) > 1 and (_names_differ(seen) or any(one.idle != seen[0].idle for one in seen))
     if not divided and returns is None:
         return list(seen)
     found = [
@@ -67,7 +67,8 @@ def assembled(
     pieces = [one.pieces for one in seen]
     if returns is not None:
         _take_returned(found, values, returns)
-    for name, whole in _wholes(values, pieces, held, returns):
+    idle = [one.idle for one in seen]
+    for name, whole in _wholes(values, pieces, held, idle):
         for rank, one in enumerate(found):
             one.values[name], one.own[name] = whole.views[rank], whole.own[rank]
             one.digests[name] = digest_of(whole.views[rank])
@@ -79,7 +80,7 @@ def assembled(
         there = [one.snapshots[step] if step < len(one.snapshots) else {} for one in seen]
         slices = [one.pieces_of_steps[step] if step < len(one.pieces_of_steps) else [] for one in seen]
         stages = [dict(stage) for stage in there]
-        for name, whole in _wholes(there, slices, held, None):
+        for name, whole in _wholes(there, slices, held, idle):
             for stage, view in zip(stages, whole.views, strict=True):
                 stage[name] = view
         for one, stage in zip(found, stages, strict=True):
@@ -121,9 +122,14 @@ def _wholes(
     values: Sequence[Mapping[Result, torch.Tensor]],
     pieces: Sequence[Sequence[Piece]],
     held: Mapping[str, set[int]],
-    returns: Callable[[int], bool] | None,
+    idle: Sequence[set[str]],
 ) -> Iterator[tuple[Result, _Whole]]:
-    """Yield each result that is divided among ranks, put together."""
+    """Yield each result that is divided among ranks, put together.
+
+    Args:
+        held: the ranks that use a parameter or buffer, where these are not all.
+        idle: by rank the parameters whose gradients serve no optimizer there. They do not count where another rank's do.
+    """
     parts: Parts = defaultdict(list)
     for rank, some in enumerate(pieces):
         for piece in some:
@@ -137,6 +143,8 @@ def _wholes(
             continue
         owner = name.of.partition(" of ")[2].partition(" of optimizer ")[0] if name.kind == "optimizer" else name.of
         users = held.get(owner, set(range(len(values))))
+        if name.kind == "grads":
+            users = {rank for rank in users if owner not in idle[rank]} or users
         mine = list(parts.get(name, ()))
         with_pieces = {rank for rank, _, _ in mine}
         shape = shapes.get(owner) or next((tuple(v.shape) for v in _of_owner(values, owner)), None)

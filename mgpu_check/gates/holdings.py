@@ -6,13 +6,15 @@ it holds in the end is traced to the tensor, or to the slice of it, that one dev
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_attributes, by_user
@@ -36,6 +38,8 @@ class Held:
         whole: name of the built tensor that it is, of the same shape; None if it is something else.
         slices: the slices of built tensors that it consists of, perhaps none; None if it is one of them as it is, or not placed.
         reason: why its placement is not known; None if it is.
+        copy: an optimizer trains it, but the model uses a tensor of its own in its place.
+        idle: it is a parameter that no optimizer of this rank steps, where they step others.
     """
 
     kind: _Kind
@@ -44,6 +48,13 @@ class Held:
     whole: str | None = None
     slices: tuple[Slice, ...] | None = None
     reason: Unplaced | None = None
+    copy: bool = False
+    idle: bool = False
+
+    @property
+    def wholes(self) -> set[str]:
+        """Return the names of the built tensors to which it belongs; its own name if there are no such tensors."""
+        return {self.whole or self.label} if self.slices is None else {part.whole for part in self.slices}
 
 
 class Holdings:
@@ -63,7 +74,7 @@ class Holdings:
         rank: Any,
         placement: Placement,
         coordinates: Coordinates,
-        rebuilt: Callable[[], Mapping[str, nn.Module]] | None,
+        rebuilt: Callable[[], Mapping[str, nn.Module]],
     ) -> None:
         self._modules, self._rank, self._placement, self._coordinates = modules, rank, placement, coordinates
         self._rebuilt = rebuilt
@@ -83,15 +94,18 @@ class Holdings:
         self._firsts: dict[int, torch.Tensor] = {}
         self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
         self._optimizers: set[int] = set()
+        self._moved: Wholes | None = (
+            None  # as they are when the first tensor of others is seen: perturbed, on one device
+        )
 
     def calls(self, module: nn.Module) -> None:
         """Note that a module is called: its parameters are in use."""
         if id(module) in self._called:
             return
         self._called[id(module)] = module
-        for key, tensor in module._parameters.items():
+        for tensor in module._parameters.values():
             if tensor is not None and self._is_foreign(tensor):
-                self._keep(tensor, self._origins.get((id(module), key), key))
+                self._keep(tensor)
 
     def steps(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step: what it finds before its first step is not trained yet."""
@@ -105,16 +119,20 @@ class Holdings:
             for position, tensor in enumerate(group["params"]):
                 self._stepped[id(tensor)] = f"parameter {position} of group {index}{which}", tensor
                 if self._is_foreign(tensor):
-                    self._keep(tensor, "")
+                    self._keep(tensor)
 
     def _is_foreign(self, tensor: torch.Tensor) -> bool:
         name = self._built.get(id(tensor))
         return name is None or tuple(tensor.shape) != self._shapes[name]
 
-    def _keep(self, tensor: torch.Tensor, hint: str) -> None:
+    def _keep(self, tensor: torch.Tensor) -> None:
         self._kept.append(tensor)
-        if not hasattr(tensor, "full_tensor") and tensor.layout == torch.strided and _is_there(tensor):
+        if hasattr(tensor, "full_tensor") or tensor.layout != torch.strided or not _is_there(tensor):
+            return
+        with _disable_current_modes():  # those that perturb what is copied
             self._firsts[id(tensor)] = copied(tensor)
+            if self._moved is None and self._rank.size == 1:
+                self._moved = _wholes_of(self._modules)
 
     def now(self) -> Iterator[torch.Tensor]:
         """Yield the parameters that the model has now, and those that optimizers step, each once."""
@@ -140,14 +158,20 @@ class Holdings:
         known = {id(one.tensor) for one in found}
         flat = {id(view) for one in found for view in getattr(one.tensor, "_params", None) or ()}
         owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
+        used = self._used() | {one.whole for one in found if one.whole is not None and one.tensor.grad is not None}
+        mine = {one.whole for one in found if one.whole is not None} & used
         for number, (label, tensor) in self._stepped.items():
             if number in known or number in flat or not _is_there(tensor):
                 continue
             one = self._placed("params", label, tensor, "")
             # A second copy of what is trained already, such as that of a teacher, is judged by the first.
-            if not owned.issuperset({part.whole for part in one.slices or ()} or {one.whole}) or one.reason is not None:
-                found.append(one)
-        return found
+            if not owned.issuperset(one.wholes) or one.reason is not None:
+                found.append(replace(one, copy=one.reason is None and one.wholes <= mine))
+        stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
+        return [replace(one, idle=self._is_idle(one, stepped)) for one in found]
+
+    def _is_idle(self, one: Held, stepped: set[str]) -> bool:
+        return one.kind == "params" and bool(stepped) and one.tensor.requires_grad and not one.wholes & stepped
 
     def unused(self, touched: Iterable[str]) -> set[str]:
         """Return the parameters and buffers that this run has not used: no module that has them was called, and they were not
@@ -156,14 +180,17 @@ class Holdings:
         Args:
             touched: names of those that have a gradient, or another value than they were built with.
         """
-        used = set(touched)
+        return set(self._shapes) - self._used() - set(touched)
+
+    def _used(self) -> set[str]:
+        """Return the built tensors that a called module has, or has had."""
+        used: set[str] = set()
         for module in self._called.values():
             for key in (*module._parameters, *module._buffers):
                 if (name := self._origins.get((id(module), key))) is not None:
                     used.add(name)
-        for module in self._called.values():
             used.update(self._built[id(one)] for one in module._parameters.values() if id(one) in self._built)
-        return set(self._shapes) - used
+        return used
 
     def names(self) -> set[str]:
         """Return the names of all tensors as built."""
@@ -230,17 +257,14 @@ class Holdings:
         first = self._firsts.get(id(tensor))
         if first is None or first.shape != tensor.shape:
             first = copied(tensor)
-        return self._wholes().find(first, hint)
+        found = self._wholes.find(first, hint)
+        if isinstance(found, Unplaced) and self._moved is not None:
+            return self._moved.find(first, hint)
+        return found
 
+    @functools.cached_property
     def _wholes(self) -> Wholes:
-        if not hasattr(self, "_found_wholes"):
-            if self._rebuilt is None:
-                built = [one for one in self._kept if isinstance(one, torch.Tensor) and id(one) in self._built]
-                named = {self._built[id(one)]: one for one in built if self._shapes[self._built[id(one)]] == one.shape}
-            else:
-                named = {name: tensor for _, name, tensor, _, _ in named_tensors(self._rebuilt())}
-            self._found_wholes = Wholes({name: copied(one) for name, one in named.items()})
-        return self._found_wholes
+        return _wholes_of(self._rebuilt())
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
@@ -268,6 +292,11 @@ def named_tensors(
                     if tensor is not None and (aliases or id(tensor) not in seen):
                         seen.add(id(tensor))
                         yield kind, prefix + (f"{path}.{key}" if path else key), tensor, part, key
+
+
+def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:
+    dense = [(name, one) for _, name, one, _, _ in named_tensors(modules) if not hasattr(one, "full_tensor")]
+    return Wholes({name: copied(one) for name, one in dense if not one.is_meta})
 
 
 def moved_apart(modules: Mapping[str, nn.Module]) -> None:

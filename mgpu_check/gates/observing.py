@@ -90,7 +90,7 @@ def observe(
     if double:
         _widen(modules)
         batches = [wider(batch) for batch in batches]
-    again = functools.partial(_built_again, program, scenario, double) if rank.size > 1 else None
+    again = functools.partial(_built_again, program, scenario, double)
     holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
     # A class may draw random numbers as it is made: in float64 the same ones, too.
@@ -171,7 +171,7 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Seque
         if taken and (tensor.requires_grad or tensor.grad is not None):
             if tensor.grad is not None:
                 seen.touched.add("grads")
-                seen.trained |= _wholes_of(one)
+                seen.trained |= one.wholes
             gradient = torch.zeros_like(now) if tensor.grad is None else plain_copy(tensor.grad)
             put(seen.values, seen.pieces, "grads", "{}", one, gradient)
         put(seen.values, seen.pieces, one.kind, "{}", one, now)
@@ -179,15 +179,13 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Seque
         if before is None or before.shape != now.shape or not torch.equal(before.to(now.dtype), now):
             seen.touched.add(one.kind)
             if before is not None or one.slices:
-                seen.trained |= _wholes_of(one)
+                seen.trained |= one.wholes
+        if one.idle:
+            seen.idle |= one.wholes
         if one.reason is not None and taken:
             seen.unplaced[one.label] = one.reason
     for prefix, module in modules.items():
         seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
-
-
-def _wholes_of(one: Held) -> set[str]:
-    return {one.whole or one.label} if one.slices is None else {part.whole for part in one.slices}
 
 
 def _normalizes(module: nn.Module) -> bool:

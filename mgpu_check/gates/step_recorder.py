@@ -168,6 +168,8 @@ def put(
         text: name of the result, with {} in place of the name of the parameter.
         value: in the shape of the tensor; or in another one, as the number of steps that an optimizer has for it.
     """
+    if one.copy and kind == "params":
+        kind, text = "optimizer", "own copy of {}"  # parameters are those that the model computes with
     if one.slices is None:
         values[Result(kind, text.format(one.whole or one.label))] = value
         return

@@ -81,6 +81,7 @@ class Observation:
         pieces_of_steps: the same after each optimizer step, where asked for.
         unplaced: parameters whose placement is not known, and why.
         unused: parameters and buffers that the run did not use.
+        idle: parameters that no optimizer of this rank steps, where they step others.
         own: of results that were assembled, which elements this rank holds, bool, in the shape of the whole.
         placements: of the same, the slices of each rank in words: "rank 0 dim 0: 0 to 3 of 8; …".
         gaps: of the same, the elements that no rank holds, in words.
@@ -109,6 +110,7 @@ class Observation:
     pieces_of_steps: list[list[Piece]] = field(default_factory=list)
     unplaced: dict[str, Unplaced] = field(default_factory=dict)
     unused: set[str] = field(default_factory=set)
+    idle: set[str] = field(default_factory=set)
     own: dict[Result, torch.Tensor] = field(default_factory=dict)
     placements: dict[Result, str] = field(default_factory=dict)
     gaps: dict[Result, str] = field(default_factory=dict)
