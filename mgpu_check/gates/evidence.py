@@ -106,7 +106,7 @@ def _samplers(tensors: Tensors) -> list[Sampler]:
 
 def _start(tensors: Tensors) -> Start | None:
     where = "at the first backward"
-    different = _different(_held(tensors))
+    different = [name for name in _different(_held(tensors)) if tensors.is_whole(name)]
     if not different:
         different, where = _different_in_own_model(tensors)
     if not different:
@@ -137,7 +137,7 @@ def _different_in_own_model(tensors: Tensors) -> tuple[list[str], str]:
         held = [event.details["parameters"] for event in same]
         if len({(event.name, event.site) for event in same}) > 1 or alone.details["parameters"] not in held:
             break
-        if different := _different(held):
+        if different := [name for name in _different(held) if tensors.is_whole(name)]:
             return different, f"when {same[0].name} is first called ({same[0].site})"
     return [], ""
 

@@ -141,9 +141,7 @@ class Holdings:
             for tensor in module.parameters():
                 seen.add(id(tensor))
                 yield tensor
-        for number, (_, tensor) in self._stepped.items():
-            if number not in seen and _is_there(tensor):
-                yield tensor
+        yield from (one for number, (_, one) in self._stepped.items() if number not in seen and _is_there(one))
 
     def held(self) -> list[Held]:
         """Return what the rank holds, of the model and of the optimizers, each with its placement.

@@ -18,6 +18,7 @@ from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Calls
+from mgpu_check.mistakes.modules import first_wrong_module
 from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
 from mgpu_check.mistakes.parting import first_parting
 from mgpu_check.mistakes.report import Finding, Observable, Report
@@ -45,7 +46,7 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int], axes: str =
         axes: which axes of the mesh the failure needs, in words.
     """
     report = _investigated(trials, failed, sizes)
-    return replace(report, headline=f"{report.headline}\n  {axes}") if axes else report
+    return replace(report, known=[axes, *report.known]) if axes else report
 
 
 def _investigated(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:
@@ -295,6 +296,7 @@ def _report(
         findings,
         [*_remarks(tensors, not findings, attempts), *attempts.remarks],
         parting="" if ranks_part is None else str(ranks_part),
+        known=[] if findings else attempts.of("the first wrong module", [], _known, tensors),
     )
 
 
@@ -313,6 +315,15 @@ def _first_parting(tensors: Tensors) -> str:
                     if not close(one.snapshots[step].get(name), value, allowed[name]):
                         return f"{name} in optimizer step {step + 1} on rank {rank}"
     return ""
+
+
+def _known(tensors: Tensors) -> list[str]:
+    """Return what is known of a failure that no mistake explains."""
+    found = [first_wrong_module(tensors)]
+    factor = tensors.factor()
+    if factor is not None:
+        found.append(f"all that differs is {factor:.6g} times what one device gives")
+    return [line for line in found if line]
 
 
 def _patterns(tensors: Tensors) -> list[str]:

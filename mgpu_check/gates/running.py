@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 from mgpu_check.gates.events import traced
+from mgpu_check.gates.module_outputs import noting_outputs
 from mgpu_check.gates.observing import observe
 from mgpu_check.gates.operands import Rows
-from mgpu_check.gates.program import Program
+from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Observation, Trace
 from mgpu_check.numerics.steps import full_precision
@@ -50,9 +54,15 @@ def _traced(rank: Rank, program: Program, scenario: Scenario, of_reference: bool
             of_reference=of_reference,
             deep=True,
             traced=True,
-            around=lambda model, batches: traced(model, trace, Rows(batches)),
+            around=lambda model, batches: _noting(model, trace, Rows(batches)),
         )
     return seen, trace
+
+
+@contextlib.contextmanager
+def _noting(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
+    with noting_outputs(modules_of(model), trace), traced(model, trace, rows):
+        yield
 
 
 def _placed(rank: Rank, program: Program, scenario: Scenario) -> Rank:

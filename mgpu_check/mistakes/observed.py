@@ -231,12 +231,15 @@ class Trace:
     Attributes:
         numbers: the sum of what was drawn each time; None where it depends on more than the generator.
         groups: the ranks of each group that this rank is in, in the order in which they were made; the world first.
+        outputs, gradients: of each module by name, its first output, and the gradient of that.
     """
 
     events: list[Event] = field(default_factory=list)
     drawn: tuple[tuple[int, ...], ...] = ()
     numbers: tuple[float | None, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
+    outputs: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def of(self, *kinds: str) -> list[Event]:
         return [event for event in self.events if event.kind in kinds]

@@ -117,6 +117,8 @@ def _extra(tensors: Tensors, number: int) -> str:
 
 def _divided(tensors: Tensors) -> bool:
     """Return whether each rank may hold parts of its own: what stands for the parameters is the same on all ranks."""
+    if any(name.kind == "params" for one in tensors.seen for name in one.own):
+        return True
     skipped = {name.of for name in tensors.relations.skipped if name.kind == "params"}
     return bool(skipped) and not any(name.of in skipped for name in tensors.relations.split)
 

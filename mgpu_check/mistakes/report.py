@@ -55,6 +55,7 @@ class Report:
         observables: all that were looked at; those that are wrong are shown first.
         findings: the likely causes, the most telling first.
         remarks: what else there is to know, a line each.
+        known: what else is known of the cause, a line each: axes of the mesh, the first wrong module, a factor.
         parting: where ranks first part, and what each had there, in one clause; "" where they do not.
     """
 
@@ -64,6 +65,7 @@ class Report:
     findings: Sequence[Finding] = ()
     remarks: Sequence[str] = ()
     parting: str = ""
+    known: Sequence[str] = ()
 
     @property
     def mistakes(self) -> tuple[str, ...]:
@@ -74,7 +76,9 @@ class Report:
         lines = [self.headline]
         if self.case:
             lines.append("  smallest case: " + ", ".join(f"{name} {value}" for name, value in self.case.items()))
-        lines += [f"  {self.parting}"] if self.parting else []
+        if not self.findings and self.observables:
+            lines.append("  no known mistake explains this")
+        lines += [f"  {line}" for line in (*self.known, self.parting) if line]
         for number, finding in enumerate(self.findings):
             known = CLASSES[finding.mistake]
             lines += [

@@ -105,6 +105,11 @@ class Tensors:
             name.kind == "returned" and Result("params", name.of) in self.seen[0].values
         )
 
+    def is_whole(self, name: str) -> bool:
+        """Return whether every rank holds the whole of a parameter, as far as is known."""
+        divided = {result.of for one in self.seen for result in one.own if result.kind == "params"}
+        return name not in divided and (not divided or name in self.expected.single.initial)
+
     def events(self, *kinds: str) -> Iterator[tuple[int, Event]]:
         for rank, trace in enumerate(self.traces):
             for event in trace.of(*kinds):

@@ -171,7 +171,7 @@ def sharded(model, batch, rank):
 
 @pytest.mark.gpus(2)
 def test_a_shard_in_place_of_a_parameter_is_no_other_start(ranks):
-    with pytest.raises(ScalingMismatch, match=r"has shape \[2, 4\], expected \[4, 4\]") as caught:
+    with pytest.raises(ScalingMismatch, match="gradient of weight") as caught:
         gate(ranks, sharded, lambda: nn.Linear(4, 4, bias=False))
     assert "different-initialization" not in caught.value.mistakes
 

@@ -114,7 +114,7 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
     if len(held) < max(2, len(firsts)) or tensors.first("collective", "wrap") is None:
         return None
     for name, order in held[0].items():
-        if any(other.get(name) != order for other in held):
+        if tensors.is_whole(name) and any(other.get(name) != order for other in held):
             told = ", ".join(_in_memory(other.get(name, ()), rank) for rank, other in enumerate(held))
             return Finding(
                 "memory-formats-differ", f"{name} has its dimensions in another order of memory on each rank: {told}"

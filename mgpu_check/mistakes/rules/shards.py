@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.processes.rank_lists import named
 
 if TYPE_CHECKING:
-    from mgpu_check.mistakes.observed import Event
+    from mgpu_check.mistakes.observed import Division, Event
+    from mgpu_check.mistakes.results import Result
     from mgpu_check.mistakes.tensors import Tensors
 
 __all__ = ["buffers_of_one_part", "norm_of_shards"]
 
 _SAME = 1e-4
 """Relative: two computations of one norm."""
+_SEVERAL = 3
+"""Elements that fit one multiple by no chance."""
 
 
 def norm_of_shards(tensors: Tensors) -> Finding | None:
@@ -42,17 +47,22 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
 
 
 def buffers_of_one_part(tensors: Tensors) -> Finding | None:
-    """Name buffers that hold statistics of one rank's samples: what one device gives for these samples alone."""
+    """Name buffers that hold statistics of one rank's samples: what one device gives for these samples alone.
+
+    What one device has is the sum, or the mean, of what the parts add: a queue of samples is no statistic.
+    """
     for name in tensors.wrong("buffers"):
         exact = tensors.expected.exact.get(name)
         if exact is None:
             continue
         for division in tensors.hypotheses.divisions:
+            if not _is_statistic(tensors, name, division):
+                continue
             own = [
                 rank
-                for rank, (one, part) in enumerate(zip(tensors.seen, division.parts, strict=True))
+                for rank, (one, part) in enumerate(zip(tensors.seen, division.parts, strict=False))
                 if (got := one.values.get(name)) is not None
-                and (value := part[0].get(name)) is not None
+                and (value := part[0].get(name) if part else None) is not None
                 and division.windows == 1
                 and value.shape == got.shape == exact.shape
                 and tensors.same(got.double(), value.double(), exact)
@@ -65,6 +75,27 @@ def buffers_of_one_part(tensors: Tensors) -> Finding | None:
                     tuple(own),
                 )
     return None
+
+
+def _is_statistic(tensors: Tensors, name: Result, division: Division) -> bool:
+    """Return whether one device has the sum or the mean of the parts, but for a multiple of what was there before.
+
+    A moving average keeps a share of its old value, once for the whole and once for each part.
+    """
+    exact, before = tensors.expected.exact[name], tensors.expected.single.initial.get(name.of)
+    parts = [part[0].get(name) if part else None for part in division.parts]
+    if before is None or before.shape != exact.shape or exact.numel() < _SEVERAL:
+        return False
+    known = [part.double() for part in parts if part is not None and part.shape == exact.shape]
+    if len(known) < len(parts):
+        return False
+    old = before.double()
+    for count in (1, len(known)):
+        rest = sum(known, torch.zeros_like(exact)) / count - exact
+        share = float((rest * old).sum() / old.square().sum().clamp_min(1e-300))
+        if tensors.same(rest + exact, share * old + exact, exact):
+            return True
+    return False
 
 
 def _scalar_reduction(tensors: Tensors) -> Event | None:

@@ -1,0 +1,75 @@
+"""The first module whose output, or whose gradient, is not that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mgpu_check.processes.rank_lists import named
+
+if TYPE_CHECKING:
+    from mgpu_check.mistakes.tensors import Tensors
+
+__all__ = ["first_wrong_module"]
+
+_CLOSE = 1e-3
+"""Of the largest magnitude: rows that differ by less went through the same sums in another order."""
+_MOST_ROWS = 512
+
+
+def first_wrong_module(tensors: Tensors) -> str:
+    """Name the first module that gives ranks another output than one device, then the first that gets another gradient.
+
+    Ranks have parts of the batch or of the sequence, so each row of theirs must be one of the rows on one device. Gradients
+    are compared but for their size: a loss is averaged over other numbers of samples. Modules that ranks divide are left
+    out, and so is what has rows of another length. "" where no module is known to be wrong.
+    """
+    alone = tensors.alone
+    if alone is None or not tensors.traces or tensors.wrong_alone:
+        return ""
+    divided = {name.of.rpartition(".")[0] for one in tensors.seen for name in one.own if name.kind == "params"}
+    outputs = [trace.outputs for trace in tensors.traces]
+    if found := _first(alone.outputs, outputs, list(alone.outputs), divided, scaled=False):
+        return f"the first module whose output is not that of one device is {found}"
+    gradients = [trace.gradients for trace in tensors.traces]
+    if found := _first(alone.gradients, gradients, list(alone.gradients), divided, scaled=True):
+        return f"outputs of modules are right; the first module whose gradient is not that of one device is {found}"
+    return ""
+
+
+def _first(
+    alone: Mapping[str, torch.Tensor],
+    ranks: Sequence[Mapping[str, torch.Tensor]],
+    order: Sequence[str],
+    divided: set[str],
+    scaled: bool,
+) -> str:
+    for name in order:
+        if any(name == part or part.startswith(f"{name}.") for part in divided):
+            continue
+        wrong = [
+            rank
+            for rank, one in enumerate(ranks)
+            if (got := one.get(name)) is not None and not _are_rows_of(got, alone[name], scaled)
+        ]
+        if wrong:
+            return f"{name}, on {named(wrong)}"
+    return ""
+
+
+def _are_rows_of(got: torch.Tensor, right: torch.Tensor, scaled: bool) -> bool:
+    """Return whether each row of one tensor is a row of the other, or cannot be told."""
+    if got.shape[-1] != right.shape[-1]:
+        return True
+    rows, known = (value.reshape(-1, value.shape[-1]).double() for value in (got, right))
+    if len(rows) > _MOST_ROWS or len(known) > _MOST_ROWS or not (rows.isfinite().all() and known.isfinite().all()):
+        return True
+    if scaled:
+        rows, known = (value[value.norm(dim=1) > 0] for value in (rows, known))
+        if rows.shape[-1] < 2 or not len(rows) or not len(known):
+            return True
+        rows, known = (value / value.norm(dim=1, keepdim=True) for value in (rows, known))
+    largest = float(known.abs().max()) if known.numel() else 0.0
+    return bool((torch.cdist(rows, known).amin(1) <= _CLOSE * largest * rows.shape[-1] ** 0.5).all())
