@@ -247,7 +247,7 @@ def resolve(
     command_line: Mapping[str, str | Sequence[str] | None],
     environment: Mapping[str, str],
     ini: Mapping[str, str],
-    as_typed: Callable[[str], str] = str,
+    origin_of: Callable[[str], str] = str,
 ) -> Settings:
     """Resolve settings from the three places that can hold them, the first of them first.
 
@@ -256,7 +256,8 @@ def resolve(
             elsewhere; None or absent where not given.
         environment: usually `os.environ`.
         ini: option name -> text, absent where the ini file does not say.
-        as_typed: how the command line has an option, by its flag: some commands have shorter ones.
+        origin_of: where the value of an option on the command line comes from, by its flag: some commands have shorter
+            flags, and some add options.
 
     Raises:
         ValueError: a value is not valid, or values do not fit together; names the origin and the valid set.
@@ -268,7 +269,7 @@ def resolve(
     origins = dict.fromkeys(values, "default")
     for name, option in OPTIONS.items():
         for origin, text in (
-            (as_typed(option.flag), command_line.get(name)),
+            (origin_of(option.flag), command_line.get(name)),
             (f"environment variable {option.variable}", environment.get(option.variable)),
             (f"{name} in the ini file", ini.get(name)),
         ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import sys
 from collections.abc import Sequence
@@ -11,9 +12,7 @@ import pytest
 import mgpu_check.acceptance
 from mgpu_check.acceptance.checklist import CHECKS
 from mgpu_check.cli.codes import INTERNAL_ERROR, INTERRUPTED, RIGHT, WRONG_USAGE
-from mgpu_check.cli.suite import asks_for_gpus, at_standard, run, without_number
-from mgpu_check.engine.remote import current
-from mgpu_check.pytest_plugin.report.replay import CommandLine
+from mgpu_check.cli.suite import at_standard, command_line, misuse, on_all_gpus, run
 
 __all__ = ["in_pytests_words", "main"]
 
@@ -67,22 +66,18 @@ def main(argv: Sequence[str]) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(_HELP, end="")
         return 0
-    if refused := without_number(arguments) or _without_value(arguments):
+    if refused := misuse(arguments) or _without_value(arguments):
         print(f"mgpu-check accept: {refused}", file=sys.stderr)
         return WRONG_USAGE
-    arguments = in_pytests_words(arguments)
+    typed = arguments = in_pytests_words(arguments)
     if "--accept-plant=list" in arguments:
         return _list_faults()
-    if not asks_for_gpus(arguments):
-        driver = current.driver()
-        arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
-    arguments = at_standard(arguments)
+    arguments = at_standard(on_all_gpus(arguments))
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
         arguments.append(f"--hypothesis-seed={secrets.randbelow(2**32)}")  # by which the whole run is repeated
     ending = _Ending()
-    code = run(
-        [*arguments, "-rN"], [ending, CommandLine(("accept",), tuple(arguments), "--accept-")], mgpu_check.acceptance
-    )
+    line = command_line(("accept",), arguments, typed, "--accept-")
+    code = run([*arguments, "-rN"], [ending, line], mgpu_check.acceptance)
     if ending.interrupted:
         return INTERRUPTED
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
@@ -125,7 +120,7 @@ def _list_faults() -> int:
 
 def _without_value(arguments: Sequence[str]) -> str:
     """Return what is wrong where an option of this command has no value; empty where all is right."""
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in itertools.pairwise([*arguments, "--"]):
         if argument in _OWN and following.startswith("-"):
             return f"{argument}: it needs a value, such as {argument}={_OWN[argument]}"
     return ""

@@ -14,10 +14,9 @@ import pytest
 import mgpu_check.suite
 from mgpu_check.cli.codes import WRONG_USAGE
 from mgpu_check.cli.selftest_matrix import ALONE, CAUGHT, ERROR, PASSED, SKIPPED, of_properties
-from mgpu_check.cli.suite import asks_for_gpus, at_standard, files, run
+from mgpu_check.cli.suite import asks_for_gpus, at_standard, command_line, files, misuse, run
 from mgpu_check.errors import RankDied, RankFailure, RankHang
 from mgpu_check.faults.registry import PROPERTIES, Fault, all_faults
-from mgpu_check.pytest_plugin.report.replay import CommandLine
 from mgpu_check.pytest_plugin.session import FirstFailure
 from mgpu_check.settings import active
 
@@ -62,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         print(_HELP, end="")
         return 0
     ours = {_QUICK, _ALL_PAIRS}
-    arguments = [word for word in argv if word not in ours and not word.startswith(f"{_SEEDS}=")]
+    typed = arguments = [word for word in argv if word not in ours and not word.startswith(f"{_SEEDS}=")]
     own = tuple(word for word in argv if word not in arguments)
     seeds = [word.partition("=")[2] for word in own if word.startswith(_SEEDS)]
     if _SEEDS in arguments or any(not text.isdecimal() or int(text) < 1 for text in seeds):
@@ -72,10 +71,13 @@ def main(argv: Sequence[str]) -> int:
     if not asks_for_gpus(arguments):
         arguments = ["--gpus=4", "--simulate", *arguments]
     arguments = at_standard(arguments)
+    if refused := misuse(arguments):
+        print(f"mgpu-check selftest: {refused}", file=sys.stderr)
+        return WRONG_USAGE
     plugin = Selftest(
         all_faults(), quick=_QUICK in own, all_pairs=_ALL_PAIRS in own, seeds=int(seeds[-1]) if seeds else 0
     )
-    code = run(arguments, [plugin, CommandLine(("selftest", *own), tuple(arguments))])
+    code = run(arguments, [plugin, command_line(("selftest", *own), arguments, typed)])
     if plugin.collects_only or code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return code
     return 0 if plugin.print_verdict() and code == pytest.ExitCode.OK else 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import os
 import shlex
 import sys
@@ -22,24 +24,48 @@ from mgpu_check.settings import OPTIONS
 
 _HYPOTHESIS_HOME = "HYPOTHESIS_STORAGE_DIRECTORY"
 
-__all__ = ["asks_for_gpus", "at_standard", "files", "main", "names_a_check", "run", "without_number"]
+__all__ = [
+    "asks_for_gpus",
+    "at_standard",
+    "command_line",
+    "files",
+    "main",
+    "misuse",
+    "names_a_check",
+    "on_all_gpus",
+    "run",
+]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run every check of the suite; pytest's exit code."""
     arguments = list(argv)
-    if refused := without_number(arguments):
+    if refused := misuse(arguments):
         print(f"mgpu-check: {refused}", file=sys.stderr)
         return WRONG_USAGE
-    if not asks_for_gpus(arguments):
-        driver = current.driver()  # it knows the number without looking, so it may be one of simulated devices
-        arguments.insert(0, "--gpus=all" if driver is None else f"--gpus={driver.size}")
-    return run(arguments, [Progress(), CommandLine((), tuple(argv))])
+    arguments = on_all_gpus(arguments)
+    return run(arguments, [Progress(), command_line((), arguments, argv)])
+
+
+def command_line(
+    words: tuple[str, ...], arguments: Sequence[str], typed: Sequence[str], omits: str = ""
+) -> CommandLine:
+    """Return the command line of ``mgpu-check WORDS``, whose user typed `typed`, and whose pytest gets `arguments`."""
+    flags, theirs = ({word.partition("=")[0] for word in some} for some in (arguments, typed))
+    return CommandLine(words, tuple(arguments), omits, frozenset(flags - theirs))
 
 
 def asks_for_gpus(arguments: Sequence[str]) -> bool:
     """Return whether the command line, or the environment, gives a number of devices."""
     return _gives("gpus", arguments)
+
+
+def on_all_gpus(arguments: Sequence[str]) -> list[str]:
+    """Return `arguments` with all GPUs that there are, where the user gives no number."""
+    if asks_for_gpus(arguments):
+        return list(arguments)
+    driver = current.driver()  # it knows the number without looking, so it may be one of simulated devices
+    return ["--gpus=all" if driver is None else f"--gpus={driver.size}", *arguments]
 
 
 def at_standard(arguments: Sequence[str]) -> list[str]:
@@ -54,8 +80,13 @@ def _gives(name: str, arguments: Sequence[str]) -> bool:
     return given or option.variable in os.environ
 
 
-def without_number(arguments: Sequence[str]) -> str:
-    """Return what is wrong where GPUs are to be simulated, and nobody says how many; empty where all is right."""
+def misuse(arguments: Sequence[str]) -> str:
+    """Return what is wrong where an option lacks its value, or simulated GPUs their number; empty where all is right."""
+    for argument, following in itertools.pairwise([*arguments, "--"]):
+        option = OPTIONS.get(argument.removeprefix("--").replace("-", "_"))
+        valued = option is not None and "metavar" in option.command_line and "nargs" not in option.command_line
+        if option is not None and argument == option.flag and valued and following.startswith("-"):
+            return f"{argument}: it needs a value: {argument}={option.command_line['metavar']}"
     simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
     if simulated and not asks_for_gpus(arguments) and current.driver() is None:
         return "--simulate: say how many GPUs to simulate, such as --gpus=4 --simulate"
@@ -91,8 +122,31 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
     try:
-        return int(pytest.main([*ours, *chosen], plugins=list(plugins)))
+        return int(pytest.main([*ours, *chosen], plugins=[_Words(package), *plugins]))
     finally:
         if kept == str(scratch.path):
             del os.environ[_HYPOTHESIS_HOME]
         scratch.remove()
+
+
+class _Words:
+    """A pytest plugin that refuses words which name no tests: the message of pytest is about packages."""
+
+    def __init__(self, package: ModuleType) -> None:
+        self.package = package
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        for word in config.getoption("file_or_dir"):
+            name = word.partition("::")[0]
+            if not Path(config.invocation_params.dir, name).exists() and not _is_module(name):
+                raise pytest.UsageError(
+                    f"mgpu-check: {word!r} is no file and no module; choose one of {', '.join(files(self.package))}, or "
+                    "checks by -k NAME"
+                )
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

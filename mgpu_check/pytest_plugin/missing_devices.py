@@ -36,7 +36,9 @@ def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str]
     elif masked is not None:
         lines.append(f"  {found.mask}={masked!r} restricts what is visible: widen it if that is not meant")
     elif not devices:
-        lines.append(f"  torch {torch} finds no CUDA driver, or was built without CUDA")
+        lines.append(
+            f"  torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check devices"
+        )
     if devices:
         lines.append(f"  lower it: --gpus={len(devices)}")
     lines.append(

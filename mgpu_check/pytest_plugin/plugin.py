@@ -86,7 +86,7 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ,
             {name: value for name in OPTIONS if (value := config.getini(name)) is not None},
             # Of the command that has called pytest, if there is one.
-            next((p.as_typed for p in config.pluginmanager.get_plugins() if hasattr(p, "as_typed")), str),
+            next((p.origin_of for p in config.pluginmanager.get_plugins() if hasattr(p, "origin_of")), str),
         )
     except ValueError as error:
         raise pytest.UsageError(f"mgpu-check: {error}") from None

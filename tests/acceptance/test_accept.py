@@ -47,7 +47,7 @@ NODE = ("accept", "--gpus=2", "--simulate", "--gpu-level=quick")
     ids=str,
 )
 def test_a_wrong_value_is_refused_by_the_name_that_was_typed(given: dict[str, Any], told: str) -> None:
-    typed = CommandLine(("accept",), (), "--accept-").as_typed
+    typed = CommandLine(("accept",), (), "--accept-").origin_of
     with pytest.raises(ValueError, match=re.escape(told)):
         Plan.of(resolve({"gpus": "2", "simulate": "cpu", **given}, {}, {}, typed))
 

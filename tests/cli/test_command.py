@@ -105,7 +105,37 @@ def test_the_packaged_suite_under_plain_pytest(tmp_path):
 def test_without_gpus_all_that_are_visible_are_meant(command, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     text = command("-k", "tutorial", code=pytest.ExitCode.USAGE_ERROR)
-    assert "--gpus=all (--gpus), but this process sees 0 GPUs: none" in text
+    assert "mgpu-check: looking at the GPUs of this machine" in text
+    assert "--gpus=all (default of mgpu-check), but this process sees 0 GPUs: none" in text
+    assert "--gpus=all (--gpus), but" in command("--gpus=all", "-k", "tutorial", code=4)
+
+
+def test_accept_without_arguments_takes_all_gpus(command, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text = command("accept", code=4)
+    assert "--gpus=all (default of mgpu-check accept), but this process sees 0 GPUs: none" in text
+    assert "or simulate them: --gpus=4 --simulate" in text
+    assert "Traceback" not in text
+    ran = []
+    monkeypatch.setattr(accept, "run", lambda arguments, *_: ran.append(arguments) or 0)
+    accept.main([])
+    assert {"--gpus=all", "--gpu-level=standard"} <= set(ran[0])
+
+
+@pytest.mark.parametrize("words", [(), ("accept",), ("selftest",)], ids=["suite", "accept", "selftest"])
+def test_what_is_missing_or_unknown_is_named_with_a_remedy(words, command):
+    for flag, value in (("--gpus", "N|all"), ("--rank-timeout", "SECONDS"), ("--gpu-level", "quick|standard|long")):
+        assert f"{flag}: it needs a value: {flag}={value}" in command(*words, flag, code=4)
+    text = command(*words, "--gpus=2", "--simulate", "test_nowhere.py", code=4)
+    some = "test_memory.py" if words == ("accept",) else "test_scatter.py"
+    assert re.search(
+        rf"'test_nowhere.py' is no file and no module; choose one of .*{some}.* or checks by -k NAME", text
+    )
+
+
+@pytest.mark.parametrize("name", ["simulate", "compare"])
+def test_commands_that_run_a_program_ask_for_it(name, command):
+    assert "no program given; name a script" in command(name, code=4)
 
 
 def test_devices_says_what_there_is(command, monkeypatch):

@@ -63,14 +63,20 @@ class CommandLine:
         arguments: what follows them, as pytest has them.
         omits: the prefix that options of the plugin lack in this command: "--accept-" for ``--report`` in place of
             ``--accept-report``.
+        added: options that the command has added to what the user typed.
     """
 
     words: tuple[str, ...]
     arguments: tuple[str, ...]
     omits: str = ""
+    added: frozenset[str] = frozenset()
 
     def pytest_addoption(self, parser: pytest.Parser) -> None:
         parser.prog = " ".join(("mgpu-check", *self.words))
+
+    def origin_of(self, flag: str) -> str:
+        """Return where the value of an option on the command line comes from, in the user's words."""
+        return f"default of {' '.join(('mgpu-check', *self.words))}" if flag in self.added else self.as_typed(flag)
 
     def as_typed(self, word: str) -> str:
         """Return a word of `arguments` as users write it."""
