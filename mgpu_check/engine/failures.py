@@ -33,8 +33,7 @@ __all__ = [
 ]
 
 _MOST_HEADLINES = 3
-_ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")
-"""Of a peer, in errors of gloo: it differs from rank to rank, and says nothing to anybody."""
+_ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:\d+")  # of a peer, in errors of gloo: it differs from rank to rank
 
 NODE = -1
 """Index of the node process, where a rank's would stand."""
@@ -42,7 +41,9 @@ NODE = -1
 
 @dataclass(frozen=True)
 class Finished:
-    """The rank returned."""
+    """The rank returned; or it had done `part` of the call, such as "step 1", and waited for the others to do it."""
+
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,12 @@ class Interrupted:
     """The rank had not answered when the parent stopped waiting, and was killed.
 
     Attributes:
-        done: what it had done, where it waited for nothing but others, or for what it had queued on its devices.
+        settling: it had returned, and waited for what it had queued on its devices.
     """
 
     seconds: float
     stacks: str
-    done: str = ""
+    settling: bool = False
 
 
 Ending = Finished | Raised | Died | Interrupted
@@ -215,8 +216,8 @@ class Account:
             headlines.append(f"{who(interrupted)} still ran {seconds:.2g} s later, and {_were(interrupted)} stopped")
             if halted := [rank for rank, end in interrupted.items() if end.stacks == HALTED]:
                 headlines.append(f"{who(halted)} {_were(halted)} {HALTED}")
-        if self.finished:
-            headlines.append(f"{who(self.finished)} finished")
+        done = ((f"finished {end.part}".strip(), r) for r, end in self.endings.items() if isinstance(end, Finished))
+        headlines += [f"{who(ranks)} {text}" for text, ranks in grouped(done)]
         headlines += [different] if (different := different_collectives(self.parted, who)) else []
         told = interrupted if self.hung is not None else {}
         rest = {rank: record for rank, record in self.records.items() if rank not in told}
@@ -351,8 +352,8 @@ def _hang_headlines(
         else:
             after = f", after {record.last}" if record.last else ""
             where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
-            if end.done:
-                where = f"done{end.done}"
+            if end.settling:
+                where = "done, but for what it has queued on its devices"
             elsewhere.append((where + after, rank))
     behind = [rank for _, rank in elsewhere or waiting]
     if elsewhere and not waiting:

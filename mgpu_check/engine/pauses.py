@@ -45,8 +45,8 @@ class Pauses:
         return bool(self._paused)
 
     def done(self, rank: int) -> str:
-        """Return what a rank has done that waits for others, as the end of a clause; empty where it does not wait."""
-        return f" with {self._paused[rank].done}" if rank in self._paused else ""
+        """Return what a rank has done that waits for others; empty where it does not wait."""
+        return self._paused[rank].done if rank in self._paused else ""
 
     def come(self, rank: int, message: Paused) -> None:
         """Note that a rank waits for the others."""

@@ -154,8 +154,8 @@ class World(WorldProcesses):
         records = {} if fine else self._records()
         endings = self._endings(answers, call.number)
         for index, stopped in self._interrupt(late, since=call.started).items():
-            done = ", but for what it has queued on its devices" if settling else pauses.done(index)
-            endings[index] = dataclasses.replace(stopped, done=done)
+            part = pauses.done(index)
+            endings[index] = Finished(part) if part else dataclasses.replace(stopped, settling=settling)
         outcomes = _outcomes({index: answers.get(index) for index in self.processes})
         if any(outcome.told for outcome in outcomes.values()):
             self.told = {index: outcome.told for index, outcome in outcomes.items()}

@@ -141,7 +141,7 @@ def test_a_rank_that_dies_or_raises_is_told_and_not_those_that_wait_for_it(pool)
 
     with pytest.raises(RankDied, match="rank 1 of 2 died"):
         pool.run(body, "dies", size=2)
-    with pytest.raises(RankFailure, match="rank 1 of 2 raised ValueError: its own fault"):
+    with pytest.raises(RankFailure, match="rank 1 of 2 raised ValueError: its own fault\nrank 0 finished step 1"):
         pool.run(body, "raises", size=2)
 
 
@@ -153,7 +153,9 @@ def test_a_hang_says_which_ranks_have_done_their_part(pool):
 
     with pytest.raises(RankHang) as info:
         pool.run(body, size=2, timeout=1.0)
-    assert "rank 0 is done with step 1" in str(info.value)
+    assert str(info.value).startswith("rank 1 of 2 did not finish body within 1 s\nrank 1 is in ")
+    assert "rank 0 finished step 1" in str(info.value)
+    assert info.value.ranks == (1,)
 
 
 def entered(number: int, line: int, group: str = "", name: str = "") -> Entered:
