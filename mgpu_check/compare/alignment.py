@@ -97,7 +97,7 @@ class Samples:
         total: Counter[int] = Counter()
         seen: list[Counter[int]] = []
         for part in self.ranks:
-            if not self.divided or (part & self.one and part not in seen):
+            if not self.divided or part not in seen:
                 total += part
                 seen.append(part)
         return total
@@ -214,11 +214,25 @@ class Aligned:
         """Return the rows of the model's inputs; their columns where it is those that the ranks have shared out."""
         steps = [trace.steps[step] for trace in self.ranks]
         one = self.one.steps[step]
-        rows = Samples(Counter(one.seen), tuple(Counter(here.seen) for here in steps), self.divided)
+        rows = self._samples(one.seen, [here.seen for here in steps])
         if rows.same:
             return rows
-        columns = Samples(Counter(one.seen_columns), tuple(Counter(here.seen_columns) for here in steps), self.divided)
+        columns = self._samples(one.seen_columns, [here.seen_columns for here in steps])
         return columns if columns.known and columns.same else rows
+
+    def _samples(self, one: Sequence[int], ranks: Sequence[Sequence[int]]) -> Samples:
+        expected, seen = Counter(one), [Counter(rank) for rank in ranks]
+        if self.divided and any(part & expected for part in seen):
+            held = [set(trace.parameters) for trace in self.ranks]
+            first = [index for index, part in enumerate(seen) if part & expected]
+            # Other stages are given what the first has computed. They hold other parameters.
+            seen = [
+                part
+                if any(2 * len(held[index] & held[other]) >= min(len(held[index]), len(held[other])) for other in first)
+                else Counter()
+                for index, part in enumerate(seen)
+            ]
+        return Samples(expected, tuple(seen), self.divided)
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:
         """Return the losses on one device; over the ranks, the mean by samples where their numbers are known; of each

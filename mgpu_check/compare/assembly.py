@@ -54,12 +54,14 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
     reasons: dict[str, str] = {}
     pieces: dict[str, list[_Piece]] = defaultdict(list)
     made = [Trace(trace.rank, trace.world, events=trace.events) for trace in ranks]
+    pieces_of: list[dict[str, str]] = [{} for _ in ranks]
     unmatched = False
     for index, (trace, own) in enumerate(zip(ranks, names, strict=True)):
         for label, parameter in trace.parameters.items():
             name = own[label]
             if parameter.held is not None and parameter.held.whole in one.parameters:
                 pieces[parameter.held.whole].append(_Piece(index, label, parameter.held))
+                pieces_of[index][label] = parameter.held.whole
                 continue
             shown = name or _free(label, parameter, trace.rank, one, own)
             order = one.parameters[shown].order if shown in one.parameters else parameter.order
@@ -81,7 +83,7 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
         views = {kind: _views(complete, at, kind) for kind in _KINDS}
         for index, step in enumerate(at):
             if step is not None:
-                made[index].steps.append(_step(step, names[index], users, index, views))
+                made[index].steps.append(_step(step, names[index], pieces_of[index], users, index, views))
     for name, using in users.items():
         for index, trace in enumerate(made):
             if index not in using:
@@ -172,6 +174,7 @@ def _views(
 def _step(
     step: Step,
     names: Mapping[str, str | None],
+    pieces: Mapping[str, str],
     users: Mapping[str, set[int]],
     index: int,
     views: Mapping[Kind, Mapping[str, Mapping[int, Summary | None]]],
@@ -188,7 +191,13 @@ def _step(
     def there(kind: Kind) -> dict[str, Summary]:
         return {name: value for name, value in renamed(kind) if value is not None}
 
-    return replace(step, before=there("before"), gradients=dict(renamed("gradient")), parameters=there("parameter"))
+    return replace(
+        step,
+        before=there("before"),
+        gradients=dict(renamed("gradient")),
+        parameters=there("parameter"),
+        options={pieces.get(label) or names[label] or label: options for label, options in step.options.items()},
+    )
 
 
 def _placement(some: Sequence[_Piece], ranks: Sequence[Trace]) -> str:

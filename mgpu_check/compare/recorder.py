@@ -6,14 +6,13 @@ What is recorded is what the script's own calls show: see `docs/reference/compar
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import functools
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from mgpu_check.compare import started, watched
 from mgpu_check.compare.naming import Names, unwrapped
+from mgpu_check.compare.parameters import Numbered, Parameters, parameters_of
 from mgpu_check.compare.perturb import Perturbation
-from mgpu_check.compare.placing import Part, Placing
+from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
@@ -61,7 +61,8 @@ def install(
     torch.backends.cudnn.deterministic = True
     recorder = Recorder(Writer(fd), world, steps, None if moved is None else Perturbation(moved))
     recorder.keep = keep
-    recorder.placing = Placing(recorder.names, None if wholes is None else read_wholes(wholes))
+    if wholes is not None:
+        recorder.known.placing = Placing(recorder.names, read_wholes(wholes))
     recorder.writer.write("start", format=FORMAT, version=VERSION, rank=rank, world=world, torch=torch.__version__)
     register_module_forward_pre_hook(recorder.enter)
     register_module_forward_hook(recorder.leave, with_kwargs=True, always_call=True)
@@ -87,7 +88,7 @@ class Recorder:
     def __init__(self, writer: Writer, world: int, steps: int | None, perturbation: Perturbation | None) -> None:
         self.writer, self.world, self.last, self.perturbation = writer, world, steps, perturbation
         self.names = Names()
-        self.placing = Placing(self.names, None)
+        self.known = Parameters(writer, self.names)
         self.keep: int | None = None
         self.count: Callable[[], None] = lambda: None  # the collectives that were entered
         self._backwards = 0  # how many are under way, one in another
@@ -96,8 +97,6 @@ class Recorder:
         self._kinds: set[tuple[str, str]] = set()
         self._told: set[str] = set()
         self._calls = 0
-        self._number = 0  # of parts so far
-        self._parts: dict[int, list[_Numbered]] = {}  # by the id of a parameter
         self._called: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, int] = {}
         self._held: list[Any] = []  # what is known by its id must stay alive
@@ -225,7 +224,7 @@ class Recorder:
         self._stepping = optimizer
         if id(optimizer) not in self._optimizers:
             with torch.no_grad():
-                parameters = _parameters(optimizer)
+                parameters = parameters_of(optimizer)
                 self._start = dict(zip(map(id, parameters), summaries(parameters), strict=True))
         self._gradients = None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -251,20 +250,24 @@ class Recorder:
     def _take_gradients(self, optimizer: Any) -> None:
         """Move the gradients, and keep those of the step's first time; not earlier, for the model may not have been called."""
         with torch.no_grad():
-            parts = self._parts_of(optimizer)
+            parts = self.known.parts(optimizer, self._number_of(optimizer))
             if id(optimizer) not in self._optimizers:
                 self._optimizers[id(optimizer)] = len(self._optimizers)
                 self._held.append(optimizer)
                 self._before = {one.number: start for one in parts if (start := self._start_of(one)) is not None}
                 self._start = {}
+            self.known.note_groups(optimizer, self._number_of(optimizer))
             if self.perturbation is not None:
-                self.perturbation.gradients([parameter.grad for parameter in _parameters(optimizer)])
+                self.perturbation.gradients([parameter.grad for parameter in parameters_of(optimizer)])
             if self._gradients is None:
                 found = summaries([one.parameter.grad for one in parts], [one.part.cut for one in parts])
                 self._gradients = {one.number: numbers for one, numbers in zip(parts, found, strict=True)}
                 self._idle = [one.number for one in parts if one.parameter.grad is None and not self._is_called(one)]
 
-    def _start_of(self, one: _Numbered) -> Numbers | None:
+    def _number_of(self, optimizer: Any) -> int:
+        return self._optimizers.get(id(optimizer), len(self._optimizers))
+
+    def _start_of(self, one: Numbered) -> Numbers | None:
         """Return what a part was before the first step of its optimizer: this is called before it changes."""
         if self.keep is not None:
             value = whole(one.parameter.detach())
@@ -273,7 +276,7 @@ class Recorder:
             return self._start.get(id(one.parameter))
         return summaries([one.parameter], [one.part.cut])[0]
 
-    def _is_called(self, one: _Numbered) -> bool:
+    def _is_called(self, one: Numbered) -> bool:
         owner = self.names.owner(one.parameter)
         return owner is not None and owner in self._called
 
@@ -284,7 +287,7 @@ class Recorder:
             self._take_gradients(optimizer)
         self._stepping = None
         with torch.no_grad():
-            after = self._taken(self._parts_of(optimizer))
+            after = self._taken(self.known.parts(optimizer, self._number_of(optimizer)))
         self.done += 1
         self.writer.write(
             "step",
@@ -347,47 +350,10 @@ class Recorder:
     def _forget(self) -> None:
         self._losses, self._samples, self._columns, self._waiting = [], [], [], True
 
-    def _parts_of(self, optimizer: Any) -> list[_Numbered]:
-        """Return the parts of an optimizer's parameters, each with its number in the trace."""
-        number = self._optimizers.get(id(optimizer), len(self._optimizers))
-        fresh: dict[int, tuple[torch.Tensor, str]] = {}
-        for g, group in enumerate(optimizer.param_groups):
-            for p, parameter in enumerate(group["params"]):
-                if id(parameter) not in self._parts:
-                    fresh[id(parameter)] = parameter, f"optimizer{number}.group{g}.parameter{p}"
-        for (parameter, _), parts in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
-            self._held.append(parameter)
-            self._parts[id(parameter)] = [self._numbered(parameter, part) for part in parts]
-        return [one for parameter in _parameters(optimizer) for one in self._parts[id(parameter)]]
-
-    def _numbered(self, parameter: torch.Tensor, part: Part) -> _Numbered:
-        self.writer.write(
-            "parameter",
-            name=part.label,
-            order=part.order,
-            shape=part.shape,
-            dtype=name_of(parameter.dtype),
-            device=str(parameter.device),
-            sharded=hasattr(parameter, "full_tensor"),
-            held=None if part.cut is None or part.cut.is_whole else dataclasses.asdict(part.cut.held),
-            unplaced=part.unplaced,
-        )
-        self._number += 1
-        return _Numbered(self._number - 1, parameter, part)
-
-    def _taken(self, parts: list[_Numbered]) -> dict[int, Numbers]:
+    @staticmethod
+    def _taken(parts: list[Numbered]) -> dict[int, Numbers]:
         found = summaries([one.parameter for one in parts], [one.part.cut for one in parts])
         return {one.number: numbers for one, numbers in zip(parts, found, strict=True) if numbers is not None}
-
-
-class _Numbered(NamedTuple):
-    number: int
-    parameter: torch.Tensor
-    part: Part
-
-
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _takes_batch_statistics(module: nn.Module) -> bool:

@@ -178,6 +178,7 @@ class Step:
         gradients: before this step, by parameter; None where it has none.
         parameters: after this step.
         idle: parameters without a gradient, whose modules were not called so far.
+        options: of each parameter those of its group, such as "lr"; and "optimizer", the class of the optimizer.
     """
 
     optimizer: int
@@ -188,6 +189,7 @@ class Step:
     gradients: dict[str, Summary | None]
     parameters: dict[str, Summary]
     idle: frozenset[str] = frozenset()
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def loss(self) -> float | None:
@@ -261,6 +263,7 @@ def read(data: bytes) -> Trace:
         raise TraceError(f"a {FORMAT} of version {head['version']}; this is version {VERSION}")
     trace = Trace(head["rank"], head["world"])
     names: list[str] = []
+    options: dict[int, dict[str, Mapping[str, Any]]] = {}
     for line in lines[1:]:
         event = json.loads(line)
         if event["event"] == "parameter":
@@ -277,13 +280,19 @@ def read(data: bytes) -> Trace:
             )
             names.append(name)
         elif event["event"] == "step":
-            trace.steps.append(_step(event, names))
+            trace.steps.append(_step(event, names, options.get(event["optimizer"], {})))
+        elif event["event"] == "groups":
+            options[event["optimizer"]] = {
+                names[number]: {"optimizer": event["rule"], **group["options"]}
+                for group in event["groups"]
+                for number in group["members"]
+            }
         else:
             trace.events.append(event)
     return trace
 
 
-def _step(event: Mapping[str, Any], names: Sequence[str]) -> Step:
+def _step(event: Mapping[str, Any], names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> Step:
     def named(part: Mapping[str, Any]) -> dict[str, Any]:
         return {names[int(index)]: numbers and Summary.of(numbers) for index, numbers in part.items()}
 
@@ -296,4 +305,5 @@ def _step(event: Mapping[str, Any], names: Sequence[str]) -> Step:
         named(event["gradients"]),
         named(event["parameters"]),
         frozenset(names[index] for index in event.get("idle", ())),
+        options,
     )

@@ -13,6 +13,7 @@ from mgpu_check.compare.diagnosis import diagnose
 from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference, first_difference, ratio_of
 from mgpu_check.compare.judged import account, not_compared, trained
 from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
+from mgpu_check.compare.options import UPDATE_RULE, other_options
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding
 from mgpu_check.mistakes.report import Report
@@ -154,10 +155,10 @@ def _of_equal(aligned: Aligned, rounding: Rounding, unjudged: Mapping[str, str])
     steps = aligned.compared
     if not aligned.held:
         one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
-        return refused(
-            "no parameter that one device trains is trained on the ranks under the same name, in the same shape",
-            [f"one device trains {one}; rank 0 trains {rank}"],
-        )
+        why = "no parameter that one device trains is trained on the ranks under the same name, in the same shape"
+        remarks = [f"one device trains {one}; rank 0 trains {rank}"]
+        remarks += [f"{name}: {reason}" for name, reason in aligned.reasons.items()]
+        return Verdict("not comparable", Report(f"not comparable: {why}", remarks=remarks))
     if nothing := _says_nothing(aligned):
         return nothing
     useful = rounding.useful_until(steps)
@@ -307,7 +308,11 @@ def _of_difference(difference: FirstDifference) -> Verdict:
     if found.why:
         headline = f"{kind}: {found.why}"
     remarks = _todo(found.todo)
-    if not found.findings and found.comparable:
+    if found.comparable and difference.kind == "parameter":
+        options = other_options(difference.aligned, difference.step)
+        remarks += [f"the gradients are right, and {one}" for one in options]
+        remarks += [] if options or found.findings else [UPDATE_RULE]
+    elif not found.findings and found.comparable:
         remarks.append("no known pattern fits")
     if found.why and main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
@@ -354,6 +359,10 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
         if aligned.extra:
             remarks.append(f"trained on ranks only: {few(aligned.extra, 5)}")
         return remarks
+    for step in range(aligned.compared):
+        if options := other_options(aligned, step):
+            remarks.append(f"at step {step + 1} {options[0]}, though gradients and parameters agree")
+            break
     for step in range(aligned.compared):
         samples = aligned.samples(step)
         if samples.known and not samples.same and any(part != samples.one for part in samples.ranks):

@@ -309,6 +309,62 @@ def test_ranks_that_hold_parts_of_the_model_see_all_data_rightly():
     assert verdict(change).kind == "equal"
 
 
+def test_ranks_that_share_the_work_out_within_the_model_see_all_data_rightly():
+    def change(training):
+        whole_batch(training)
+        training.loss = lambda number: 0.4 + 0.2 * training.rank
+
+    assert verdict(change).kind == "equal"
+
+
+def a_stage(made):
+    for part in (made.parameters, *(p for s in made.steps for p in (s.before, s.gradients, s.parameters))):
+        part.pop("net.bias" if made.rank else "net.weight", None)
+
+
+def divided(change):
+    """Of ranks that hold parts of the model, as far as samples tell."""
+    single = Training()
+    ranks = [Training(rank, 4) for rank in range(4)]
+    for training in ranks:
+        change(training)
+    made = single.trace()
+    return verdict_of(Aligned(made, [t.trace() for t in ranks], divided=True), Rounding(made, [made]), None)
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        lambda rank, number: [8 * number + i for i in range(8)],  # tensor parallelism
+        lambda rank, number: [8 * number + i for i in range(rank // 2, 8, 2)],  # over pairs of ranks
+        lambda rank, number: [8 * number + i for i in range(8)] if not rank else [10**6 + number],  # stages
+        lambda rank, number: [8 * number + i for i in range(4)] if not rank else [10**6 + number],  # of micro-batches
+    ],
+)
+def test_samples_of_a_divided_model(samples):
+    def right(training):
+        training.samples = lambda number: samples(training.rank, number)
+        if len(samples(1, 0)) == 1:
+            training.change = a_stage
+
+    assert divided(right).kind == "equal"
+
+    def wrong(training):
+        right(training)
+        training.gradient = lambda number: [3 * g for g in gradients(number)]
+
+    assert divided(wrong).kind == "differs"
+
+
+def test_a_divided_model_that_is_given_more_samples_is_not_comparable():
+    def more(training):
+        other(training)
+        training.samples = lambda number: [16 * number + 8 * (training.rank // 2) + i for i in range(8)]
+
+    found = divided(more)
+    assert found.kind == "not comparable" and "the ranks together saw 16 samples" in found.report.headline
+
+
 def one_part(training):
     def flatten(made):
         made.parameters["net.weight"] = dataclasses.replace(made.parameters["net.weight"], shape=(15,))

@@ -1,0 +1,102 @@
+"""Know the parameters of the script's optimizers, in its process: their numbers in the trace, and their groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from mgpu_check.compare.naming import Names
+from mgpu_check.compare.placing import Part, Placing
+from mgpu_check.compare.trace import Writer
+from mgpu_check.torch_hooks.tensors import name_of
+
+__all__ = ["Numbered", "Parameters", "parameters_of"]
+
+
+class Numbered(NamedTuple):
+    """A part of a parameter, with its number in the trace."""
+
+    number: int
+    parameter: torch.Tensor
+    part: Part
+
+
+class Parameters:
+    """The parameters that were seen, each noted in the trace when it is first asked for."""
+
+    def __init__(self, writer: Writer, names: Names) -> None:
+        self.placing = Placing(names, None)
+        self._writer = writer
+        self._number = 0
+        self._parts: dict[int, list[Numbered]] = {}  # by the id of a parameter
+        self._held: list[torch.Tensor] = []  # what is known by its id must stay alive
+        self._groups: dict[int, list[dict[str, Any]]] = {}
+
+    def parts(self, optimizer: Any, number: int) -> list[Numbered]:
+        """Return the parts of an optimizer's parameters.
+
+        Args:
+            number: that of the optimizer.
+        """
+        fresh: dict[int, tuple[torch.Tensor, str]] = {}
+        for g, group in enumerate(optimizer.param_groups):
+            for p, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._parts:
+                    fresh[id(parameter)] = parameter, f"optimizer{number}.group{g}.parameter{p}"
+        for (parameter, _), parts in zip(fresh.values(), self.placing.parts(list(fresh.values())), strict=True):
+            self._held.append(parameter)
+            self._parts[id(parameter)] = [self._numbered(parameter, part) for part in parts]
+        return [one for parameter in parameters_of(optimizer) for one in self._parts[id(parameter)]]
+
+    def _numbered(self, parameter: torch.Tensor, part: Part) -> Numbered:
+        self._writer.write(
+            "parameter",
+            name=part.label,
+            order=part.order,
+            shape=part.shape,
+            dtype=name_of(parameter.dtype),
+            device=str(parameter.device),
+            sharded=hasattr(parameter, "full_tensor"),
+            held=None if part.cut is None or part.cut.is_whole else dataclasses.asdict(part.cut.held),
+            unplaced=part.unplaced,
+        )
+        self._number += 1
+        return Numbered(self._number - 1, parameter, part)
+
+    def note_groups(self, optimizer: Any, number: int) -> None:
+        """Note learning rates and other options of each group, if they are not as they were at the step before."""
+        groups = [
+            {
+                "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)},
+                "members": [one.number for parameter in group["params"] for one in self._parts[id(parameter)]],
+            }
+            for group in optimizer.param_groups
+        ]
+        if self._groups.get(number) != groups:
+            self._groups[number] = groups
+            self._writer.write("groups", optimizer=number, rule=type(optimizer).__name__, groups=groups)
+
+
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+_OF_IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "params", "initial_lr")
+"""Options that choose how a step is computed, or that no step reads."""
+
+
+def _is_plain(key: str, value: object) -> bool:
+    numbers = value if isinstance(value, (tuple, list)) else [value]
+    kinds = bool, int, float, str, type(None)
+    return key not in _OF_IMPLEMENTATIONS and all(
+        isinstance(one, kinds) or (isinstance(one, torch.Tensor) and one.numel() == 1) for one in numbers
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return value.item() if isinstance(value, torch.Tensor) else value

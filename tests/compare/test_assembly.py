@@ -1,0 +1,224 @@
+"""Models that are divided among ranks: how slices, stages and experts are placed, and put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+
+from mgpu_check.compare.alignment import Aligned, deviation
+from mgpu_check.compare.assembly import assembled
+from mgpu_check.compare.matching import matched
+from mgpu_check.compare.naming import Names
+from mgpu_check.compare.placing import Placing
+from mgpu_check.compare.rounding import Rounding
+from mgpu_check.compare.summaries import Cut, summaries
+from mgpu_check.compare.trace import Parameter, Step, Summary, Trace, joined
+from mgpu_check.compare.verdict import verdict_of
+from mgpu_check.compare.wholes import read_wholes, write_whole
+from mgpu_check.numerics.placement.content import Wholes
+from mgpu_check.numerics.placement.neighbours import beside
+from mgpu_check.numerics.placement.slices import Slice, indexed
+
+WEIGHT = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+GRADIENT = torch.randn(8, 5, generator=torch.Generator().manual_seed(2))
+
+
+def summary(tensor, cut=None) -> Summary:
+    (numbers,) = summaries([tensor], [cut])
+    assert numbers is not None
+    return Summary.of(numbers)
+
+
+def trace(rank, world, tensors, idle=(), options=None):
+    """A trace of one step; `tensors` are name -> value, gradient, value after it; or a slice of them."""
+    made = Trace(rank, world)
+    step = Step(0, [1.0], [list(range(rank, 4, world))], [[]], {}, {}, {}, frozenset(idle), options or {})
+    for order, (name, (cut, *values)) in enumerate(tensors.items()):
+        shape = tuple(values[0].shape) if cut is None else tuple(cut.shape)
+        held = None if cut is None else cut.held
+        made.parameters[name] = Parameter(name, shape, "float32", "cpu", order, held=held)
+        before, gradient, after = (None if value is None else summary(value, cut) for value in values)
+        step.before[name], step.gradients[name], step.parameters[name] = before, gradient, after
+    made.steps.append(step)
+    return made
+
+
+def trained(value, gradient):
+    return None, value, gradient, value - 0.1 * gradient
+
+
+def part(rows, scale=1.0):
+    """Some rows of the weight, as the rank that holds them has them."""
+    at = torch.tensor(list(rows))
+    cut = Cut(Slice("net.weight", (8, 5), indexed((8, 5), at)))
+    return cut, WEIGHT[at], scale * GRADIENT[at], WEIGHT[at] - 0.1 * scale * GRADIENT[at]
+
+
+def verdict(one, ranks):
+    found = assembled(one, ranks)
+    aligned = Aligned(one, found.ranks, 0, found.divided, found.reasons, found.placements, found.holders)
+    return verdict_of(aligned, Rounding(one, [one]), None)
+
+
+ONE = trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(7,), (8, 5), (3, 4, 5)])
+def test_summaries_of_slices_add_up(shape, dtype):
+    whole = torch.randn(shape, dtype=dtype)
+    order = torch.randperm(whole.numel())
+    cuts = [Cut(Slice("w", shape, at), whole.is_complex()) for at in order.tensor_split(3)]
+    parts = [summary(whole.reshape(-1)[cut.part.at], cut) for cut in cuts]
+    together, expected = joined(parts), summary(whole)
+    assert together.bits == expected.bits and together.samples == expected.samples
+    assert deviation(together, expected, cuts[0].shape).size < 1e-10
+    assert sum(cut.held.count for cut in cuts) == torch.Size(cuts[0].shape).numel()
+    assert (sum(cut.held.mark for cut in cuts) - cuts[0].held.all) % 2**64 == 0
+
+
+def test_slices_are_judged_as_a_whole():
+    right = [trace(rank, 2, {"shard": part(rows)}) for rank, rows in enumerate((range(4), range(4, 8)))]
+    found = verdict(ONE, right)
+    assert (found.kind, found.not_compared) == ("equal", {})
+    wrong = [right[0], trace(1, 2, {"shard": part(range(4, 8), 3.0)})]
+    found = verdict(ONE, wrong)
+    assert (found.kind, found.parameter, found.tensor, found.ranks) == ("differs", "net.weight", "gradient", (1,))
+
+
+def test_ranks_that_hold_the_same_slice_must_agree():
+    scales = [1.0, 1.0, 1.0, 2.0]
+    ranks = [trace(r, 4, {"shard": part(range(r % 2, 8, 2), scales[r])}) for r in range(4)]
+    found = verdict(ONE, ranks)
+    assert (found.kind, found.ranks) == ("differs", (3,))
+    assert "the ranks disagree" in found.report.headline or len(found.ranks) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ((range(4), range(4, 7)), "by 35 of 40 elements: dim 0: 0 to 3 of 8; dim 0: 4 to 6 of 8"),
+        ((range(5), range(4, 8)), "more than once"),
+    ],
+)
+def test_slices_that_do_not_cover_a_parameter_once(rows, words):
+    bias = trained(torch.ones(8), torch.ones(8))
+    one = trace(0, 1, {"net.weight": trained(WEIGHT, GRADIENT), "net.bias": bias})
+    found = verdict(one, [trace(rank, 2, {"shard": part(some), "net.bias": bias}) for rank, some in enumerate(rows)])
+    assert found.kind == "undecided"
+    assert words in found.not_compared["net.weight"]
+    alone = verdict(ONE, [trace(rank, 2, {"shard": part(some)}) for rank, some in enumerate(rows)])
+    assert alone.kind == "not comparable" and words in str(alone.report)
+
+
+def stage(rank, world, layers, number):
+    """One or several of four layers, counted anew from 0, with a norm of ones in each."""
+    generator = torch.Generator().manual_seed(5)
+    made = {}
+    for layer in range(4):
+        weight, gradient, slope = (torch.randn(4, 4, generator=generator) for _ in range(3))
+        if layer in layers:
+            name = number(layer)
+            made[f"{name}.weight"] = trained(weight, gradient)
+            made[f"{name}.norm.weight"] = trained(torch.ones(4), slope[0])
+    return trace(rank, world, made)
+
+
+def test_stages_are_placed_by_values_and_constants_by_their_neighbours():
+    one = stage(0, 1, range(4), str)
+    ranks = [stage(rank, 2, (2 * rank, 2 * rank + 1), lambda n: str(n % 2)) for rank in range(2)]
+    assert matched(one, ranks[1])["0.norm.weight"] == "2.norm.weight"
+    found = verdict(one, ranks)
+    assert (found.kind, found.not_compared) == ("equal", {})
+    assert "the same 8 parameters" in found.report.headline
+
+
+def test_layers_that_are_copies_are_not_placed():
+    one = trace(0, 1, {f"{n}.weight": trained(WEIGHT, GRADIENT + n) for n in range(2)})
+    ranks = [
+        trace(0, 2, {"0.weight": trained(WEIGHT, GRADIENT)}),
+        trace(1, 2, {"own.weight": trained(WEIGHT, GRADIENT + 1)}),
+    ]
+    found = verdict(one, ranks)
+    assert found.kind == "undecided" and set(found.not_compared) == {"1.weight", "own.weight (rank 1)"}
+    namesakes = trace(0, 2, {f"{n}.weight": trained(WEIGHT, GRADIENT + n) for n in range(2)})
+    assert matched(one, namesakes) == {"0.weight": "0.weight", "1.weight": "1.weight"}
+
+
+def test_a_rank_that_begins_elsewhere_is_compared_by_name():
+    elsewhere = trace(1, 2, {"net.weight": trained(WEIGHT + 1, GRADIENT)})
+    found = verdict(ONE, [trace(0, 2, {"net.weight": trained(WEIGHT, GRADIENT)}), elsewhere])
+    assert (found.kind, found.tensor, found.report.mistakes) == ("differs", "before", ("different-initialization",))
+
+
+def test_a_parameter_that_a_rank_never_uses_is_judged_by_the_others():
+    unused = trace(1, 2, {"net.weight": (None, WEIGHT, None, WEIGHT)}, idle=["net.weight"])
+    right = trace(0, 2, {"net.weight": trained(WEIGHT, GRADIENT)})
+    assert verdict(ONE, [right, unused]).kind == "equal"
+    used = dataclasses.replace(unused, steps=[dataclasses.replace(unused.steps[0], idle=frozenset())])
+    assert verdict(ONE, [right, used]).kind == "differs"
+
+
+def test_a_file_of_wholes_finds_slices():
+    net = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    nn.init.zeros_(net[0].bias)
+    with tempfile.TemporaryFile() as file:
+        for name, value in net.named_parameters():
+            write_whole(file.fileno(), name, value)
+        wholes = read_wholes(file.fileno())
+    assert torch.equal(wholes.whole("1.weight"), net[1].weight)
+    names, local = Names(), nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 4))
+    for owner, key, value in (
+        *((local[0], "weight", net[0].weight[3:]), (local[0], "bias", net[0].bias[3:])),
+        *((local[1], "weight", net[1].weight[:, 3:]), (local[1], "bias", net[1].bias)),
+    ):
+        setattr(owner, key, nn.Parameter(value.detach().clone()))
+    names.called(local)
+    parts = [some for (some,) in Placing(names, wholes).parts([(p, "") for p in local.parameters()])]
+    assert [part.label for part in parts] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    told = [part.cut and (part.cut.held.whole, part.cut.held.told) for part in parts]
+    assert told == [
+        ("0.weight", "dim 0: 3 to 5 of 6"),
+        ("0.bias", "dim 0: 3 to 5 of 6"),
+        ("1.weight", "dim 1: 3 to 5 of 6"),
+        None,
+    ]
+
+
+def test_neighbours_place_constants_only_where_they_have_the_values():
+    wholes = Wholes({"a.weight": WEIGHT, "a.bias": torch.arange(8.0)})
+    rows = Slice("a.weight", (8, 5), indexed((8, 5), slice(2, 4)))
+    near = [(torch.Size((2, 5)), rows)]
+    assert beside("x.bias", torch.tensor([2.0, 3.0]), near, wholes).at.tolist() == [2, 3]
+    assert beside("x.bias", torch.zeros(2), near, wholes) is None
+    columns = Slice("a.weight", (8, 5), indexed((8, 5), (slice(None), slice(0, 2))))
+    assert beside("x.bias", torch.arange(8.0), [(torch.Size((8, 2)), columns)], wholes) is None
+
+
+def with_options(rank, world, **options):
+    tensors = {"net.weight": trained(WEIGHT, GRADIENT)}
+    if options.get("lr", 0.1) != 0.1:
+        tensors = {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - options["lr"] * GRADIENT)}
+    return trace(rank, world, tensors, options={"net.weight": {"optimizer": "SGD", "lr": 0.1, **options}})
+
+
+def test_the_optimizer_is_named_where_gradients_are_right():
+    one = with_options(0, 1)
+    found = verdict(one, [with_options(rank, 2, lr=0.3) for rank in range(2)])
+    assert (found.kind, found.tensor) == ("differs", "parameter")
+    assert (
+        "the gradients are right, and the learning rate of net.weight is 0.3 on ranks 0-1, and 0.1 on one device"
+        in found.report.remarks
+    )
+    found = verdict(one, [with_options(rank, 2, weight_decay=0.5) for rank in range(2)])
+    assert found.kind == "equal"
+    assert any(
+        "the weight decay of net.weight is 0.5 on ranks 0-1, and none on one device" in r for r in found.report.remarks
+    )
+    lost = [trace(r, 2, {"net.weight": (None, WEIGHT, GRADIENT, WEIGHT - 0.3 * GRADIENT.roll(1))}) for r in range(2)]
+    found = verdict(one, lost)
+    assert any("look at its update rule" in remark for remark in found.report.remarks)
