@@ -71,7 +71,11 @@ def assembled(one: Trace, ranks: Sequence[Trace]) -> Assembly:
                 if parameter.unplaced or shown != label:
                     reasons[shown] = parameter.unplaced or AMBIGUOUS
             names[index][label] = shown
-    complete = {name: some for name, some in pieces.items() if not _gap(name, one, some, reasons)}
+    complete = {
+        name: some
+        for name, some in pieces.items()
+        if not _gap(name, one, some, reasons) and not _apart(name, some, ranks, reasons)
+    }
     for name, some in complete.items():
         for index in dict.fromkeys(piece.rank for piece in some):
             local = ranks[index].parameters[next(piece.label for piece in some if piece.rank == index)]
@@ -121,6 +125,19 @@ def _gap(name: str, one: Trace, some: Sequence[_Piece], reasons: dict[str, str])
     told = "; ".join(dict.fromkeys(held.told for held in distinct.values()))
     many = "more than once" if count >= whole.count else f"by {count} of {whole.count} elements"
     reasons[name] = f"the slices of the ranks cover it {many}: {told}"
+    return True
+
+
+def _apart(name: str, some: Sequence[_Piece], ranks: Sequence[Trace], reasons: dict[str, str]) -> bool:
+    """Return whether ranks begin with other values in the same slice, and note it: they may hold other tensors of this name."""
+    starts: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for piece in some:
+        before = next((s.before[piece.label] for s in ranks[piece.rank].steps if piece.label in s.before), None)
+        if before is not None:
+            starts[piece.held.key].add(before.bits)
+    if all(len(bits) == 1 for bits in starts.values()):
+        return False
+    reasons[name] = "ranks that hold the same slice of it begin with other values"
     return True
 
 

@@ -5,7 +5,7 @@ neighbours.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from mgpu_check.compare.alignment import deviation
 from mgpu_check.compare.trace import Parameter, Summary, Trace
@@ -17,12 +17,15 @@ AMBIGUOUS = "its values are those of several parameters of one device"
 _SAME = 1e-9
 """Of the magnitude: sums over the same elements, which kernels may add up in another order."""
 
+_NEAR = 1e-3
+"""Of the magnitude: gradients of the same parameter, which rounding moves apart by less."""
+
 
 def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
     """Return, by name on the rank, the name on one device of each parameter that is whole; None where there is none.
 
-    Values that come once on both sides decide, and tell how the modules around them are called. That decides where values
-    come several times, as constants do. A parameter whose values are nowhere is its namesake: the rank has begun elsewhere.
+    Values that come once on both sides decide, and tell how the modules around them are called. Where values come several
+    times, as those of constants and of copied layers do, first gradients decide, and then those names. A parameter whose values are nowhere is its namesake: the rank has begun elsewhere.
     """
     whole = {label: parameter for label, parameter in rank.parameters.items() if parameter.held is None}
     found: dict[str, str | None] = dict.fromkeys(rank.parameters)
@@ -34,7 +37,7 @@ def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
     for label, names in candidates.items():
         if found[label] is not None or not names:
             continue
-        name = _beside(label, prefixes) or label
+        name = _by_gradient(label, names, one, rank) or _beside(label, prefixes) or label
         if name in names and name not in taken:
             found[label] = name
             taken.add(name)
@@ -58,6 +61,18 @@ def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict
         names = by_bits.get((own.shape, start.bits), []) if start is not None else []
         found[label] = [name for name in names if not deviation(start, there[name], own.shape).size > _SAME]
     return found
+
+
+def _by_gradient(label: str, names: Sequence[str], one: Trace, rank: Trace) -> str | None:
+    """Return the only one of these that has the first gradient of a parameter; None if there is none."""
+    for here, there in zip(rank.steps, one.steps, strict=False):
+        own = here.gradients.get(label)
+        if own is None or not own.norm:
+            continue
+        shape = rank.parameters[label].shape
+        near = [name for name in names if deviation(own, there.gradients.get(name), shape).size <= _NEAR]
+        return near[0] if len(near) == 1 else None
+    return None
 
 
 def _starts(trace: Trace) -> dict[str, Summary]:

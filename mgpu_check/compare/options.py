@@ -1,4 +1,4 @@
-"""Compare what optimizers were told: learning rates, other options, and the groups that parameters are in."""
+"""Compare the options of optimizers: learning rates and others, group by group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEAR = 1e-9
 
 
 def other_options(aligned: Aligned, step: int) -> list[str]:
-    """Say in which options the optimizers of ranks differ from that of one device at a step, a clause each."""
+    """Name each option that differs between ranks and one device at a step, in a clause."""
     expected = aligned.one.steps[step].options
     found: dict[tuple[str, str, str], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for trace in aligned.ranks:

@@ -66,7 +66,7 @@ class Parameters:
         return Numbered(self._number - 1, parameter, part)
 
     def note_groups(self, optimizer: Any, number: int) -> None:
-        """Note learning rates and other options of each group, if they are not as they were at the step before."""
+        """Note learning rates and other options of each group, if some have changed since the last step."""
         groups = [
             {
                 "options": {key: _plain(value) for key, value in group.items() if _is_plain(key, value)},

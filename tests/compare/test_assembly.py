@@ -137,16 +137,37 @@ def test_stages_are_placed_by_values_and_constants_by_their_neighbours():
     assert "the same 8 parameters" in found.report.headline
 
 
-def test_layers_that_are_copies_are_not_placed():
-    one = trace(0, 1, {f"{n}.weight": trained(WEIGHT, GRADIENT + n) for n in range(2)})
-    ranks = [
-        trace(0, 2, {"0.weight": trained(WEIGHT, GRADIENT)}),
-        trace(1, 2, {"own.weight": trained(WEIGHT, GRADIENT + 1)}),
-    ]
+def layers(rank, world, numbers, scale=1.0):
+    """Layers that begin alike and have names from 0 on; and a head that has its name everywhere."""
+    made = {f"{n}.weight": trained(WEIGHT, scale * GRADIENT.roll(number, 0)) for n, number in enumerate(numbers)}
+    return trace(rank, world, made | ({"head": trained(GRADIENT, WEIGHT)} if rank or world == 1 else {}))
+
+
+def test_layers_that_are_copies_are_placed_by_their_gradients():
+    one, ranks = layers(0, 1, range(4)), [layers(rank, 2, (2 * rank, 2 * rank + 1)) for rank in range(2)]
+    assert matched(one, ranks[1]) == {"0.weight": "2.weight", "1.weight": "3.weight", "head": "head"}
     found = verdict(one, ranks)
-    assert found.kind == "undecided" and set(found.not_compared) == {"1.weight", "own.weight (rank 1)"}
-    namesakes = trace(0, 2, {f"{n}.weight": trained(WEIGHT, GRADIENT + n) for n in range(2)})
-    assert matched(one, namesakes) == {"0.weight": "0.weight", "1.weight": "1.weight"}
+    assert (found.kind, found.not_compared) == ("equal", {})
+    wrong = layers(1, 2, (2, 3), 2.0)
+    assert verdict(one, [ranks[0], wrong]).kind in ("differs", "undecided")
+
+
+def test_copies_without_names_and_gradients_are_not_placed():
+    one = trace(0, 1, {f"{n}.weight": trained(WEIGHT, GRADIENT) for n in range(2)})
+    ranks = [trace(0, 2, {"0.weight": trained(WEIGHT, GRADIENT)}), trace(1, 2, {"own": trained(WEIGHT, GRADIENT)})]
+    found = verdict(one, ranks)
+    assert found.kind == "undecided" and set(found.not_compared) == {"1.weight", "own (rank 1)"}
+
+
+def test_slices_of_other_tensors_under_one_name_are_not_put_together():
+    def shard(rank, number):
+        """Half of a layer that FSDP1 flattens, under the name that it has in its stage."""
+        cut, value, gradient, after = part(range(4) if rank % 2 == 0 else range(4, 8))
+        return cut, value + number, gradient, after
+
+    ranks = [trace(rank, 4, {"net.weight": shard(rank, rank // 2)}) for rank in range(4)]
+    found = assembled(ONE, ranks)
+    assert found.reasons == {"net.weight": "ranks that hold the same slice of it begin with other values"}
 
 
 def test_a_rank_that_begins_elsewhere_is_compared_by_name():

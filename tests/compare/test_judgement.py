@@ -323,7 +323,7 @@ def a_stage(made):
 
 
 def divided(change):
-    """Of ranks that hold parts of the model, as far as samples tell."""
+    """Return the verdict on ranks that hold parts of the model."""
     single = Training()
     ranks = [Training(rank, 4) for rank in range(4)]
     for training in ranks:
