@@ -90,7 +90,9 @@ class Samples:
     one: Counter[int]
     ranks: tuple[Counter[int], ...]
     divided: bool = False
-    """Ranks hold parts of the model: several see the same samples rightly, and some see what others have computed."""
+    """Ranks hold parts of the model: several see the same samples rightly."""
+    staged: bool = False
+    """Some ranks see what others have computed."""
 
     @property
     def together(self) -> Counter[int]:
@@ -106,9 +108,10 @@ class Samples:
     def known(self) -> bool:
         """True if a model was seen to be called, on one device and on the ranks.
 
-        Of a divided model the first stage may be called with parts of the batch, of which the first alone is recorded.
+        The first of several stages may be called with parts of the batch, of which the first alone is recorded. Then
+        samples say something only if they are those of one device.
         """
-        if self.divided and not self.together - self.one:
+        if self.staged or (self.divided and not self.together - self.one):
             return bool(self.one) and self.same
         return bool(self.one) and any(self.ranks)
 
@@ -232,6 +235,7 @@ class Aligned:
                 else Counter()
                 for index, part in enumerate(seen)
             ]
+            return Samples(expected, tuple(seen), divided=True, staged=not all(seen))
         return Samples(expected, tuple(seen), self.divided)
 
     def losses(self, step: int) -> tuple[float | None, float | None, list[float | None]]:

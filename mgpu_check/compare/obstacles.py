@@ -82,7 +82,11 @@ def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstac
         )
     batch = len(one.steps[0].seen) if one.steps else 0
     whole = all(trace.steps and len(trace.steps[0].seen) == batch for trace in ranks)
-    in_parts = any(parameter.sharded for trace in ranks for parameter in trace.parameters.values())
+    in_parts = any(
+        parameter.sharded or parameter.held or parameter.unplaced
+        for trace in ranks
+        for parameter in trace.parameters.values()
+    )
     if batch and len(ranks) > 1 and whole and not in_parts:
         yield Obstacle(f"each rank takes a batch as large as one device does ({batch})", divided(batch))
 
