@@ -14,7 +14,7 @@ from mgpu_check.gates.measuring import (
     measure_slightly_moved,
     of_parts,
 )
-from mgpu_check.gates.program import Program, Unusable, wants_world_size
+from mgpu_check.gates.program import Program, raise_unusable, wants_world_size
 from mgpu_check.gates.rounding import RUNS, rounding_seen
 from mgpu_check.gates.runs import LARGE
 from mgpu_check.gates.scenario import Scenario
@@ -102,8 +102,7 @@ class Expectations:
         try:
             found: Expected | RankFailure | None = self._measured(scenario, measuring, *how)
         except RankFailure as refused:
-            if isinstance(refused.__cause__, Unusable):
-                raise ValueError(f"{self._program.gate}: {refused.__cause__}") from None
+            raise_unusable(self._program.gate, refused)
             found = refused
         if found is not None:
             self._expected[key] = found

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from mgpu_check.gates.program import Unusable
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_attributes, by_user
 from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
@@ -147,7 +148,7 @@ class Holdings:
         """Return what the rank holds, of the model and of the optimizers, each with its placement.
 
         Raises:
-            ValueError: the user has declared a placement that does not fit.
+            Unusable: the user has declared a placement that does not fit.
         """
         found = [
             self._placed(kind, name, tensor, self._origin(tensor, module, key, name))
@@ -203,11 +204,17 @@ class Holdings:
         return self._built.get(id(tensor)) or self._origins.get((id(module), key)) or name
 
     def _placed(self, kind: _Kind, label: str, tensor: torch.Tensor, origin: str) -> Held:
+        as_built = self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == kind
+        if as_built and self._rank.size == 1:
+            return Held(kind, label, tensor, origin)  # what is declared holds for several ranks
         if self._placement is not None and kind == "params":
-            declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
+            try:
+                declared = by_user(self._placement, label, self._rank, self._coordinates, self._shapes)
+            except ValueError as error:
+                raise Unusable(str(error)) from None
             if declared is not None:
                 return self._as_declared(kind, label, tensor, declared)
-        if self._shapes.get(origin) == tuple(tensor.shape) and self._kinds[origin] == kind:
+        if as_built:
             return Held(kind, label, tensor, origin)
         if hasattr(tensor, "full_tensor"):
             return Held(kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE)
@@ -225,7 +232,7 @@ class Holdings:
         if part.at is None and tuple(tensor.shape) == part.shape:
             return Held(kind, label, tensor, part.whole)
         if count != tensor.numel() or part.at is None:
-            raise ValueError(
+            raise Unusable(
                 f"placement of {label!r} selects {count if part.at is not None else 'all'} elements of "
                 f"{part.whole} with shape {list(part.shape)}, but rank {self._rank.index} holds shape "
                 f"{list(tensor.shape)}; declare the slice that it holds"

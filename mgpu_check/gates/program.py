@@ -21,12 +21,19 @@ __all__ = [
     "is_class",
     "modules_of",
     "name_of",
+    "raise_unusable",
     "wants_world_size",
 ]
 
 
 class Unusable(ValueError):
     """The user's function or batch does not fit what the gate needs of it."""
+
+
+def raise_unusable(gate: str, failure: Exception) -> None:
+    """Raise a ValueError if a rank has failed because of what the user hands to the gate."""
+    if isinstance(failure.__cause__, Unusable):
+        raise ValueError(f"{gate}: {failure.__cause__}") from None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mgpu_check.gates.comparability import Coverage
 from mgpu_check.gates.expectations import Effort, Expectations, key_of
 from mgpu_check.gates.measuring import largest_factor
 from mgpu_check.gates.meshes import Mesh, place_in, where_is
-from mgpu_check.gates.program import Program, is_class
+from mgpu_check.gates.program import Program, is_class, raise_unusable
 from mgpu_check.gates.relations import relations_of, repeats
 from mgpu_check.gates.running import run_step
 from mgpu_check.gates.scenario import Scenario
@@ -128,6 +128,7 @@ class Trials:
             try:
                 relations = self._compared(scenario, expected, runs)
             except RankFailure as error:
+                raise_unusable(self.program.gate, error)
                 return Trial(scenario, expected, None, error=error)
             if expected.provisional and (relations.holds or effort is Effort.WIDENED):
                 self._score += 1 if relations.holds else -1

@@ -253,6 +253,7 @@ class VocabularyParallel(Megatron):
         own = tokens - self.rank.mesh.get_local_rank("tp") * len(weight)
         here = (own >= 0) & (own < len(weight))
         vectors = F.embedding(own.clamp(0, len(weight) - 1), weight) * here.unsqueeze(-1)
+        vectors = vectors.to(self.model.head.weight.dtype)
         return self.model.head(vectors if self.wrong == MISSING else self.reduced(vectors))
 
     def divided(self) -> torch.Tensor:

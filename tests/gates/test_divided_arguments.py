@@ -1,0 +1,278 @@
+"""What is said of divided models: placements, meshes, returned values, and what is not compared."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from mgpu_check import NotCompared, ScalingMismatch, assert_step_scales
+from tests.gates import divided, steps
+
+pytestmark = pytest.mark.gpus(4)
+
+TP = [{"dp": 1, "tp": 2}]
+FEW = {"sizes": [4], "max_examples": 3}
+MLP = {"build": divided.Mlp, "batch": divided.rows, **FEW}
+WORDS = {"build": divided.Words, "batch": divided.texts, "meshes": TP, **FEW}
+ROWS = {"build": steps.build, "batch": steps.batch, **FEW}
+
+
+class InDouble(divided.VocabularyParallel):
+    """Keeps its shard in another dtype, so that no values tell which slice it is."""
+
+    def put(self, module, name, shard, dim, stride):
+        setattr(module, name, nn.Parameter(shard.double() if self.rank.size > 1 else shard))
+
+
+def of_function(name, rank):
+    return (slice(6 * rank.index, 6 * rank.index + 6), slice(None)) if name == "words.weight" else None
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{"words.weight": 0}, {"words.*": {"tp": 0}}, {"*": ("words.weight", {"tp": 0})}, of_function],
+    ids=["dimension", "axis", "name", "function"],
+)
+def test_a_placement_that_is_declared(ranks, placement):
+    if isinstance(placement, dict) and "*" in placement:
+        placement = {"head.*": "whole", **placement}
+    assert_step_scales(ranks, InDouble, placement=placement, **WORDS)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("whole", r"selects all elements of words.weight with shape \[12, 8\], but rank 0"),
+        (slice(0, 5), r"selects 40 elements .* but rank 0 holds shape \[6, 8\]; declare the slice that it holds"),
+        ({"pp": 0}, r"does not fit shape \[12, 8\] and mesh axes \['dp', 'tp'\]: 'pp'"),
+        (("verbs", 0), r"names 'verbs', which build\(\) does not make; choose of words.weight, head.weight"),
+    ],
+)
+def test_a_placement_that_does_not_fit(ranks, spec, message):
+    with pytest.raises(ValueError, match=f"assert_step_scales: placement of .*{message}"):
+        assert_step_scales(ranks, InDouble, placement={"words.weight": spec}, **WORDS)
+
+
+def test_a_placement_that_is_wrong_is_refuted(ranks):
+    def of_the_other(name, rank):
+        return [*range(6 - 6 * rank.index, 12 - 6 * rank.index)] if name == "words.weight" else None
+
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, InDouble, placement=of_the_other, **WORDS)
+    assert "words.weight is divided: dim 0: 6 to 11 of 12 on rank 0; dim 0: 0 to 5 of 12 on rank 1" in str(caught.value)
+
+
+def test_what_was_not_compared_is_no_pass(ranks):
+    with pytest.raises(NotCompared) as caught:
+        assert_step_scales(ranks, InDouble, **WORDS)
+    assert caught.value.names == ("words.weight",)
+    report = str(caught.value)
+    assert report.startswith("InDouble is undecided: 1 of 3 trained parameters were not compared with one device")
+    assert "  at mesh dp 1 x tp 2: words.weight: its values before the first step are nowhere" in report
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.names) == (report, caught.value.names)
+
+
+def test_what_need_not_be_compared(ranks):
+    assert_step_scales(ranks, InDouble, unjudged={"words.*": "kept in float64", "*.weight": "all of them"}, **WORDS)
+
+
+def test_a_pattern_that_hides_nothing_is_an_error(ranks):
+    with pytest.raises(ValueError, match=r"unjudged has 'head\.\*', which matches no parameter that was not compared"):
+        assert_step_scales(ranks, InDouble, unjudged={"words.*": "kept in float64", "head.*": "why not"}, **WORDS)
+
+
+@pytest.mark.parametrize("unjudged", [["words.*"], "words.*", {"words.*": ""}, {"words.*": None}, {3: "three"}])
+def test_what_is_no_mapping_to_reasons(ranks, unjudged):
+    with pytest.raises(ValueError, match=r"unjudged=.*; give a mapping from patterns of parameters to the reasons"):
+        assert_step_scales(ranks, InDouble, unjudged=unjudged, **WORDS)
+
+
+# Meshes
+
+
+def total(model, batch, rank, wrong):
+    """A sum that is wrong where all axes in `wrong` are divided."""
+    share = rank.mesh["dp"].get_local_rank(), rank.mesh["dp"].size()
+    result = batch[0].chunk(share[1])[share[0]].sum() if share[0] < len(batch[0].chunk(share[1])) else torch.zeros(())
+    dist.all_reduce(result, group=rank.mesh["dp"].get_group())
+    return {"total": result * (3 if all(rank.mesh[axis].size() > 1 for axis in wrong) else 1)}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told", "size"),
+    [
+        (["tp"], "fails when tp > 1, for any dp; passes with dp alone", 2),
+        (["dp"], "fails when dp > 1, for any tp; passes with tp alone", 2),
+        (["dp", "tp"], "fails only when dp and tp > 1 together; passes with each alone", 4),
+    ],
+)
+def test_a_failure_names_the_axes_that_it_needs(ranks, wrong, told, size):
+    step = functools.partial(total, wrong=wrong)
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step, meshes=[{"dp": 2, "tp": 2}], **ROWS)
+    lines = str(caught.value).splitlines()
+    assert lines[1].strip() == told
+    assert any(line.startswith(f"  smallest case: world size {size}, mesh dp ") for line in lines), lines
+
+
+def coordinates(model, batch, rank):
+    mesh = rank.mesh
+    place = [mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names]
+    assert rank.size == 1 or rank.index == place[0] * mesh["tp"].size() + place[1]
+    return {"size": torch.tensor(mesh["dp"].size() * mesh["tp"].size() // rank.size)}
+
+
+def test_every_mesh_is_tried_and_its_last_axis_varies_fastest(ranks):
+    assert_step_scales(ranks, coordinates, meshes=[{"dp": 2, "tp": 2}, {"dp": 1, "tp": 2}, {"dp": 3, "tp": 1}], **ROWS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"meshes": []}, "meshes is empty; give mappings from axes to sizes"),
+        ({"meshes": {"dp": 2}}, r"meshes=\{'dp': 2\}; give mappings"),
+        ({"meshes": "dp"}, "meshes='dp'; give mappings"),
+        ({"meshes": 4}, "meshes=4; give mappings"),
+        ({"meshes": [{}]}, r"meshes has \{\}; give mappings"),
+        ({"meshes": [4]}, "meshes has 4; give mappings"),
+        ({"meshes": [{"dp": 0}]}, "each size an int of at least 1"),
+        ({"meshes": [{"dp": True}]}, "each size an int of at least 1"),
+        ({"meshes": [{"": 2}]}, "each size an int of at least 1"),
+        ({"meshes": [{"dp": 8}]}, r"mesh \{'dp': 8\} needs 8 ranks, and this run has 4 devices; .* --gpus=N"),
+        ({"meshes": [{"dp": 2}], "world_sizes": [2]}, "meshes and world_sizes are both given"),
+        ({"meshes": [{"dp": 2}], "single_process": True}, "meshes and single_process=True are both given"),
+        ({"meshes": [{"dp": 1}]}, "compares one device with itself"),
+        ({"placement": "up"}, "placement='up'; give a mapping from patterns"),
+        ({"returned_by": "first"}, "returned_by='first'; give \"last\", or a function"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(ranks, options, message):
+    with pytest.raises(ValueError, match=message):
+        assert_step_scales(ranks, steps.total, **ROWS, **options)
+
+
+# What ranks return
+
+
+def telling(model, batch, rank, by):
+    """The sum of a batch, on one rank only."""
+    place = {axis: rank.mesh.get_local_rank(axis) for axis in rank.mesh.mesh_dim_names} if rank.mesh else {}
+    if rank.size > 1 and not by(place, rank):
+        return None
+    return {"sum": batch[0].sum()}
+
+
+LAST = {
+    "stage": ({"meshes": [{"dp": 2, "pp": 2}], "returned_by": "last"}, lambda place, rank: place["pp"] == 1),
+    "rank of a mesh": ({"meshes": [{"dp": 2}], "returned_by": "last"}, lambda place, rank: rank.index == 1),
+    "rank": ({"world_sizes": [2], "returned_by": "last"}, lambda place, rank: rank.index == 1),
+    "axis": (
+        {"meshes": [{"dp": 2, "tp": 2}], "returned_by": lambda at: at["tp"] == 0},
+        lambda place, rank: place["tp"] == 0,
+    ),
+    "index": ({"world_sizes": [2], "returned_by": lambda at: at["rank"] == 0}, lambda place, rank: rank.index == 0),
+}
+
+
+@pytest.mark.parametrize("which", LAST)
+def test_what_some_ranks_return(ranks, which):
+    options, by = LAST[which]
+    assert_step_scales(ranks, functools.partial(telling, by=by), **ROWS, **options)
+
+
+def test_what_some_ranks_return_is_missing_on_others(ranks):
+    with pytest.raises(ScalingMismatch):
+        assert_step_scales(ranks, functools.partial(telling, by=LAST["rank"][1]), world_sizes=[2], **ROWS)
+
+
+def test_ranks_whose_values_count_must_agree(ranks):
+    def step(model, batch, rank):
+        return {"sum": batch[0].sum() + (rank.index if rank.size > 1 else 0)}
+
+    with pytest.raises(ScalingMismatch):
+        assert_step_scales(ranks, step, meshes=[{"pp": 1, "dp": 2}], returned_by=lambda at: at["pp"] == 0, **ROWS)
+
+
+# References
+
+
+class Reference:
+    """Keeps its optimizer over steps."""
+
+    def __init__(self, model):
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10)
+
+    def __call__(self, model, batch, world_size):
+        assert world_size == 2
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        self.optimizer.step()
+        self.scheduler.step()
+        return {"loss": loss.detach()}
+
+
+def test_a_reference_may_be_a_class(ranks):
+    options = {**ROWS, "world_sizes": [2]}
+    assert_step_scales(ranks, steps.Training, reference=Reference, **options)
+    with pytest.raises(ScalingMismatch, match="steps 2"):  # the optimizer is another each time
+        assert_step_scales(
+            ranks, steps.Training, reference=lambda m, batch: Reference(m)(m, batch, world_size=2), **options
+        )
+
+
+# What slices tell
+
+
+class Halved(divided.Megatron):
+    """Ranks have a quarter each, where there are two."""
+
+    def divide(self):
+        if self.rank.size > 1:
+            up = self.model.up
+            rows = slice(4 * self.rank.mesh.get_local_rank("tp"), 4 * self.rank.mesh.get_local_rank("tp") + 4)
+            up.weight, up.bias = nn.Parameter(up.weight.detach()[rows]), nn.Parameter(up.bias.detach()[rows])
+            self.model.down.weight = nn.Parameter(self.model.down.weight.detach()[:, rows])
+
+
+def test_a_gap_is_told(ranks):
+    with pytest.raises(ScalingMismatch, match="no rank holds dim 0: 8 to 15 of 16"):
+        assert_step_scales(ranks, Halved, meshes=TP, **MLP)
+
+
+class Unsynchronized(divided.Megatron):
+    def synchronize(self):
+        """Ranks that hold the same slices train them apart."""
+
+
+def test_replicas_of_a_slice_must_agree(ranks):
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, Unsynchronized, meshes=[{"dp": 2, "tp": 2}], **MLP)
+    assert "fails when dp > 1, for any tp; passes with tp alone" in str(caught.value)
+    assert steps.row(str(caught.value), "gradient of up.weight")[3:5] == ["NO", "NO"]
+
+
+class NotGathered(divided.FlatShards):
+    """Trains the chunks of a flat buffer, and leaves the model as it was."""
+
+    def returned(self, loss):
+        return super().returned(loss) if self.rank.size == 1 else None
+
+
+def test_the_model_counts_beside_copies_that_an_optimizer_trains(ranks):
+    options = {"meshes": [{"dp": 2}], "observe": ("params",), **MLP}
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, NotGathered, **options)
+    report = str(caught.value)
+    assert steps.row(report, "up.weight")[1] == "NO"
+    assert "up.weight is divided" not in report
