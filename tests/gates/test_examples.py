@@ -47,6 +47,12 @@ def test_examples_pass_and_their_twins_are_refuted_as_reported(
         assert shape(report.read_text()) == shape((REPORTS / report.name).read_text())
 
 
+@pytest.mark.slow
+def test_three_axes_need_eight_gpus(run: Callable[..., pytest.RunResult], examples: Path) -> None:
+    result = run("--gpus=8", "--simulate", "-k", "scales", str(examples / "test_transformer_3d.py"))
+    assert result.ret == 0, result.stdout.str()
+
+
 def test_there_is_a_test_and_a_report_of_each_broken_twin() -> None:
     assert {path.stem for path in REPORTS.iterdir()} == set(EXAMPLES)
     tests = {path.stem.removeprefix("test_") for path in (ROOT / "examples").glob("test_*.py")}
