@@ -22,6 +22,7 @@ from mgpu_check.compare.trace import Trace
 from mgpu_check.compare.verdict import Verdict, of_failure, refused, starts_its_own, verdict_of, without_steps
 from mgpu_check.engine.process import describe_exit
 from mgpu_check.processes.rank_lists import named
+from mgpu_check.processes.record import relative
 
 __all__ = ["Comparison", "Plan", "compare"]
 
@@ -77,7 +78,7 @@ def compare(plan: Plan, tell: Callable[[str], None]) -> Comparison:
     """
     made = Comparison(plan)
     verdict = _verdict(made, tell)
-    remarks = [*verdict.report.remarks, *_also(made, verdict), *_crashes_at_exit(made.runs)]
+    remarks = [*verdict.report.remarks, *_also(made, verdict), *_led(made.runs), *_crashes_at_exit(made.runs)]
     if plan.without_gpus and any(run.failed for run in made.runs):
         remarks.append("torch sees no GPU here; do: pass --simulate, if the script needs GPUs")
     made.verdict = replace(verdict, report=replace(verdict.report, remarks=remarks))
@@ -198,6 +199,19 @@ def _run(
     number = str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
     tell(f"{label}: {number} optimizer steps, {done.seconds:.1f} s")
     return done
+
+
+def _led(runs: Sequence[Run]) -> Iterator[str]:
+    """Say which line gave the ranks an address that they did not meet at."""
+    for one in runs:
+        for event in [event for trace in one.traces for event in trace.of("led")][:1]:
+            place = f"{relative(one.shown(event['file']))}:{event['line']}"
+            what = f"sets {event['variable']}" if event["variable"] else "names an address"
+            yield (
+                f"{place} {what}: the ranks met at the store of compare, in place of {event['address']}; do: leave the "
+                "address to the launcher: torchrun holds the store, too, and ranks that look elsewhere wait until they time out"
+            )
+            return
 
 
 def _crashes_at_exit(runs: Sequence[Run]) -> Iterator[str]:

@@ -259,13 +259,13 @@ def run(
     before = adopt()
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1024))
-        port = listener.getsockname()[1]
+        told["store"] = listener.getsockname()
         try:
             for rank in range(world):
-                variables = _variables(environment, rank, world, port)
+                variables = _variables(environment, rank, world, listener.getsockname()[1])
                 processes.append(_Process(rank, command, variables, told, directory, shared or {}))
             # They can connect already, and are served from now on.
-            undo.enter_context(_store(listener, port, world))
+            undo.enter_context(_store(listener, world))
             first, hung = _wait(processes, timeout)
         finally:
             for process in processes:
@@ -280,12 +280,13 @@ def run(
 
 
 @contextlib.contextmanager
-def _store(listener: socket.socket, port: int, world: int) -> Iterator[None]:
+def _store(listener: socket.socket, world: int) -> Iterator[None]:
     """Make the store where the ranks meet: torchrun's agent has one, too, so that no rank has to bind a port that may
     be taken.
     """
     import torch.distributed as dist
 
+    port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]  # not in its __all__
         "127.0.0.1", port, world + 1, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )

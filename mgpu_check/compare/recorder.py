@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.compare import started, watched
+from mgpu_check.compare import meeting, started, watched
 from mgpu_check.compare.naming import Names, unwrapped
 from mgpu_check.compare.parameters import Numbered, Parameters, parameters_of
 from mgpu_check.compare.perturb import Perturbation
@@ -42,6 +42,8 @@ def install(
     entered: int | None,
     steps: int | None,
     moved: int | None,
+    store: tuple[str, int],
+    places: meeting.Places,
     keep: int | None = None,
     wholes: int | None = None,
 ) -> None:
@@ -52,6 +54,7 @@ def install(
         entered: where the number of collectives goes; None where each waits for the others, and shows it so.
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
+        store, places: see `mgpu_check.compare.meeting.install`.
         keep: file descriptor that the parameters go to which this run begins with; None: nowhere.
         wholes: file descriptor of such parameters, in which slices are looked up; None: they are not.
     """
@@ -74,6 +77,7 @@ def install(
     )  # what calls the hooks around a step
     patches.wrap(torch.autograd, "backward", recorder.watched_backward)  # Tensor.backward calls it, too
     watched.install(recorder, world)
+    meeting.install(recorder.note, store, places)
     started.install(fd)
     if entered is not None:
         from mgpu_check.compare.entered import install as install_count

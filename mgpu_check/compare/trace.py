@@ -221,7 +221,7 @@ class Trace:
     parameters: dict[str, Parameter] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
-    """All else: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "group", "starts",
+    """All else: "clip", "load", "restore", "save", "sampler", "seed", "module", "narrow", "random", "led", "group", "starts",
     "alone", "skipped", "stopped", "ended"."""
 
     @property

@@ -11,7 +11,7 @@ __all__ = ["calling_line", "is_engine", "is_installed"]
 
 # By the end of the path, because the stacks of another host come with the paths of that host.
 _ENGINE = re.compile(
-    r"/mgpu_check/((processes|torch_hooks|rank_side|engine(/remote)?|gates|simulated)/\w+"
+    r"/mgpu_check/((processes|torch_hooks|rank_side|engine(/remote)?|gates|simulated|compare)/\w+"
     r"|pytest_plugin/(in_rank|serialization|forwarding))\.py$"
 )
 _INSTALLED = re.compile(r"/lib(64)?/python3\.\d+/|/(site|dist)-packages/|/torch/|^<frozen ")

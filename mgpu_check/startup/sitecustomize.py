@@ -59,7 +59,14 @@ def _record(settings: dict[str, Any]) -> None:
     # Simulated collectives wait as gloo's do.
     entered = None if os.environ.get("_MGPU_CHECK_SIMULATE") else settings["entered"]
     install(
-        settings["trace"], entered, settings["steps"], settings["moved"], settings.get("keep"), settings.get("wholes")
+        settings["trace"],
+        entered,
+        settings["steps"],
+        settings["moved"],
+        settings["store"],
+        settings["places"],
+        settings.get("keep"),
+        settings.get("wholes"),
     )
 
 
@@ -108,6 +115,26 @@ def _prepare_recording(settings: dict[str, Any]) -> None:
     for name in ("trace", "stacks", "entered"):
         os.set_inheritable(settings[name], False)
     faulthandler.register(settings["signal"], file=settings["stacks"], all_threads=True, chain=False)
+    settings["places"] = _watch_variables("MASTER_ADDR", "MASTER_PORT")
+
+
+def _watch_variables(*names: str) -> dict[str, tuple[str, int]]:
+    """Return where these variables are set from now on, as file and line: torch reads them much later."""
+    places: dict[str, tuple[str, int]] = {}
+    kind: Any = type(os.environ)
+    original = kind.__setitem__
+
+    @functools.wraps(original)
+    def __setitem__(self: object, key: str, value: str) -> None:
+        if key in names:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename.startswith(("<frozen ", os.__file__)):
+                frame = frame.f_back
+            places[key] = frame.f_code.co_filename, frame.f_lineno
+        original(self, key, value)
+
+    kind.__setitem__ = __setitem__
+    return places
 
 
 def _leave_environment() -> None:

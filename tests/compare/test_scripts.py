@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.docs.pages import DOCS, blocks
 
 SIMULATED = ("--gpus=2", "--simulate")
@@ -149,3 +151,34 @@ def test_a_module_that_trains_nothing(python, tmp_path):
     assert code == 2
     assert "-m job --lr=1 --gpus=9: one device, and 3 ranks" in stdout.decode()
     assert "no optimizer step was seen on one device" in stdout.decode()
+
+
+INIT = '    dist.init_process_group("gloo")\n'
+FREE_PORT = "    import socket\n    with socket.create_server(('', 0)) as server: port = server.getsockname()[1]\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (f"    os.environ.update(MASTER_PORT=str(port))\n{INIT}", "sets MASTER_PORT"),
+        (f"    os.environ['MASTER_ADDR'] = '192.0.2.1'\n{INIT}", "sets MASTER_ADDR"),
+        (
+            "    dist.init_process_group('gloo', f'tcp://localhost:{port}', rank=rank, world_size=world)\n",
+            "names an address",
+        ),
+    ],
+    ids=["port", "host", "tcp"],
+)
+def test_ranks_meet_where_the_script_has_an_address_of_its_own(compare, by_hand, changed, own, said):
+    """Without a store there, the ranks would wait until they time out: each finds another port."""
+    script = changed(by_hand, (INIT, FREE_PORT + own))
+    outcome = compare(script, "--timeout=60", code=0)
+    line = 1 + script[: script.index(own)].count("\n")
+    assert f"train.py:{line} {said}: the ranks met at the store of compare, in place of " in outcome.text
+    assert "do: leave the address to the launcher" in outcome.text
+    assert outcome.text.count("the ranks met") == 1
+
+
+def test_nothing_is_said_of_another_name_for_the_address(compare, by_hand, changed):
+    outcome = compare(changed(by_hand, (INIT, f"    os.environ['MASTER_ADDR'] = 'localhost'\n{INIT}")), code=0)
+    assert "the ranks met" not in outcome.text
