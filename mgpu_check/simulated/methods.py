@@ -9,14 +9,15 @@ import torch
 
 from mgpu_check.simulated import hardware
 from mgpu_check.simulated.host_copies import late_host_copy
-from mgpu_check.simulated.lazy import LAZY, install_lazy, uninitialized_on
+from mgpu_check.simulated.identity import become, compatible, is_elsewhere, put_grad
+from mgpu_check.simulated.lazy import LAZY, TARGET, install_lazy, uninitialized_on
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import move
 from mgpu_check.simulated.wrappers import convert_local, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["PINNED", "become", "install_methods"]
+__all__ = ["PINNED", "install_methods"]
 
 PINNED = "_mgpu_check_pinned"
 _base = torch._C.TensorBase
@@ -195,30 +196,20 @@ def _data(original: object) -> property:
         here = isinstance(self, SimulatedTensor)
         if not here and not isinstance(value, SimulatedTensor):
             original.__set__(self, value)  # type: ignore[attr-defined]
+            if isinstance(self, LAZY) and isinstance(value, LAZY) and TARGET in value.__dict__:
+                self.__dict__[TARGET] = value.__dict__[TARGET]
         elif here and isinstance(value, SimulatedTensor):
             with torch._C._DisableTorchDispatch():
                 original.__set__(self, value)  # type: ignore[attr-defined]
                 if (view := self.__dict__.get(_VIEW)) is not None:
                     original.__set__(view, raw(value))  # type: ignore[attr-defined]
             self._dev = value._dev  # type: ignore[attr-defined]
+        elif not torch._has_compatible_shallow_copy_type(self, value):
+            original.__set__(raw(self), raw(value))  # type: ignore[attr-defined]  # raises
         else:
             become(self, value)
 
     return property(get, put)
-
-
-def become(t: torch.Tensor, value: torch.Tensor) -> None:
-    new = value.detach()
-    if new is value or new.untyped_storage()._cdata != value.untyped_storage()._cdata:
-        new = value.view_as(value)
-    if isinstance(t, torch.nn.Parameter):
-        new = torch.nn.Parameter(new, requires_grad=t.requires_grad)
-    else:
-        new.requires_grad_(t.requires_grad)
-    for key, kept in t.__dict__.items():
-        if key not in ("_dev", "_is_param"):
-            new.__dict__[key] = kept
-    torch.utils.swap_tensors(t, new)
 
 
 def _grad(original: object) -> property:
@@ -226,7 +217,9 @@ def _grad(original: object) -> property:
 
     def get(self: torch.Tensor) -> torch.Tensor | None:
         grad: torch.Tensor | None = original.__get__(self)  # type: ignore[attr-defined]
-        if grad is not None and (type(grad) is SimulatedTensor) is not (type(self) is SimulatedTensor):
+        if grad is None or is_elsewhere(grad):
+            return grad
+        if (type(grad) is SimulatedTensor) is not (type(self) is SimulatedTensor):
             if isinstance(self, SimulatedTensor):
                 if type(grad) is not torch.Tensor:
                     return grad
@@ -235,23 +228,8 @@ def _grad(original: object) -> property:
                     grad.__dict__[_VIEW] = view
             elif type(self) is torch.Tensor or type(self) is torch.nn.Parameter:
                 grad = raw(grad)
-            replace(self, grad)
+            put_grad(self, grad)  # C++ may have put one there of another dtype, as mixed precision of DDP does
         return grad
-
-    def replace(self: torch.Tensor, grad: torch.Tensor) -> None:
-        """Replace the gradient by the same one: C++ may have put one there of another dtype, as mixed precision of DDP
-        does.
-        """
-        if grad.dtype == self.dtype:
-            original.__set__(self, grad)  # type: ignore[attr-defined]
-            return
-        with torch._C._DisableTorchDispatch():
-            kept = _base.data.__get__(self)  # type: ignore[attr-defined]
-            _base.data.__set__(self, raw(grad))  # type: ignore[attr-defined]
-            try:
-                original.__set__(self, grad)  # type: ignore[attr-defined]
-            finally:
-                _base.data.__set__(self, kept)  # type: ignore[attr-defined]
 
     def put(self: torch.Tensor, value: torch.Tensor | None) -> None:
         if isinstance(value, torch.Tensor) and (
@@ -310,4 +288,5 @@ def install_methods(patches: Patches) -> None:
     patches.replace(torch.autograd.grad, _gradients(torch.autograd.grad))
     patches.set(torch.Tensor, "data", _data(_base.data))
     patches.set(torch.Tensor, "grad", _grad(_base.grad))
+    patches.replace(torch._has_compatible_shallow_copy_type, compatible(torch._has_compatible_shallow_copy_type))
     install_lazy(patches, become)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
-from mgpu_check.simulated.lazy import TARGET
+from mgpu_check.simulated.identity import put_grad
 from mgpu_check.simulated.state import untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
 __all__ = ["install_modules"]
-
-_OWN = ("_dev", "_is_param", TARGET)  # what a simulated or lazy tensor says of itself
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 Groups = dict[tuple[torch.device, torch.dtype | None], tuple[list[list[torch.Tensor | None]], list[int]]]
 
@@ -59,61 +54,19 @@ def _parse_to(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def _apply(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Make ``Module._apply`` swap, which keeps parameters simulated and the same objects.
-
-    Where a live graph holds a parameter torch cannot swap it: a new one takes its place, where on a device the old one
-    would keep its identity. ``load_state_dict`` is not to swap, so the flags of torch are set for the call alone. What
-    others have put on a parameter stays there, and its hooks do: torch swaps them, too, where it moves the data only.
-    """
-
-    def moved(module: torch.nn.Module, fn: object, recurse: bool) -> torch.nn.Module:
-        before = {name: _Extras(param) for name, param in module._parameters.items() if param is not None}
-        try:
-            return original(module, fn, recurse)
-        finally:
-            for name, extras in before.items():
-                extras.put(module._parameters[name])
+    """Let ``Module._apply`` move the data of gradients beneath their objects, too, which C++ holds apart."""
 
     @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: object, recurse: bool = True) -> torch.nn.Module:
+        held = [(p, grad) for p in self._parameters.values() if p is not None and (grad := p.grad) is not None]
         try:
-            with _conversion(swap=True, overwrite=False):
-                return moved(self, fn, recurse)
-        except RuntimeError as error:
-            if "Couldn't swap" not in str(error):
-                raise
-        with _conversion(swap=False, overwrite=True):
-            return moved(self, fn, recurse)
+            return original(self, fn, recurse)
+        finally:
+            for param, grad in held:
+                if param.grad is not grad:
+                    put_grad(param, grad)
 
     return apply
-
-
-class _Extras:
-    """The attributes of a parameter besides its data."""
-
-    def __init__(self, param: Any) -> None:
-        self.attributes = dict(param.__dict__)
-        self.hooks = {name: hooks for name in _HOOKS if (hooks := getattr(param, name)) is not None}
-
-    def put(self, param: Any) -> None:
-        for key, value in self.attributes.items():
-            if key not in _OWN:
-                param.__dict__.setdefault(key, value)
-        for name, hooks in self.hooks.items():
-            setattr(param, name, hooks)  # also where Python has them still: what was swapped is what C++ has
-
-
-@contextmanager
-def _conversion(*, swap: bool, overwrite: bool) -> Iterator[None]:
-    future = torch.__future__
-    was = future.get_swap_module_params_on_conversion(), future.get_overwrite_module_params_on_conversion()
-    future.set_swap_module_params_on_conversion(swap)
-    future.set_overwrite_module_params_on_conversion(overwrite)
-    try:
-        yield
-    finally:
-        future.set_swap_module_params_on_conversion(was[0])
-        future.set_overwrite_module_params_on_conversion(was[1])
 
 
 def install_modules(patches: Patches) -> None:

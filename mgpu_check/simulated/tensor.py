@@ -19,8 +19,9 @@ from mgpu_check.simulated.state import active_node
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["TYPE_NAMES", "SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
+__all__ = ["CLASS", "TYPE_NAMES", "SimulatedTensor", "is_simulated", "raw", "set_runner", "tag", "to_real", "type_name"]
 
+CLASS = "_mgpu_check_class"  # the class that a parameter has on the host, if that is one of the user's own
 _no_dispatch = torch._C._DisableTorchDispatch
 _strided = torch.strided
 _plain: type = torch.Tensor
@@ -124,6 +125,8 @@ class SimulatedTensor(torch.Tensor):
             )
         if isinstance(self, torch.nn.Parameter):  # without gradient and attributes, as `Parameter.__deepcopy__`
             memo[id(self)] = twin = torch.nn.Parameter(self.detach().clone(), self.requires_grad)
+            if CLASS in self.__dict__:
+                twin.__dict__[CLASS] = self.__dict__[CLASS]
             return twin
         with torch.no_grad():
             if self.layout is _strided:
@@ -146,11 +149,13 @@ class SimulatedTensor(torch.Tensor):
             return _of_sparse, (to_real(self.detach()), str(self._dev), self.requires_grad)
         storage = torch.storage.TypedStorage(wrap_storage=self.untyped_storage(), dtype=self.dtype, _internal=True)
         shape = (storage, self.storage_offset(), tuple(self.size()), self.stride())
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_dev", "_is_param", CLASS)}
         if getattr(self, "_is_param", False):
-            data = _on_storage(self, self.untyped_storage())
-            return torch._utils._rebuild_parameter, (data, self.requires_grad, hooks)
+            given = (_on_storage(self, self.untyped_storage()), self.requires_grad, hooks)
+            if state:
+                return torch._utils._rebuild_parameter_with_state, (*given, state)
+            return torch._utils._rebuild_parameter, given
         build = (torch._utils._rebuild_tensor_v2, (*shape, self.requires_grad, hooks))
-        state = {k: v for k, v in self.__dict__.items() if k not in ("_dev", "_is_param")}
         if state:
             return torch._tensor._rebuild_from_type_v2, (*build[:1], torch.Tensor, build[1], state)
         return build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -247,8 +248,63 @@ def test_what_is_on_a_parameter_stays_where_a_module_is_moved():
     net.zero_grad()
     net(torch.ones(1, 2, dtype=torch.float64, device="cuda:2")).sum().backward()
     assert calls[2:] == [False]
-    held = net.weight.expand_as(net.weight)  # by a graph: another parameter takes its place
-    assert net.cuda(0).weight.decays is False and held.device == torch.device("cuda:2")
+    held = net.weight.expand_as(net.weight)  # a graph holds it
+    assert net.cpu().weight is weight and weight.decays is False and held.device == torch.device("cuda:2")
+
+
+def test_an_optimizer_still_has_the_parameters_of_a_module_that_was_moved_while_a_graph_holds_them():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).cuda(1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    loss = net(torch.ones(1, 2, device="cuda:1")).sum()
+    loss.backward(retain_graph=True)
+    gradient = net[0].weight.grad
+    for move in (net.cpu, net.cuda):
+        move()
+        assert net[0].weight.grad is gradient and gradient.device == net[0].weight.device
+        before = net[0].weight.detach().clone()
+        optimizer.step()
+        assert not torch.equal(net[0].weight, before)
+    net.cpu()
+    with pytest.raises(RuntimeError, match="moved from cuda:1 to cpu after the forward pass"):
+        loss.backward()
+
+
+def test_parameters_that_are_made_without_values_on_another_device_are_untied():
+    def tied():
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        net[1].weight = net[0].weight
+        return net
+
+    for move in (lambda net: net.to("meta"), lambda net: net.to("meta").to_empty(device="cuda:0")):
+        net = move(tied())
+        assert net[1].weight is not net[0].weight
+    for move in (lambda net: net.cuda(1), lambda net: net.to_empty(device="cuda:1"), lambda net: net.cuda().cpu()):
+        net = move(tied())
+        assert net[1].weight is net[0].weight
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        net[0].weight.data = torch.ones(2, 2, device="cuda:0").to("meta")
+        tied().cuda()[0].weight.data = torch.ones(2, 2, device="meta")
+
+
+def test_data_that_is_assigned_leaves_the_gradient_where_it_is():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = gradient = torch.ones(2)
+    weight.data = torch.zeros(2, dtype=torch.float64, device="cuda:1")
+    assert weight.device == torch.device("cuda:1") and weight.grad is gradient and gradient.device.type == "cpu"
+    result = (weight * 2).cpu()
+    with pytest.raises(RuntimeError, match="is the result of an operation"):
+        result.data = torch.zeros(2, dtype=torch.float64, device="cuda:1")
+
+
+def test_a_parameter_keeps_its_class_and_its_attributes():
+    class Named(nn.Parameter):
+        pass
+
+    net = nn.Linear(2, 2)
+    net.weight = Named(net.weight.detach())
+    net.cuda(1).weight.decays = False
+    assert isinstance(net.weight, nn.Parameter) and pickle.loads(pickle.dumps(net)).weight.decays is False
+    assert type(copy.deepcopy(net).cpu().weight) is Named and type(net.cpu().weight) is Named
 
 
 def test_complex_parameters_stay_complex_in_data_parallel():
