@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import IO, Any, Protocol
 
 from mgpu_check.devices.placement import Slot
+from mgpu_check.engine import hash_seeds
 from mgpu_check.engine.forkserver import END, FILES, FORK
 from mgpu_check.engine.process import Process, halted
 from mgpu_check.errors import StartupFailure
@@ -76,8 +77,8 @@ class Launcher(Protocol):
     def start(self) -> None:
         """Begin to come up, without waiting for it."""
 
-    def launch(self, slots: Sequence[Slot]) -> list[Process]:
-        """Launch a new process, connected, for each of `seats`."""
+    def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
+        """Launch a new process, connected, for each of `slots`; with different hash seeds where `seeds_apart`."""
 
     def store(self, name: str) -> str:
         """Return the address of a rendezvous that has not been used yet, for a world called `name`: see
@@ -114,16 +115,19 @@ class Launcher(Protocol):
 class LocalLauncher:
     """Launcher of this machine: forks processes from a fork server that has imported torch."""
 
-    def __init__(self, preload: Sequence[str] = (), simulate: str | None = None) -> None:
+    def __init__(self, preload: Sequence[str] = (), simulate: str | None = None, hash_seed: str = "") -> None:
         """Begin without a fork server.
 
         Args:
             preload: modules that the fork server imports besides torch.
             simulate: the device that computes for the simulated node that the processes will enter, of which the fork
                 server does what they can share; None where they use real devices.
+            hash_seed: of the fork server, unless the user gives one to all; empty where it draws its own.
         """
         shared = (*(SIMULATION if simulate is not None else ()), *(PREPARED if simulate == "cpu" else ()))
         self._preload = (*PRELOAD, *shared, *preload)
+        self._asked, self._simulate, self._hash_seed = preload, simulate, hash_seed
+        self._second: LocalLauncher | None = None
         self._server: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._log: IO[bytes] | None = None
@@ -141,7 +145,8 @@ class LocalLauncher:
             self._directory = Scratch.new("ranks")  # the server removes it if this process cannot
             undo.pop_all()
         ours, theirs = socket.socketpair()
-        code = with_this_package("from mgpu_check.engine import forkserver as f; f.main(sys.argv[1:])")
+        environment, restore = hash_seeds.of_server(os.environ, self._hash_seed)
+        code = with_this_package(f"{restore}from mgpu_check.engine import forkserver as f; f.main(sys.argv[1:])")
         with theirs:
             self._server = subprocess.Popen(
                 [
@@ -153,7 +158,7 @@ class LocalLauncher:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env={**os.environ, MARK: str(self._directory.path)},
+                env={**environment, MARK: str(self._directory.path)},
                 start_new_session=True,  # the terminal's Ctrl-C is for pytest, which then ends the server
             )
         self._control = ours
@@ -176,17 +181,25 @@ class LocalLauncher:
     def binding(self, slot: Slot, here: Sequence[Slot]) -> tuple[int, int]:
         return here.index(slot), len(here)
 
-    def launch(self, slots: Sequence[Slot]) -> list[Process]:
+    def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
         launched: list[Process] = []
         try:
-            for _ in slots:
-                launched.append(self.fork(*socket.socketpair()))
+            for number, _ in enumerate(slots):
+                server = self._with_second_seed() if seeds_apart and number % 2 else self
+                launched.append(server.fork(*socket.socketpair()))
         except BaseException:
             for process in launched:
                 process.kill()
                 process.close()
             raise
         return launched
+
+    def _with_second_seed(self) -> LocalLauncher:
+        """Return the launcher of another fork server, with another hash seed: the ranks of one server have one."""
+        if self._second is None:
+            self._second = LocalLauncher(self._asked, self._simulate, hash_seeds.SECOND)
+            self._second.start()
+        return self._second
 
     def fork(self, ours: socket.socket, theirs: socket.socket) -> Process:
         """Fork a new process that is connected by `theirs`, and held here by `ours`."""
@@ -223,7 +236,8 @@ class LocalLauncher:
 
     def waitables(self) -> list[int]:
         # What it says before it is ready is for `fork`, which waits for that.
-        return [self._control.fileno()] if self._ready and self._control is not None else []
+        own = [self._control.fileno()] if self._ready and self._control is not None else []
+        return own + (self._second.waitables() if self._second is not None else [])
 
     def collect(self) -> None:
         try:
@@ -231,11 +245,16 @@ class LocalLauncher:
                 self._receive()
         except StartupFailure:
             pass  # the server is gone, and the ranks with it: their connections tell; the next launch starts a new one
+        if self._second is not None:
+            self._second.collect()
 
     def ending(self) -> list[int]:
-        return [process.pid for process in self._processes.values() if process.killed]
+        own = [process.pid for process in self._processes.values() if process.killed]
+        return own + (self._second.ending() if self._second is not None else [])
 
     def close(self) -> None:
+        if self._second is not None:
+            self._second.close()
         if self._server is None or self._control is None:
             return
         for process in self._processes.values():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from mgpu_check.devices.placement import Slot
+from mgpu_check.engine import hash_seeds
 from mgpu_check.engine.answers import collect, send
 from mgpu_check.engine.failures import NODE, Died, Interrupted, Who
 from mgpu_check.engine.launcher import Launcher
@@ -51,8 +52,10 @@ class WorldProcesses:
         self._garbled: dict[int, str] = {}
         self.processes: dict[int, Process] = {}
         try:
-            self.processes = dict(zip(indices, launcher.launch(slots), strict=True))
-            self._await_ready(self._send(spec_of))
+            specs = {index: spec_of(index) for index in indices}
+            seeds_apart = any(hash_seeds.apart(spec.own_environment) for spec in specs.values())
+            self.processes = dict(zip(indices, launcher.launch(slots, seeds_apart), strict=True))
+            self._await_ready(self._send(specs.__getitem__))
         except BaseException:
             self.discard()
             raise

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
+from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, sizes_of, world_sizes_of
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Evidence, Start
@@ -18,7 +19,7 @@ from mgpu_check.processes.scratch import Scratch
 if TYPE_CHECKING:
     from torch import nn
 
-    from mgpu_check.gates.evaluation import Compared
+    from mgpu_check.gates.evaluation import Compared, Evaluated
 
 __all__ = ["assert_evaluation_agrees"]
 
@@ -81,14 +82,33 @@ def assert_evaluation_agrees(
 
     for size in worlds:
         for samples in numbers or [_PER_RANK * size]:
-            program = Evaluated(step, build, batch, evaluate, steps, samples)
-            compared = _run(ranks, program, size, measure=False)
-            if _wrong(compared) and not _of(compared, "parameter", "buffer"):
-                compared = _run(ranks, program, size, measure=True)
-            if wrong := _wrong(compared):
-                report = _report(compared, wrong, {"world size": size, "samples": samples, "steps": steps}, size)
-                at_fault = sorted({rank for row in wrong for rank in row.wrong})
-                raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
+            _judge(ranks, Evaluated(step, build, batch, evaluate, steps, samples), size)
+    smallest = min((size for size in worlds if size > 1), default=None)
+    if smallest is not None:
+        program = Evaluated(step, build, batch, evaluate, steps, (numbers or [_PER_RANK * smallest])[0])
+        with_seeds_apart(
+            ranks,
+            "assert_evaluation_agrees",
+            (step, build, batch, evaluate),
+            _case(program, smallest),
+            lambda by: _judge(by, program, smallest),
+        )
+
+
+def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
+    """Raise if ranks answer otherwise than each other."""
+    __tracebackhide__ = True
+    compared = _run(ranks, program, size, measure=False)
+    if _wrong(compared) and not _of(compared, "parameter", "buffer"):
+        compared = _run(ranks, program, size, measure=True)
+    if wrong := _wrong(compared):
+        report = _report(compared, wrong, _case(program, size), size)
+        at_fault = sorted({rank for row in wrong for rank in row.wrong})
+        raise ScalingMismatch(str(report), ranks=at_fault, mistakes=report.mistakes)
+
+
+def _case(program: Evaluated, size: int) -> dict[str, object]:
+    return {"world size": size, "samples": program.samples, "steps": program.steps}
 
 
 def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list[Compared]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import ScalingMismatch
 from mgpu_check.gates.coverage import Coverage, Visits, coverage_of, same_orders, samples_of
+from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.worlds import RanksFixture, check_count, noting, world_sizes_of
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.report import Observable, Report
@@ -82,12 +83,12 @@ def assert_loader_covers(
     sizes = world_sizes_of(ranks, world_sizes)
     accepted = Accepted(padding=padding, dropped=dropped, uneven=uneven)
 
-    def visits_of(size: int, *, inline: bool = False) -> list[Visits]:
+    def visits_of(size: int, *, inline: bool = False, by: RanksFixture = ranks) -> list[Visits]:
         # Here, because it imports torch, which this process may do without until it has a gate to run.
         from mgpu_check.gates.samples import visit
 
         with noting(f"the loader at world size {size}, {epochs} epochs"):
-            visits: list[Visits] = ranks.run(visit, make_loader, epochs, key, inline, size=size)
+            visits: list[Visits] = by.run(visit, make_loader, epochs, key, inline, size=size)
         for problem in filter(None, (one.problem for one in visits)):
             raise ValueError(problem)
         return visits
@@ -100,6 +101,13 @@ def assert_loader_covers(
         visits = visits_of(size)
         again = visits_of(size) if size == repeated_at else None
         _check(expected, alone, visits, again, accepted, shuffled)
+    if repeated_at is not None:
+
+        def judge(by: RanksFixture, size: int = repeated_at) -> None:
+            _check(expected, alone, visits_of(size, by=by), None, accepted, shuffled)
+
+        case: dict[str, object] = {"world size": repeated_at, "samples": expected.total()}
+        with_seeds_apart(ranks, "assert_loader_covers", (make_loader, key), case, judge)
 
 
 def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mgpu_check.errors import RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gates.hash_seeds import with_seeds_apart
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.worlds import RanksFixture, check_count, check_tolerance, noting, world_sizes_of
 from mgpu_check.mistakes.attempts import Attempts
@@ -79,9 +80,19 @@ def assert_resume_continues(
     __tracebackhide__ = True
     check_count("assert_resume_continues", "steps", steps)
     check_tolerance("assert_resume_continues", tolerance, by_name=False)
-    for size in world_sizes_of(ranks, world_sizes):
+    sizes = world_sizes_of(ranks, world_sizes)
+    for size in sizes:
         with Scratch.new("resume") as root:
             _check(ranks, train, steps, size, tolerance, root)
+    smallest = min((size for size in sizes if size > 1), default=None)
+    if smallest is not None:
+
+        def judge(by: RanksFixture, size: int = smallest) -> None:
+            with Scratch.new("resume") as root:
+                _check(by, train, steps, size, tolerance, root)
+
+        case: dict[str, object] = {"world size": smallest, "steps": f"{steps} + {steps}"}
+        with_seeds_apart(ranks, "assert_resume_continues", (train,), case, judge)
 
 
 def _check(

@@ -21,6 +21,7 @@ from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
 from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
+from mgpu_check.gates.step_seeds import try_seeds
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture, check_tolerance, world_sizes_of
 from mgpu_check.mistakes.results import KINDS
@@ -191,6 +192,7 @@ def _assert_scales(
             report = investigate(trials, failed, [size for size, mesh in worlds if not mesh], axes)
             raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
     trials.finish(worlds, unjudged)
+    try_seeds(trials)
 
 
 def _check_arguments(

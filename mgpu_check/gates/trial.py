@@ -68,6 +68,7 @@ class Trials:
 
     Attributes:
         completed: world size or mesh -> how many scenarios were compared there.
+        passed: the first of several ranks that was right.
         current: that which is tried, or was tried last.
         trains: the step has changed the model, so that a second one is another.
     """
@@ -82,6 +83,7 @@ class Trials:
     ) -> None:
         self.ranks, self.program, self.kinds, self.tolerance, self.name = ranks, program, kinds, tolerance, name
         self.completed: Counter[tuple[int, Mesh]] = Counter()
+        self.passed: Scenario | None = None
         self.trains = is_class(program.step)
         self.current = Scenario(1, 0)
         self._outcomes: dict[tuple[object, ...], Trial | None] = {}
@@ -136,6 +138,8 @@ class Trials:
                 break  # otherwise it is measured better how far a right step may be off
         assert expected is not None
         self.completed[scenario.place] += 1
+        if relations.holds and self.passed is None and scenario.world_size > 1:
+            self.passed = scenario
         return None if relations.holds else Trial(scenario, expected, relations, runs[0])
 
     def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:

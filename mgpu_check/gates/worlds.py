@@ -26,9 +26,19 @@ class RanksFixture(Protocol):
         *args: Any,
         size: int | None = None,
         timeout: float | None = None,
+        environment: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on each of `size` ranks; return what they return, in rank order."""
+        ...
+
+    @property
+    def _seeds_apart(self) -> bool:
+        """Whether ranks have different hash seeds anyway."""
+        ...
+
+    def _remark(self, line: str) -> None:
+        """Have a line in the summary of the run, once."""
         ...
 
     @property

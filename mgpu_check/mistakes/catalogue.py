@@ -210,6 +210,11 @@ _ALL = (
         "ranks take different numbers of steps, and wait for each other in the last",
         "give every rank as many batches: a sampler that pads or drops, or DistributedDataParallel's join() context",
     ),
+    MistakeClass(
+        "set-order",
+        "ranks go through a set, each in an order of its own",
+        "iterate over sorted(names), or over a list or dict, which keep the order in which they were filled",
+    ),
     # precision
     MistakeClass(
         "low-precision-overflow",

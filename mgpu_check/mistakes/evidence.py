@@ -15,7 +15,7 @@ from mgpu_check.processes.record import Entered
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["ByRank", "Calls", "Evidence", "Factor", "Restored", "Sampler", "Start"]
+__all__ = ["ByRank", "Calls", "Evidence", "Factor", "HashSeeds", "Restored", "Sampler", "Start"]
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,17 @@ class Calls:
         """Return whether a rank was aborted in a collective whose name begins so."""
         entered = any(one.name.startswith(name) for one in self.last.values())
         return any(entered or name in stacks for stacks in self.aborted)
+
+
+@dataclass(frozen=True)
+class HashSeeds:
+    """The evidence of a case that fails only where ranks have different hash seeds.
+
+    Attributes:
+        told: what was seen, as a clause.
+    """
+
+    told: str
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Ranks:
             devices: in place of `size`, some of the devices that the test has, 0 to ``self.size - 1``, in any order:
                 rank ``i`` runs on ``devices[i]``, and its `Rank.device` says so. Default the first ones, in order.
             environment: variables that the ranks have from their start, as those that NCCL or cuBLAS reads once. What torch
-                reads when it is imported is read before. Ranks with other variables are other processes.
+                reads when it is imported is read before. Ranks with other variables are other processes. With
+                ``{"PYTHONHASHSEED": "random"}`` ranks have different hash seeds, as under torchrun; otherwise all have one.
 
         Raises:
             RankFailure: a rank raised.
@@ -79,6 +80,16 @@ class Ranks:
         self._session.on_ranks()
         with abandoning(self._session), self._session.some_devices(len(arguments)):
             return self._session.pool.run_apart(fn, arguments)
+
+    @property
+    def _seeds_apart(self) -> bool:
+        """Whether ranks have different hash seeds anyway: those that a launcher has launched."""
+        return self._session.has_agents
+
+    def _remark(self, line: str) -> None:
+        """Have a line in the summary of the run, once."""
+        if line not in self._session.remarks:
+            self._session.remarks.append(line)
 
     def __repr__(self) -> str:
         return f"<{self.size} ranks>"

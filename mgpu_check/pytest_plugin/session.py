@@ -105,8 +105,14 @@ class GpuSession:
             self._pool = self._new_pool(self.settings.gpus)
         return self._pool
 
+    @property
+    def has_agents(self) -> bool:
+        """Whether ranks are started by agents that a launcher has launched."""
+        return self._agents is not None
+
     def _new_pool(self, devices: int) -> RankPool:
         # Here, because every pytest run where this package is installed makes a session, and few need ranks.
+        from mgpu_check.engine.hash_seeds import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
         from mgpu_check.pytest_plugin.forwarding import deliver
@@ -115,7 +121,7 @@ class GpuSession:
 
         self._agents = launched.launcher_of_this_run(self.settings)
         return RankPool(
-            self._agents or LocalLauncher(PRELOAD, self.settings.simulate),
+            self._agents or LocalLauncher(PRELOAD, self.settings.simulate, FIRST),
             devices,
             self.settings.simulate,
             self.settings.rank_timeout,

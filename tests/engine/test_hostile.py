@@ -275,8 +275,8 @@ def test_a_rank_that_dies_while_it_starts_is_told_at_once_and_a_stopped_fork_ser
         (server,) = pool.run(os.getppid, size=1)
         original = pool._launcher.launch
 
-        def launch(slots):
-            processes = original(slots)
+        def launch(slots, seeds_apart=False):
+            processes = original(slots, seeds_apart)
             os.kill(processes[1].pid, signal.SIGKILL)
             return processes
 

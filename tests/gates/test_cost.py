@@ -50,6 +50,13 @@ class Counted:
     def _at_once(self) -> int:
         return self._ranks._at_once
 
+    @property
+    def _seeds_apart(self) -> bool:
+        return self._ranks._seeds_apart
+
+    def _remark(self, line: str) -> None:
+        self._ranks._remark(line)
+
     def _run_apart(self, fn: Any, arguments: Any) -> list[Any]:
         self.ran[f"{fn.__name__} apart"] += 1
         return self._ranks._run_apart(fn, arguments)

@@ -132,7 +132,8 @@ class AgentLauncher:
     def start(self) -> None:
         """Do nothing: the agents have started their fork servers themselves."""
 
-    def launch(self, slots: Sequence[Slot]) -> list[Process]:
+    def launch(self, slots: Sequence[Slot], seeds_apart: bool = False) -> list[Process]:
+        # Each agent has a fork server of its own, and so a seed of its own.
         connections = self.connections
         wanted = [self._rank_at[slot] for slot in slots]
         self._await(wanted)

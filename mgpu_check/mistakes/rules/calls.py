@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mgpu_check.mistakes.evidence import Calls
+from mgpu_check.mistakes.evidence import Calls, HashSeeds
 from mgpu_check.mistakes.report import Finding
 
-__all__ = ["aborted_in_gather", "known_words", "other_sizes", "part_ways", "uneven_steps"]
+__all__ = ["aborted_in_gather", "known_words", "other_sizes", "part_ways", "set_order", "uneven_steps"]
 
 _FILLING = ("gather", "scatter", "all_to_all")
 _LONGEST = 240
@@ -81,6 +81,11 @@ def aborted_in_gather(calls: Calls) -> Finding | None:
     if not calls.aborted_in("all_gather"):
         return None
     return Finding("uneven-gather", "a rank was aborted inside all_gather, as by tensors of different sizes")
+
+
+def set_order(seeds: HashSeeds) -> Finding | None:
+    """Name the order of a set, where a case fails only if ranks have different hash seeds."""
+    return Finding("set-order", seeds.told)
 
 
 def _short(text: str) -> str:

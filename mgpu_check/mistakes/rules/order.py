@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from mgpu_check.mistakes.attempts import Attempts
-from mgpu_check.mistakes.evidence import Calls, Evidence, Restored
+from mgpu_check.mistakes.evidence import Calls, Evidence, HashSeeds, Restored
 from mgpu_check.mistakes.report import Finding
 from mgpu_check.mistakes.rules import (
     calls,
@@ -44,10 +44,12 @@ __all__ = [
     "RULES_OF_CALLS",
     "RULES_OF_CHECKPOINTS",
     "RULES_OF_EPOCHS",
+    "RULES_OF_HASH_SEEDS",
     "distinct",
     "findings_of",
     "findings_of_calls",
     "findings_of_checkpoint",
+    "findings_of_hash_seeds",
     "findings_of_loader",
 ]
 
@@ -222,6 +224,10 @@ RULES_OF_CHECKPOINTS: tuple[RuleOf[Restored], ...] = (
 """Those about a run that was resumed."""
 
 
+RULES_OF_HASH_SEEDS: tuple[RuleOf[HashSeeds], ...] = (calls.set_order,)
+"""Those about ranks that fail only with different hash seeds."""
+
+
 def findings_of(evidence: Evidence, most: int, attempts: Attempts) -> list[Finding]:
     """Return the likeliest mistakes, each once, `most` of them at most.
 
@@ -239,6 +245,11 @@ def findings_of_calls(evidence: Calls, most: int, attempts: Attempts) -> list[Fi
 def findings_of_checkpoint(evidence: Restored, attempts: Attempts) -> list[Finding]:
     """Return the mistakes that a resumed run shows, each once."""
     return distinct(_attempted(rule, evidence, attempts) for rule in RULES_OF_CHECKPOINTS)
+
+
+def findings_of_hash_seeds(evidence: HashSeeds) -> list[Finding]:
+    """Return the mistake that shows only where hash seeds differ."""
+    return distinct(rule(evidence) for rule in RULES_OF_HASH_SEEDS)
 
 
 def findings_of_loader(evidence: Loader, attempts: Attempts) -> list[Finding]:

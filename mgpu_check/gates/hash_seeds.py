@@ -1,0 +1,102 @@
+"""Try one case of a gate on ranks with different hash seeds, as torchrun starts them, where the code under test uses sets.
+
+The ranks of a gate are forks of one interpreter: what iterates over a set of texts does so in one order on all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from mgpu_check.engine import hash_seeds
+from mgpu_check.errors import CheckFailure, RankFailure, RankHang, ScalingMismatch
+from mgpu_check.gates.sets_used import sets_used
+from mgpu_check.gates.worlds import RanksFixture
+from mgpu_check.mistakes.evidence import HashSeeds
+from mgpu_check.mistakes.report import Report
+from mgpu_check.mistakes.rules.order import findings_of_hash_seeds
+from mgpu_check.processes.rank_lists import few
+
+__all__ = ["with_seeds_apart"]
+
+_SHOWN = 3
+_LONGEST = 300
+
+
+def with_seeds_apart(
+    ranks: RanksFixture,
+    gate: str,
+    functions: tuple[object, ...],
+    case: Mapping[str, object],
+    judge: Callable[[RanksFixture], None],
+) -> None:
+    """Judge a case again with different hash seeds, if the code under test uses sets.
+
+    A failure counts that comes twice, while the same case passes once more with one seed. A hang is not waited for twice.
+
+    Args:
+        gate: the function that the user has called.
+        functions: the user's own, which ranks call.
+        case: the case, for the report.
+        judge: looks at the case on given ranks, and raises what is wrong; it has passed.
+
+    Raises:
+        ScalingMismatch: the case fails only where hash seeds differ.
+        RankHang: the same, where ranks do not return.
+        CheckFailure: it fails with one seed, too, when it is judged again.
+    """
+    __tracebackhide__ = True
+    if ranks._seeds_apart or not (used := sets_used(functions)):
+        return
+    if seed := hash_seeds.given(os.environ):
+        ranks._remark(
+            f"{gate}: different hash seeds on ranks were not tried, because {hash_seeds.VARIABLE}={seed} gives all one"
+        )
+        return
+    apart = cast(RanksFixture, _Apart(ranks))
+    failed = _failure(judge, apart)
+    if failed is None:
+        return
+    judge(ranks)
+    if not isinstance(failed, RankHang) and _failure(judge, apart) is None:
+        return  # it fails now and then, whatever the seeds
+    what = (str(failed).splitlines() or [type(failed).__name__])[0]
+    told = (
+        f"the case is right where all ranks have one hash seed, and with one seed for each rank {what[:_LONGEST]}; sets are "
+        f"used in {few(used, _SHOWN)}"
+    )
+    report = Report(
+        f"{gate}: ranks with different hash seeds fail, as they have them under torchrun: {what}",
+        case,
+        findings=findings_of_hash_seeds(HashSeeds(told)),
+        remarks=["with one hash seed on all ranks the same case passes"],
+    )
+    wrong = getattr(failed, "ranks", ())
+    if isinstance(failed, RankHang):
+        late = RankHang(str(report), ranks=wrong)
+        late.mistakes = report.mistakes
+        raise late from None
+    raise ScalingMismatch(str(report), ranks=wrong, mistakes=report.mistakes) from failed
+
+
+def _failure(judge: Callable[[RanksFixture], None], ranks: RanksFixture) -> BaseException | None:
+    try:
+        judge(ranks)
+    except (CheckFailure, RankFailure, RankHang, ValueError) as error:
+        return error
+    return None
+
+
+class _Apart:
+    """The fixture `ranks`, with different hash seeds on the ranks of one world."""
+
+    def __init__(self, ranks: RanksFixture) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def run(self, *args: Any, size: int | None = None, **kwargs: Any) -> list[Any]:
+        environment = None if size == 1 else hash_seeds.APART
+        return self._ranks.run(*args, size=size, environment=environment, **kwargs)
