@@ -112,7 +112,12 @@ class Pauses:
             for one in unmatched({rank: message.flows for rank, message in self._paused.items()})
             if last or one.tag == COLLECTIVE  # what a step sends, the next one may receive
         ]
-        return imbalance(left, self._who) if left else self._hidden() or self._part_held()
+        if not left:
+            return self._hidden() or self._part_held()
+        error = imbalance(left, self._who)
+        if not any(one.tag == COLLECTIVE for one in left):  # else sizes differ, which is another matter
+            error.account = self._error(str(error).splitlines(), self._records(), error.ranks).account
+        return error
 
     def _hidden(self) -> RankFailure | None:
         """Return what is wrong with operations that C++ has called, of which nothing but their number is known."""

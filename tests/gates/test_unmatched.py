@@ -121,9 +121,7 @@ STEPS: dict[type[Step], str] = {
 def test_a_collective_that_others_do_not_match_is_named(ranks, step):
     wrong = type("Wrong", (step,), {"odd": True})
     with pytest.raises(ScalingMismatch) as info:
-        assert_step_scales(
-            ranks, wrong, build=build, batch=batch, reference=reference, sizes="divisible", world_sizes=[4]
-        )
+        assert_step_scales(ranks, wrong, build=build, batch=batch, reference=reference, sizes=4, world_sizes=[4])
     headline = str(info.value).splitlines()[0]
     assert STEPS[step] in headline and "by the end of step 1" in headline and "is not matched on" in headline
     assert info.value.mistakes == ("decision-per-rank",)
@@ -132,7 +130,7 @@ def test_a_collective_that_others_do_not_match_is_named(ranks, step):
 @pytest.mark.parametrize("step", STEPS)
 def test_ranks_that_call_alike_are_not_accused(ranks, step):
     assert_step_scales(
-        ranks, step, build=build, batch=batch, reference=reference, sizes="divisible", world_sizes=[4], max_examples=6
+        ranks, step, build=build, batch=batch, reference=reference, sizes=4, world_sizes=[4], max_examples=3
     )
 
 
@@ -172,7 +170,7 @@ def test_a_gradient_of_which_a_rank_has_no_part_is_named(ranks, call_all):
         return model
 
     with nullcontext() if call_all else pytest.raises(ScalingMismatch) as info:  # type: ignore[attr-defined]
-        assert_step_scales(ranks, Mixture, build=mixture, batch=batch, sizes=[4], world_sizes=[4], max_examples=6)
+        assert_step_scales(ranks, Mixture, build=mixture, batch=batch, sizes=[4], world_sizes=[4], max_examples=3)
     if not call_all:
         assert "gradient of experts.0.weight, gradient of experts.0.bias: of ranks 0-3" in str(info.value)
         assert info.value.mistakes == ("decision-per-rank",)
@@ -187,3 +185,25 @@ def test_training_that_is_resumed_is_compared_before_its_state_is_gathered(ranks
 
     with pytest.raises(AssertionError, match="by the end of steps 0 to 3, rank 1 made 1: all_reduce #1"):
         assert_resume_continues(ranks, train, world_sizes=[2])
+
+
+@pytest.mark.parametrize("odd", [True, False])
+def test_a_message_without_a_receiver_is_named(ranks, odd):
+    def step(model, batch, rank):
+        one = torch.ones(4, device=rank.device)
+        if rank.index == 0:
+            dist.send(one, 1)
+        if rank.index == 1:
+            dist.recv(one, 0)
+        if odd and rank.index == 2:
+            dist.isend(one, 3)
+        return {"one": one}
+
+    def ones(model, batch):
+        return {"one": torch.ones(4)}
+
+    with nullcontext() if not odd else pytest.raises(ScalingMismatch) as info:  # type: ignore[attr-defined]
+        assert_step_scales(ranks, step, build=build, batch=batch, reference=ones, world_sizes=[4], max_examples=3)
+    if odd:
+        assert "rank 2 of 4 has sent float32[4] to rank 3 in isend" in str(info.value)
+        assert info.value.mistakes == ("decision-per-rank",)
