@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torch.utils.hooks import RemovableHandle
 
 from mgpu_check.gates.draws import Notes
-from mgpu_check.gates.operands import Rows, contents, facts, few_values, is_under_test, layout, line_of, site, sums_of
+from mgpu_check.gates.operands import Rows, contents, facts, in_function, is_under_test, layout, line_of, site, sums_of
 from mgpu_check.gates.program import modules_of
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
@@ -206,6 +206,7 @@ class _EventRecorder:
     ) -> dict[str, Any]:
         group = group_of(form.argument(form.group, args, kwargs))
         details: dict[str, Any] = {} if group is None else {"group": group.ranks}
+        details["in_function"] = in_function(frame)
         for name in form.parameters:
             value = form.argument(name, args, kwargs)
             if value is None or name == form.group:
@@ -217,10 +218,10 @@ class _EventRecorder:
                     int(value) if name in ("src", "dst") or group is None else group.ranks[value]
                 )
             elif isinstance(value, torch.Tensor):
-                said = facts(value, self._result_in, frame) | {"before": few_values(value)}
+                said = facts(value, self._result_in, frame, self.parameters()) | {"before": contents(value)}
                 details.setdefault("tensors", []).append(said)
             elif isinstance(value, (list, tuple)) and value and isinstance(value[0], torch.Tensor):
-                details["list"] = [facts(one, self._result_in, frame) for one in value]
+                details["list"] = [facts(one, self._result_in, frame, self.parameters()) for one in value]
                 places = [one.data_ptr() for one in value if one.numel()]
                 details["aliased"] = len(set(places)) < len(places)
         return details

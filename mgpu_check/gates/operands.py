@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from mgpu_check.gates.batches import samples_in
 from mgpu_check.mistakes.results import Result
@@ -15,7 +16,7 @@ from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks.nested import tensors_of
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 
-__all__ = ["Rows", "contents", "facts", "few_values", "is_under_test", "layout", "line_of", "site", "sums_of"]
+__all__ = ["Rows", "contents", "facts", "in_function", "is_under_test", "layout", "line_of", "site", "sums_of"]
 
 _KEPT = 64
 """Elements up to which the values themselves are kept."""
@@ -24,18 +25,29 @@ _FRAMES = 4
 
 
 def facts(
-    value: torch.Tensor, result_in: Callable[[torch.Tensor], Result | None], frame: types.FrameType
+    value: torch.Tensor,
+    result_in: Callable[[torch.Tensor], Result | None],
+    frame: types.FrameType,
+    named: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> dict[str, Any]:
-    """Return what there is to know of an operand as the collective is entered."""
+    """Return what there is to know of an operand as the collective is entered.
+
+    Args:
+        named: the parameters of the model, of which "upstream" names those that the operand was computed from.
+    """
     said: dict[str, Any] = {
         "dtype": name_of(value.dtype),
         "shape": tuple(value.shape),
         "gaps": not _is_dense(value),
         "layout": layout(value),
         "differentiable": value.requires_grad and torch.is_grad_enabled(),
-        "detached": _is_detached(value, frame),
+        "detached": False,
         "result": result_in(value),
     }
+    history = _history(value, frame)
+    if history is not None:
+        said["detached"] = history is not value or not torch.is_grad_enabled()
+        said["upstream"] = _upstream(history, named)
     if value.numel() == 1:
         said["value"] = float(as_real(value.detach()).sum())
     return said
@@ -44,10 +56,10 @@ def facts(
 def contents(value: torch.Tensor) -> dict[str, Any]:
     """Return the sum and the norm of a tensor, in float64; and its values where they are few."""
     flat = _flat(value)
-    return {"sum": float(flat.sum()), "norm": float(flat.norm())} | few_values(value)
+    return {"sum": float(flat.sum()), "norm": float(flat.norm())} | _few_values(value)
 
 
-def few_values(value: torch.Tensor) -> dict[str, list[float]]:
+def _few_values(value: torch.Tensor) -> dict[str, list[float]]:
     """Return the values of a tensor, in float64, where they are few."""
     numbers = as_real(value)
     return {"values": _flat(value).tolist()} if numbers.numel() <= _KEPT else {}
@@ -111,18 +123,42 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _is_detached(value: torch.Tensor, frame: types.FrameType) -> bool:
-    """Return whether autograd has a history of these values that the collective does not get: under no_grad, or by
-    detach() of a tensor that the code under test still holds.
+def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None:
+    """Return the tensor through which autograd has a history of these values: the operand itself, or one of which it
+    was detached and that the code under test still holds. None where there is none.
     """
     if value.dim() < 1 or not value.numel() or not (value.is_floating_point() or value.is_complex()):
-        return False
+        return None
     if value.requires_grad:
-        return value.grad_fn is not None and not torch.is_grad_enabled()
+        return value if value.grad_fn is not None else None
     start = value.data_ptr()
-    return any(
-        one.grad_fn is not None and one.shape == value.shape and one.data_ptr() == start for one in _held_above(frame)
+    above = _held_above(frame)
+    return next(
+        (one for one in above if one.grad_fn is not None and one.shape == value.shape and one.data_ptr() == start), None
     )
+
+
+def _upstream(value: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
+    """Name the parameters from which a tensor was computed."""
+    nodes, known, leaves = [value.grad_fn], {value.grad_fn}, set()
+    while nodes:
+        node = nodes.pop()
+        leaves.add(id(getattr(node, "variable", None)))
+        below = {one for one, _ in node.next_functions if one is not None} - known  # type: ignore[union-attr]
+        known |= below
+        nodes += below
+    return tuple(name for name, parameter in named if id(parameter) in leaves)
+
+
+def in_function(frame: types.FrameType) -> bool:
+    """Return whether a frame is inside of an autograd function, which has a backward pass of its own."""
+    caller, left = frame.f_back, _FRAMES
+    while caller is not None and left:
+        left -= is_under_test(caller)
+        if isinstance(caller.f_locals.get("ctx"), FunctionCtx):
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _held_above(frame: types.FrameType) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Whether gradients are what each rank's own backward pass has left."""
+"""Whether values are those that were on record before, by their sums and norms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -10,13 +11,15 @@ if TYPE_CHECKING:
 
     from mgpu_check.mistakes.results import Result
 
-__all__ = ["Left", "is_left"]
+__all__ = ["Left", "is_held", "is_left"]
 
 Left = Mapping[str, Mapping[str, float]]
 """The sum and the norm of each gradient after a backward pass, by the name of the parameter."""
 
 _CLOSE = 1e-5
 """Of the norm: sums that are computed in the same order."""
+_NEAR = 1e-4
+"""Of the norm: what went through sums of its own since."""
 
 
 def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
@@ -33,4 +36,18 @@ def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) 
     return all(
         abs(float(value.sum()) - total) <= _CLOSE * norm and abs(float(value.norm()) - norm) <= _CLOSE * norm
         for value, (total, norm) in zip(wide, sums, strict=True)
+    )
+
+
+def is_held(contents: Mapping[str, float], values: Sequence[torch.Tensor], size: int) -> bool:
+    """Return whether a tensor on record has all of these values, as they are or `size` times as large."""
+    if "norm" not in contents or any(not value.is_floating_point() for value in values):
+        return False
+    wide = [value.double() for value in values]
+    total = math.fsum(float(value.sum()) for value in wide)
+    norm = math.hypot(*(float(value.norm()) for value in wide))
+    return bool(norm) and any(
+        abs(contents["sum"] - factor * total) <= _NEAR * factor * norm
+        and abs(contents["norm"] - factor * norm) <= _NEAR * factor * norm
+        for factor in (1, size)
     )

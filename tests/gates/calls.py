@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from mgpu_check.gates.operands import contents, few_values, layout
+from mgpu_check.gates.operands import contents, layout
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.results import Result
 from mgpu_check.torch_hooks.table import COLLECTIVES
@@ -70,13 +70,14 @@ def operands(draw: st.DrawFn, tensor: torch.Tensor) -> dict[str, Any]:
         "differentiable": draw(st.booleans()),
         "detached": draw(st.booleans()),
         "result": draw(st.none() | st.sampled_from(RESULTS)),
+        "upstream": draw(_some_names),
     }
     return said | ({"value": float(tensor.double().sum())} if tensor.numel() == 1 else {})
 
 
 @st.composite
 def collectives(draw: st.DrawFn, size: int) -> Event:
-    details: dict[str, Any] = {}
+    details: dict[str, Any] = {"in_function": draw(st.booleans())}
     if draw(st.booleans()):
         details["group"] = draw(st.sampled_from([tuple(range(size)), (0,), tuple(range(size // 2))]))
     if draw(st.booleans()):
@@ -85,7 +86,7 @@ def collectives(draw: st.DrawFn, size: int) -> Event:
         details[draw(st.sampled_from(["src", "dst"]))] = draw(st.integers(0, size - 1))
     given = draw(st.lists(values(), max_size=2))
     if given:
-        details["tensors"] = [draw(operands(one)) | {"before": few_values(one)} for one in given]
+        details["tensors"] = [draw(operands(one)) | {"before": contents(one)} for one in given]
     listed = draw(st.lists(values(), max_size=2))
     if listed:
         details |= {"list": [draw(operands(one)) for one in listed], "aliased": draw(st.integers(0, 9)) == 9}
@@ -182,7 +183,7 @@ def sums(draw: st.DrawFn, size: int) -> list[Trace]:
         after = draw(values(shape, torch.float32))
         for trace in found:
             given = draw(values(shape if draw(st.integers(0, 5)) else (2,), torch.float32))
-            said = {"op": "sum", "tensors": [draw(operands(given)) | {"before": few_values(given)}]}
+            said = {"op": "sum", "tensors": [draw(operands(given)) | {"before": contents(given)}]}
             trace.events.append(Event("collective", "all_reduce", "train.py:8", said | {"after": [contents(after)]}))
     return found
 

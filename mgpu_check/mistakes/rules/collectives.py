@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+from mgpu_check.mistakes.left import is_held
 from mgpu_check.mistakes.observed import Event, Trace
 from mgpu_check.mistakes.report import Finding
+from mgpu_check.mistakes.results import Result
 from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.table import COLLECTIVES
 
@@ -36,6 +38,8 @@ __all__ = [
 ]
 
 _NARROW = ("float16", "bfloat16")
+_ROUNDED = 2.0**-4
+"""Relative: by how much a few sums of bfloat16 numbers, of 8 bits each, may be off."""
 _NEAR = 2e-3
 """Of a ratio: a hypothesis about it is computed in another order than the ratio."""
 
@@ -123,16 +127,31 @@ def parameters_of_other_layouts(tensors: Tensors) -> Finding | None:
 
 
 def uneven_tensors(tensors: Tensors) -> Finding | None:
-    """Name a collective that is given tensors of other shapes on other ranks, in the same call."""
+    """Name a collective that is given tensors of other shapes on other ranks, where it has room for one shape only."""
     calls = [trace.of("collective") for trace in tensors.traces]
     for same in zip(*calls, strict=False):
-        # The lists that a collective fills or deals out are those of one rank only.
-        shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
         known = COLLECTIVES.get(same[0].name)
-        if any(shape != shapes[0] for shape in shapes) and known is not None and known.kind == "parts":
+        if known is None or known.kind != "parts" or len({(one.name, one.details.get("group")) for one in same}) > 1:
+            continue
+        # Only some ranks give what a collective fills, or deals out.
+        shapes = [[tensor["shape"] for tensor in event.details.get("tensors", [])] for event in same]
+        common = min(map(len, shapes))
+        differ = any(shape[:common] != shapes[0][:common] for shape in shapes)
+        if differ and (known.sizes == "equal" or not _has_room(same)):
             told = ", ".join(str(list(shape[0])) if shape else "none" for shape in shapes)
             return Finding("uneven-gather", f"{same[0].where} was given tensors of shapes {told}, rank by rank")
     return None
+
+
+def _has_room(same: Sequence[Event]) -> bool:
+    """Return whether each list has, for each rank, a tensor of the shape of that rank's own.
+
+    Without lists there are sizes of each rank's own, as in all_to_all_single, and torch compares them.
+    """
+    group = same[0].details.get("group", range(len(same)))
+    own = [same[rank].details.get("tensors", [{}])[0].get("shape") for rank in group if rank < len(same)]
+    lists = [[part["shape"] for part in event.details.get("list", [])] for event in same]
+    return all(shapes == own for shapes in lists if shapes)
 
 
 def overflows(tensors: Tensors) -> Finding | None:
@@ -170,9 +189,22 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
     """Name a collective that communicates a narrow dtype."""
     for _, event in tensors.events("collective"):
         narrow = [tensor["dtype"] for tensor in event.details.get("tensors", []) if tensor["dtype"] in _NARROW]
-        if narrow:
+        if narrow and _may_be_rounding(tensors):
             return Finding("low-precision-arithmetic", f"{event.where} communicates {narrow[0]} tensors")
     return None
+
+
+def _may_be_rounding(tensors: Tensors) -> bool:
+    """Return whether all that is wrong is near what one device has, as far as a narrow dtype tells."""
+    for name in tensors.names:
+        exact = tensors.expected.exact[name]
+        for value in (one.values.get(name) for one in tensors.seen):
+            if value is None or value.shape != exact.shape:
+                continue
+            off = float((value.double() - exact).norm())
+            if not off <= _ROUNDED * float(exact.norm()):
+                return False
+    return True
 
 
 def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
@@ -190,7 +222,8 @@ def delivers_to_one_rank(tensors: Tensors) -> Finding | None:
 
 def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     """Name groups where a result is off by how many of them there are, or by the root of that."""
-    sizes = {len(event.details["group"]) for _, event in tensors.events("collective") if "group" in event.details}
+    groups = [event.details["group"] for _, event in tensors.events("collective") if "group" in event.details]
+    sizes = {len(group) for group in groups if len(group) < tensors.size}
     made = tensors.first("group")
     if made is None or not sizes or any(change.kind == "group" for change in tensors.tried):
         return None  # no collective is right in another group
@@ -241,7 +274,8 @@ def parted_by_group(tensors: Tensors) -> Finding | None:
 def result_discarded(tensors: Tensors) -> Finding | None:
     """Name a collective on just as many numbers as a rank has kept of its own."""
     held = {name for _, names in tensors.own_parts for name in names}
-    own = [name for name in tensors.names if name in held and name.kind != "buffers"]
+    first = tensors.seen[0].values
+    own = [name for name in tensors.names if name in held and name in first and name.kind != "buffers"]
     if not own or not tensors.traces:
         return None
     sizes = {tuple(tensors.expected.exact[name].shape) for name in own}
@@ -250,7 +284,8 @@ def result_discarded(tensors: Tensors) -> Finding | None:
         for tensor in event.tensors if event.name == "all_reduce" else ():
             if tensor["result"] is not None or not tensor["shape"]:
                 continue  # the gradient of a parameter is no copy of anything
-            if tensor["shape"] in sizes or math.prod(tensor["shape"]) == total:
+            fits = tensor["shape"] in sizes or math.prod(tensor["shape"]) == total
+            if fits and is_held(tensor.get("before", {}), [first[name] for name in own], tensors.size):
                 return Finding(
                     "result-discarded",
                     f"{event.where} ran on {tensor['dtype']}{list(tensor['shape'])}, in other memory than {own[0]}, which is "
@@ -263,19 +298,36 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
     """Name a collective that autograd does not see, on what gradients were to flow through."""
     if not tensors.wrong("grads") and not tensors.gradient_like:
         return None
-    for event in (event for trace in tensors.traces for event in _before_backward(trace)):
-        if event.name == "sync_params_and_buffers":
-            continue
-        if any(tensor.get("differentiable") and not tensor["result"] for tensor in event.tensors):
+    forward = [event for trace in tensors.traces for event in _before_backward(trace)]
+    forward = [
+        event for event in forward if event.name != "sync_params_and_buffers" and not event.details.get("in_function")
+    ]
+    for event in forward:
+        given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
+        if any(tensor.get("differentiable") and not tensor["result"] for tensor in given):
             told = f"{event.where} was given a tensor that requires gradients, and its result requires none"
             return Finding("gradient-cut-by-collective", told)
-    for event in (event for trace in tensors.traces for event in _before_backward(trace)):
-        if any(tensor.get("detached") for tensor in event.tensors):
+    for event in forward:
+        # Gradients need not flow through an extreme, as it is taken out before exp.
+        given = [tensor for tensor in event.tensors if _may_cut(tensors, tensor)]
+        if event.details.get("op") not in ("max", "min") and any(tensor.get("detached") for tensor in given):
             told = (
                 f"{event.where} was given values that gradients flow to, detached or under no_grad: its result has none"
             )
             return Finding("gradient-cut-by-collective", told)
     return None
+
+
+def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
+    """Return whether most gradients of the parameters from which a tensor was computed are wrong.
+
+    Some may be right where it is cut: that of a bias, say, to which a softmax is blind.
+    """
+    relations = tensors.relations
+    gradients = [Result("grads", name) for name in tensor.get("upstream", ())]
+    judged = [name for name in gradients if name in relations.held]
+    wrong = [name for name in judged if name in relations.wrong]
+    return not judged or 2 * len(wrong) > len(judged)
 
 
 def _before_backward(trace: Trace) -> list[Event]:
@@ -307,8 +359,11 @@ def other_reduction(tensors: Tensors) -> Finding | None:
 
 
 def reduces_by_other_operation(tensors: Tensors) -> Finding | None:
-    """Name a collective that does not add."""
+    """Name a collective that does not add, where something wrong is what it has given."""
+    wrong = [value for name in tensors.wrong() if (value := tensors.seen[0].values.get(name)) is not None]
     for _, event in tensors.events("collective"):
-        if event.details.get("op") in ("max", "min", "product"):
+        given = [one for one in event.details.get("after", ()) if any(is_held(one, [value], 1) for value in wrong)]
+        on_wrong = any(tensor["result"] in tensors.relations.wrong for tensor in event.tensors)
+        if event.details.get("op") in ("max", "min", "product") and (given or on_wrong):
             return Finding("wrong-reduction", f"{event.where} combines by {event.details['op']}")
     return None

@@ -1,0 +1,63 @@
+"""A collective that is used rightly is not accused of a mistake elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+
+import pytest
+import torch
+
+from mgpu_check import ScalingMismatch, assert_step_scales
+from mgpu_check.torch_hooks.table import COLLECTIVES
+from tests.gates.collective_uses import USES, build, reference, step
+
+pytestmark = [pytest.mark.gpus(2), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def is_here(name):
+    """Whether this version of torch has the collective."""
+    home = COLLECTIVES[name.partition(" ")[0]].homes[0]
+    return hasattr(importlib.import_module(f"torch.distributed.{home}"), name.partition(" ")[0])
+
+
+HERE = [name for name in USES if is_here(name)]
+OF_DATA = [f"{name} of data" for name in HERE if "differentiable" not in name]
+EACH = [*HERE, *(pytest.param(name, marks=pytest.mark.slow) for name in OF_DATA)]
+MISTAKES = {"doubled": "world-size-factor", "local": "gradients-not-synchronized"}
+
+
+def gate(ranks, name, mistake):
+    assert_step_scales(
+        ranks,
+        functools.partial(step, name=name, mistake=mistake),
+        build=build,
+        batch=lambda n: torch.randn(n, 4),
+        reference=reference,
+        sizes=[4],
+        world_sizes=[2],
+        max_examples=1,
+    )
+
+
+def test_each_collective_has_a_use():
+    assert {name.partition(" ")[0] for name in USES} == set(COLLECTIVES)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_right_use_passes(ranks, name):
+    gate(ranks, name, "")
+
+
+@pytest.mark.parametrize("mistake", ["local", pytest.param("doubled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", EACH)
+def test_a_mistake_elsewhere_is_not_blamed_on_a_collective(ranks, name, mistake):
+    with pytest.raises(ScalingMismatch) as caught:
+        gate(ranks, name, mistake)
+    assert caught.value.mistakes[0] == MISTAKES[mistake], str(caught.value)
+    lines, first = inspect.getsourcelines(USES[name.removesuffix(" of data")])
+    seen = "\n".join(line for line in str(caught.value).splitlines() if line.startswith("    seen: "))
+    blamed = [int(line) for line in re.findall(r"collective_uses\.py:(\d+)", seen)]
+    assert not [line for line in blamed if first <= line < first + len(lines)], seen
