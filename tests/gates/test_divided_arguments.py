@@ -276,3 +276,31 @@ def test_the_model_counts_beside_copies_that_an_optimizer_trains(ranks):
     report = str(caught.value)
     assert steps.row(report, "up.weight")[1] == "NO"
     assert "up.weight is divided" not in report
+
+
+class Owned(divided.Step):
+    """Each rank's optimizer has some of the parameters. Gradients are reduced to it only."""
+
+    def owner(self, number):
+        return number % self.rank.size
+
+    def parameters(self):
+        yield from (one for number, one in enumerate(self.model.parameters()) if self.owner(number) == self.rank.index)
+
+    def synchronize(self):
+        for number, one in enumerate(self.model.parameters()):
+            if self.wrong != divided.MISSING:
+                dist.reduce(one.grad, self.owner(number))
+            if self.owner(number) != self.rank.index:
+                one.grad = None
+
+    def returned(self, loss):
+        for number, one in enumerate(self.model.parameters()):
+            dist.broadcast(one.detach(), self.owner(number))
+        return super().returned(loss)
+
+
+def test_gradients_count_on_the_rank_whose_optimizer_has_them(ranks):
+    assert_step_scales(ranks, Owned, meshes=[{"dp": 2}], **MLP)
+    with pytest.raises(ScalingMismatch):
+        assert_step_scales(ranks, functools.partial(Owned, wrong=divided.MISSING), meshes=[{"dp": 2}], **MLP)
