@@ -41,7 +41,7 @@ class Assembly:
 
 @dataclass
 class _Piece:
-    """What a rank has of a whole: a slice, under a name of its own."""
+    """A slice of a whole that a rank holds, under its name there."""
 
     rank: int
     label: str

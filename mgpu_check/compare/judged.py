@@ -1,4 +1,4 @@
-"""Keep account of which trained parameters were compared with one device, and say which were not."""
+"""List the trained parameters that were not compared with one device, with the reasons."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def trained(trace: Trace) -> set[str]:
 
 
 def not_compared(aligned: Aligned, rounding: Rounding) -> dict[str, str]:
-    """Return the trained parameters of which neither gradient nor value was compared at any step, and why."""
+    """Return the trained parameters whose gradient and value were compared at no step, and why."""
     found: dict[str, str] = {}
     one = trained(aligned.one)
     for name in aligned.one.parameters:
@@ -83,7 +83,7 @@ def account(missed: Mapping[str, str], unjudged: Mapping[str, str]) -> tuple[lis
 
 
 def _found(aligned: Aligned, name: str) -> Iterator[tuple[int, Kind]]:
-    """Yield the steps and kinds at which a tensor of some rank was compared with that of one device."""
+    """Yield each step and kind whose tensor was compared on some rank with that of one device."""
     kinds: tuple[Kind, ...] = ("gradient", "parameter")
     for step in range(aligned.compared):
         for kind in kinds:

@@ -22,10 +22,10 @@ _NEAR = 1e-3
 
 
 def matched(one: Trace, rank: Trace) -> dict[str, str | None]:
-    """Return, by name on the rank, the name on one device of each parameter that is whole; None where there is none.
+    """Return, by name on the rank, the name on one device of each whole parameter; None for an unknown one.
 
-    Values that come once on both sides decide, and tell how the modules around them are called. Where values come several
-    times, as those of constants and of copied layers do, first gradients decide, and then those names. A parameter whose values are nowhere is its namesake: the rank has begun elsewhere.
+    Values that come once on both sides decide. They also match the names of the modules around them. Constants and copied
+    layers have values that come several times: gradients decide there, and then names of modules. A parameter whose values are nowhere is its namesake: the rank has begun elsewhere.
     """
     whole = {label: parameter for label, parameter in rank.parameters.items() if parameter.held is None}
     found: dict[str, str | None] = dict.fromkeys(rank.parameters)
@@ -64,7 +64,7 @@ def _candidates(one: Trace, rank: Trace, whole: Mapping[str, Parameter]) -> dict
 
 
 def _by_gradient(label: str, names: Sequence[str], one: Trace, rank: Trace) -> str | None:
-    """Return the only one of these that has the first gradient of a parameter; None if there is none."""
+    """Return the only one of these names with the first gradient of a parameter; None for no or several ones."""
     for here, there in zip(rank.steps, one.steps, strict=False):
         own = here.gradients.get(label)
         if own is None or not own.norm:
@@ -97,7 +97,7 @@ def _prefixes(found: Mapping[str, str | None]) -> dict[str, set[str]]:
 
 
 def _beside(label: str, prefixes: Mapping[str, set[str]]) -> str | None:
-    """Return the name that a parameter has, if the modules around it are called as they are for others."""
+    """Return the name of a parameter on one device, by the names of the modules around it; None if they decide nothing."""
     parts = label.split(".")
     for count in range(len(parts) - 1, -1, -1):
         names = prefixes.get(".".join(parts[:count]), set())

@@ -28,7 +28,7 @@ class Part:
 
     Attributes:
         label: its name in the trace of this rank.
-        cut: None for a tensor that is kept as it is.
+        cut: None for a whole tensor.
         unplaced: why it is not known which slice it is, where that was asked.
     """
 
@@ -40,7 +40,7 @@ class Part:
 
 
 class Placing:
-    """What each parameter of a rank is.
+    """Places the parameters of a rank.
 
     Args:
         wholes: the parameters of one device, where they are known.
@@ -58,7 +58,7 @@ class Placing:
             parameters: each with the name that it has where no model has it.
         """
         found = [self._parts(parameter, otherwise) for parameter, otherwise in parameters]
-        # What values leave open, neighbours may tell, once they are placed.
+        # Neighbours, which are placed by now, may decide where values do not.
         for index, (parameter, _) in enumerate(parameters):
             if found[index] and found[index][0].label in self._open:
                 found[index] = [self._beside(parameter, found[index][0])]

@@ -55,8 +55,8 @@ def install(
         steps: where to stop: after so many optimizer steps the process waits to be ended. None: at the script's end.
         moved: seed of perturbations; None: none.
         store, places: see `mgpu_check.compare.meeting.install`.
-        keep: file descriptor that the parameters go to which this run begins with; None: nowhere.
-        wholes: file descriptor of such parameters, in which slices are looked up; None: they are not.
+        keep: file descriptor for the parameters of this run as it begins; None: they are not kept.
+        wholes: file descriptor of such parameters, to look slices up; None: no slices are looked up.
     """
     rank, world = watched.rank_and_world()
     # As far as the script does not choose itself: what rounds more than float32 does would hide what is looked for.

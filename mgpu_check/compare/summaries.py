@@ -54,7 +54,7 @@ class Cut:
         return flat[2 * first : 2 * last] if self.pairs else flat[first:last]
 
     def whole_of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor of which a local one has all."""
+        """Return the whole tensor from a local one that has all of it."""
         return self.part.of(local).reshape(self.part.shape)
 
     def numbers(self, flat: torch.Tensor) -> torch.Tensor:

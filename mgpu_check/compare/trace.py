@@ -123,7 +123,7 @@ class Held:
         whole: name of the tensor on one device.
         count: number of elements.
         mark: a sum over the positions of the elements, modulo 2^64: slices that cover a tensor once add up to `all`.
-        told: the slice in words: "dim 0: 4 to 7 of 16".
+        told: words for the slice: "dim 0: 4 to 7 of 16".
     """
 
     whole: str
@@ -146,7 +146,7 @@ class Parameter:
         shape: of the whole; of complex numbers with a last dimension of 2, their real and imaginary parts.
         order: its place among those of the model.
         sharded: it is a DTensor, of which each rank may hold a part.
-        held: the slice that is here, of which the trace has summaries; None for the whole.
+        held: the slice that the trace summarizes; None for the whole.
         unplaced: why it is not known which slice it is, where that was asked.
     """
 
