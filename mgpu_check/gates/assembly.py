@@ -145,7 +145,7 @@ def _wholes(
         users = held.get(owner, set(range(len(values))))
         if name.kind == "grads":
             users = {rank for rank in users if owner not in idle[rank]} or users
-        mine = list(parts.get(name, ()))
+        mine = [entry for entry in parts.get(name, ()) if entry[0] in users]
         with_pieces = {rank for rank, _, _ in mine}
         shape = shapes.get(owner) or next((tuple(v.shape) for v in _of_owner(values, owner)), None)
         whole = [

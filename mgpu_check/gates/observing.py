@@ -175,10 +175,10 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Seque
             gradient = torch.zeros_like(now) if tensor.grad is None else plain_copy(tensor.grad)
             put(seen.values, seen.pieces, "grads", "{}", one, gradient)
         put(seen.values, seen.pieces, one.kind, "{}", one, now)
-        before = seen.initial.get(one.whole or one.label)
+        before, placed = _before(seen.initial, one)
         if before is None or before.shape != now.shape or not torch.equal(before.to(now.dtype), now):
             seen.touched.add(one.kind)
-            if before is not None or one.slices:
+            if placed:
                 seen.trained |= one.wholes
         if one.idle:
             seen.idle |= one.wholes
@@ -186,6 +186,19 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Seque
             seen.unplaced[one.label] = one.reason
     for prefix, module in modules.items():
         seen.normalized += [prefix + name for name, part in module.named_modules() if _normalizes(part)]
+
+
+def _before(initial: Mapping[str, torch.Tensor], one: Held) -> tuple[torch.Tensor | None, bool]:
+    """Return what a tensor was built with, None if that is not kept; and whether it belongs to the model as it was built."""
+    if one.slices is None:
+        before = initial.get(one.whole or one.label)
+        return before, before is not None
+    if one.tensor.is_complex() or any(part.whole not in initial for part in one.slices):
+        return None, True
+    before = plain_copy(one.tensor)
+    for part in one.slices:
+        part.of(before).copy_(initial[part.whole].reshape(-1)[slice(None) if part.at is None else part.at])
+    return before, True
 
 
 def _normalizes(module: nn.Module) -> bool:

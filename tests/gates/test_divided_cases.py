@@ -1,0 +1,111 @@
+"""The gate for divided models, case by case: what drawn programs have brought up (`benchmarks/divided.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgpu_check import Rank, ScalingMismatch, assert_step_scales
+
+pytestmark = pytest.mark.gpus(4)
+
+
+class Towers(nn.Module):
+    """Two layers that do not see each other, with biases of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 8), nn.Linear(6, 8)
+        for tower in self.towers():
+            nn.init.zeros_(tower.bias)
+
+    def towers(self) -> list[nn.Linear]:
+        return [self.one, self.two]
+
+
+def rows(n: int) -> torch.Tensor:
+    return torch.randn(n, 6)
+
+
+def train(towers: Iterable[nn.Module], batch: torch.Tensor) -> None:
+    for tower in towers:
+        (tower(batch).square().sum() / len(batch)).backward()
+
+
+class StagesOfSlices:
+    """Ranks cut the layers of all stages along tp, and use those of their own stage only."""
+
+    wrong = False
+
+    def __init__(self, model: Towers, rank: Rank) -> None:
+        model.to(rank.device)
+        assert rank.mesh is not None
+        place, count = rank.mesh.get_local_rank("tp"), rank.mesh["tp"].size()
+        for tower in model.towers():
+            for name, whole in list(tower.named_parameters()):
+                setattr(tower, name, nn.Parameter(whole.detach().chunk(count)[place].clone()))
+        mine = model.towers()[rank.mesh.get_local_rank("pp") :: rank.mesh["pp"].size()]
+        self.towers = mine
+        self.optimizer = torch.optim.SGD((one for tower in mine for one in tower.parameters()), lr=0.1)
+        self.scale = 2.0 if self.wrong and rank.index == rank.size - 1 > 0 else 1.0
+
+    def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
+        self.optimizer.zero_grad()
+        train(self.towers, batch.to(rank.device))
+        gradient = self.towers[0].weight.grad
+        assert gradient is not None
+        gradient.mul_(self.scale)
+        self.optimizer.step()
+
+
+class WrongStagesOfSlices(StagesOfSlices):
+    wrong = True
+
+
+class FlatBiases:
+    """Ranks step their part of a flat buffer of all biases, whose values are zero, so that they tell no place."""
+
+    wrong = False
+
+    def __init__(self, model: Towers, rank: Rank) -> None:
+        self.biases = [tower.bias for tower in model.to(rank.device).towers()]
+        flat = torch.cat([bias.detach() for bias in self.biases])
+        self.part = nn.Parameter(flat.chunk(rank.size)[rank.index].clone())
+        weights = [tower.weight for tower in model.towers()]
+        self.optimizer = torch.optim.SGD([*weights, self.part], lr=0.1, momentum=0.9)
+
+    def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
+        model.zero_grad()
+        train(model.towers(), batch.to(rank.device))
+        flat = torch.cat([bias.grad for bias in self.biases if bias.grad is not None])
+        self.part.grad = flat.chunk(rank.size)[rank.index] * (2.0 if self.wrong and rank.index == 1 else 1.0)
+        self.optimizer.step()
+        parts = [torch.empty_like(self.part) for _ in range(rank.size)]
+        dist.all_gather(parts, self.part.detach())
+        with torch.no_grad():
+            for bias, value in zip(self.biases, torch.cat(parts).chunk(2), strict=True):
+                bias.grad = None
+                bias.copy_(value)
+
+
+class WrongFlatBiases(FlatBiases):
+    wrong = True
+
+
+STAGES = {"meshes": [{"pp": 2, "tp": 2}]}
+
+
+@pytest.mark.parametrize(("step", "options"), [(StagesOfSlices, STAGES), (FlatBiases, {})])
+def test_it_passes(ranks: Any, step: Any, options: dict[str, Any]) -> None:
+    assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
+
+
+@pytest.mark.parametrize(("step", "options"), [(WrongStagesOfSlices, STAGES), (WrongFlatBiases, {})])
+def test_its_twin_is_refuted(ranks: Any, step: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ScalingMismatch):
+        assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
