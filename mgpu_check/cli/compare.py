@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import shlex
 import signal
 import sys
@@ -34,7 +36,9 @@ or undecided: nothing differs, but a trained parameter was not compared;
 What a script must do to be comparable: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "srun")
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun", "jsrun")
+_LAUNCHING = re.compile(r"torch\.distributed\.(run|launch)$|accelerate\.commands\.|deepspeed\.launcher\.")
+_PYTHON = re.compile(r"python[\d.]*")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -130,6 +134,34 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Return the command of a script, which may begin with the Python that is to run it.
+
+    Raises:
+        SystemExit: by `parser`, where it is a launcher, or another program than a Python: each rank is the script itself.
+    """
+    name = Path(program[0]).name if program else ""
+    python = _PYTHON.fullmatch(name) is not None and not Path(program[0]).is_dir()
+    words = program[1:] if python else program
+    options = list(itertools.takewhile(lambda word: word.startswith("-") and word != "-m", words)) if python else []
+    rest = words[len(options) :]
+    module = rest[1] if len(rest) > 1 and rest[0] == "-m" else ""
+    if name in _LAUNCHERS or _LAUNCHING.match(module):
+        parser.error(
+            f"{module or name} starts ranks, and so does compare: give the script and its own arguments only, such as "
+            "compare --gpus=4 -- train.py --epochs=2"
+        )
+    if python and not rest:
+        parser.error(f"no script given for {name}: name one, or a module with -m")
+    command = simulate.program_command(program, parser)
+    if command[0] != sys.executable and not python:
+        parser.error(
+            f"{program[0]} is a program, and compare records Python scripts: give the script that it starts, with the "
+            "script's arguments"
+        )
+    return command
+
+
 def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return the environments of the run on one device, and of the ranks."""
     if backing is not None:
@@ -173,9 +205,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)
         given = parser.parse_args(own)
-        if program and Path(program[0]).name in _LAUNCHERS:
-            parser.error(f"{program[0]} starts ranks, and so does compare: give the script and its own arguments only")
-        command = simulate.program_command(program, parser)
+        command = _script_command(program, parser)
         for world in (1, given.gpus):
             try:
                 fitted(command, world)

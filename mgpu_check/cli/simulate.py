@@ -1,8 +1,9 @@
 """``mgpu-check simulate --gpus=4 -- script.py --args``: run a program as if this machine had four GPUs.
 
 The program runs in a Python of its own, in which ``sitecustomize`` (see :mod:`mgpu_check.startup`) enters the
-simulated node when torch is first imported; the processes that it starts inherit that by the environment. Whatever is
-printed or computed inside says nothing about hardware.
+simulated node when torch is first imported; the processes that it starts inherit that by the environment. So the program
+may also be a launcher, such as mpiexec, whose Pythons are simulated. Whatever is printed or computed inside says nothing
+about hardware.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mgpu_check.cli.codes import Parser
+from mgpu_check.cli.codes import WRONG_USAGE, Parser
 from mgpu_check.processes.launched import simulating
 
 __all__ = ["add_simulate", "environment", "main", "program_command", "split_program"]
 
 _USAGE = (
-    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|torchrun [args...]\n"
+    "mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] script.py|PROGRAM [args...]\n"
     "       mgpu-check simulate [--gpus=N] [--simulate[=cpu|cuda:I]] [--] -m module [args...]"
+)
+
+
+_NOT_SIMULATED = (
+    "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A Python takes "
+    "no part that runs with -I or -E, without the environment of its parent, or on another host"
 )
 
 
@@ -53,7 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check simulate",
         usage=_USAGE,
-        description="Run a Python program, and the processes that it starts, on a SIMULATED node with N GPUs.",
+        description="Run a Python script, or a PROGRAM of the PATH such as torchrun, mpiexec or bash, and every Python that "
+        "it starts, on a SIMULATED node with N GPUs.",
         epilog="The exit code is the program's own (128 + N where signal N has ended it), or 4 on wrong usage. "
         "A simulated run proves code, never hardware.",
         allow_abbrev=False,
@@ -94,13 +103,12 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
     return list(argv[:position]), list(argv[position:])
 
 
-def program_command(program: Sequence[str], parser: argparse.ArgumentParser, others: str | None = None) -> list[str]:
-    """Return the command that starts `program`, a script or ``-m`` and a module, with its arguments, in a Python of its
-    own.
+def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hint: str = "") -> list[str]:
+    """Return the command that starts `program` with its arguments: a script or ``-m`` and a module, in a Python of its own;
+    or a program, by its path or as the PATH has it.
 
     Args:
-        others: what to say where there is neither such a script nor a program of that name which a package has installed,
-            as ``torchrun``. None: such programs are not taken.
+        hint: what to add where there is no such script.
 
     Raises:
         SystemExit: by `parser`, with what is wrong: there is none, or no such script.
@@ -110,26 +118,32 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser, oth
     if program[0] == "-m":
         if len(program) < 2:
             parser.error("-m needs the name of a module")
-    elif program[0].startswith("-"):
+        return [sys.executable, *program]
+    if program[0].startswith("-"):
         parser.error(f"unknown option {program[0]!r}; options of the program come after its name")
-    elif not Path(program[0]).exists():
-        if others is not None and (found := _installed_program(program[0])):
-            return [sys.executable, found, *program[1:]]
-        parser.error(f"no such script: {program[0]}{others or ''}")
-    return [sys.executable, *program]
+    path = Path(program[0])
+    if (path / "__main__.py").exists() if path.is_dir() else path.exists():
+        # Its name stays for `sys.argv`.
+        command = [str(path.absolute())] if _runs_by_itself(path) else [sys.executable, program[0]]
+    elif found := shutil.which(program[0], path=_search_path()):
+        command = [found] if _runs_by_itself(Path(found)) else [sys.executable, found]
+    else:
+        parser.error(f"no such script: {program[0]}{hint}")
+    return [*command, *program[1:]]
 
 
-def _installed_program(name: str) -> str | None:
-    """Return the program of that name that an installed package has brought, as ``torchrun``; None where there is none
-    in Python.
-    """
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    found = shutil.which(name, path=path)
-    if found is None:
-        return None
-    with open(found, "rb") as file:
+def _search_path() -> str:
+    """Return the PATH, with the programs of this environment first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _runs_by_itself(path: Path) -> bool:
+    """Return whether a file is a program for the kernel, or for another interpreter than Python."""
+    if not path.is_file() or not os.access(path, os.X_OK):
+        return False
+    with path.open("rb") as file:
         first = file.readline(256)
-    return found if first.startswith(b"#!") and b"python" in first else None
+    return first.startswith(b"\x7fELF") or (first.startswith(b"#!") and b"python" not in first)
 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
@@ -143,16 +157,32 @@ def main(argv: list[str]) -> int:
     try:
         own, program = split_program(argv, ("--gpus",))
         given = parser.parse_args(own)
-        command = program_command(program, parser, "; name a script, -m and a module, or a program such as torchrun")
+        command = program_command(
+            program, parser, "; name a script, -m and a module, or a program of the PATH such as torchrun or mpiexec"
+        )
     except SystemExit as stop:
         return int(stop.code or 0)
     notice = f"mgpu-check: SIMULATED node, {given.gpus} GPUs on {given.simulate}; this says nothing about hardware"
     print(notice, file=sys.stderr)
-    with subprocess.Popen(command, env=environment(given.gpus, given.simulate)) as child:
+    with tempfile.TemporaryFile() as entered:
+        variables = environment(given.gpus, given.simulate)
+        # By this path processes that inherit no files, as those of mpiexec, reach it too.
+        variables["_MGPU_CHECK_ENTERED"] = f"/proc/{os.getpid()}/fd/{entered.fileno()}"
+        try:
+            code = _run(command, variables)
+        except OSError as error:
+            print(f"mgpu-check simulate: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+            return WRONG_USAGE
+        if not os.fstat(entered.fileno()).st_size:
+            print(_NOT_SIMULATED, file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    with subprocess.Popen(command, env=variables) as child:
         # Ctrl-C reaches the whole foreground group: the program decides what it means, we wait for its end.
         kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
-            code = child.wait()
+            return child.wait()
         finally:
             signal.signal(signal.SIGINT, kept)
-    return code if code >= 0 else 128 - code

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 from mgpu_check.__main__ import main as command
-from mgpu_check.cli.compare import main
+from mgpu_check.cli.compare import _parser, _script_command, main
 
 STEP = "    optimizer.step()\n"
 START = ("-m", "mgpu_check", "compare", "--gpus=2", "--", "train.py")
@@ -114,12 +114,29 @@ def test_an_interrupted_command_leaves_nothing(number, begin, tmp_path, by_hand,
         (["--", "-m"], "-m needs the name of a module"),
         (["nowhere.py"], "no such script: nowhere.py"),
         (["--", "torchrun", "a.py"], "torchrun starts ranks, and so does compare: give the script"),
+        (["--", "mpiexec", "-n", "2", "a.py"], "mpiexec starts ranks, and so does compare: give the script"),
+        (["--", "-m", "torch.distributed.run", "a.py"], "torch.distributed.run starts ranks, and so does compare"),
+        (["--", "python", "-m", "torch.distributed.run", "a.py"], "torch.distributed.run starts ranks, and so does"),
+        (["--", "python3", "-u"], "no script given for python3: name one, or a module with -m"),
+        (
+            ["--", "sh", "train.sh"],
+            "sh is a program, and compare records Python scripts: give the script that it starts",
+        ),
         (["--verbose", "nowhere.py"], "--verbose"),
     ],
 )
 def test_wrong_usage(argv, words, capsys):
     assert main(argv) == 4
     assert words in capsys.readouterr().err
+
+
+def test_the_python_of_a_script_may_be_named(tmp_path, monkeypatch):
+    """As in a line that is copied from elsewhere: each rank is that Python."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("train.py").touch()
+    found, *words = _script_command(["python3", "-u", "train.py", "--lr=1"], _parser())
+    assert os.path.samefile(found, sys.executable) and words == ["-u", "train.py", "--lr=1"]
+    assert _script_command(["train.py"], _parser()) == [sys.executable, "train.py"]
 
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])

@@ -38,7 +38,10 @@ def script(folder, name, text):
         (["--simulate=tpu", "a.py"], "'tpu' is no backing device"),
         (["--backing=cpu", "a.py"], "unrecognized arguments: --backing=cpu"),
         (["--", "-m"], "-m needs the name of a module"),
-        (["nowhere.py"], "no such script: nowhere.py; name a script, -m and a module, or a program such as torchrun"),
+        (
+            ["nowhere.py"],
+            "no such script: nowhere.py; name a script, -m and a module, or a program of the PATH such as",
+        ),
         (["--", "--verbose"], "unknown option '--verbose'"),
     ],
 )
@@ -132,6 +135,53 @@ def test_processes_that_it_starts(tmp_path):
     done = simulate(tmp_path, "--gpus=2", "job.py")
     assert (done.returncode, done.stdout) == (0, "[2, 2]\n"), done.stderr
     assert (tmp_path / "rank0").exists()
+
+
+COUNT = "import os, torch; print(os.environ.get('RANK'), torch.cuda.device_count())"
+NOT_SIMULATED = "nothing was simulated: no Python of the program imported torch"
+
+
+def program(path, text):
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def test_a_launcher_of_the_path_starts_pythons_that_are_simulated(tmp_path, monkeypatch):
+    """A directory of its name in the current one does not hide it."""
+    script(tmp_path, "job.py", COUNT)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "mpiexec").mkdir()
+    program(
+        tmp_path / "bin" / "mpiexec",
+        '#!/bin/sh\nshift 2\nfor rank in 0 1; do RANK=$rank "$@" || exit 9; done\nexit 3\n',
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    done = simulate(tmp_path, "--gpus=3", "--", "mpiexec", "-n", "2", sys.executable, "job.py")
+    assert (done.returncode, done.stdout) == (3, "0 3\n1 3\n"), done.stderr
+    assert "3 GPUs on cpu" in done.stderr and NOT_SIMULATED not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("./train.sh",), ("train.sh",), ("sh", "train.sh"), ("python3", "job.py")], ids=" ".join
+)
+def test_a_program_that_is_no_python_script(tmp_path, words):
+    script(tmp_path, "job.py", COUNT)
+    program(tmp_path / "train.sh", f"#!/bin/sh\nexec {sys.executable} job.py\n")
+    done = simulate(tmp_path, "--gpus=3", "--", *words)
+    assert (done.returncode, done.stdout) == (0, "None 3\n"), done.stderr
+
+
+def test_a_program_whose_pythons_are_not_simulated_is_named(tmp_path):
+    done = simulate(tmp_path, "--", "sh", "-c", f"{sys.executable} -I -c pass")
+    assert done.returncode == 0
+    assert NOT_SIMULATED in done.stderr
+
+
+def test_a_program_that_cannot_be_run(tmp_path):
+    program(tmp_path / "train.sh", "#!/no/such/shell\n")
+    done = simulate(tmp_path, "--", "./train.sh")
+    assert done.returncode == 4
+    assert "train.sh cannot be run: No such file or directory" in done.stderr
 
 
 def test_torchrun(tmp_path):
