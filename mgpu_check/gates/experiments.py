@@ -16,6 +16,9 @@ from mgpu_check.torch_hooks.table import COLLECTIVES
 
 __all__ = ["changes_tried"]
 
+_Group = tuple[int, tuple[tuple[int, ...], ...]]
+"""Index among the groups of a rank, and all groups of that index, each by its ranks."""
+
 _MOST_LINES = 12
 _MOST_RUNS = 30
 _SECONDS = 20.0
@@ -55,28 +58,42 @@ def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
 
 
 def _changes(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> Iterator[Change]:
-    """Yield changes, the likeliest first: other groups, then factors, operations, and calls that are left out."""
+    """Yield changes, the likeliest first: other groups, positions, factors, groups of one rank, operations, calls left out.
+
+    Where all ranks give the same number, a group of one, or the operation MAX, does what dividing does: that goes first.
+    """
     lines = _lines(traces)
     groups = _groups(traces, scenario.world_size)
+    yield from _in_groups(lines, [group for group in groups if len(group[1][0]) > 1])
+    yield from _shifts(trials, scenario)
+    for (name, line), events in lines:
+        size = max((len(event.details.get("group", ())) for event in events), default=0)
+        if _kind(name) in ("reduction", "parts") and size > 1:
+            yield Change("divide", name, line, size=size)
+            yield Change("multiply", name, line, size=size)
+    yield from _in_groups(lines, [group for group in groups if len(group[1][0]) == 1])
+    for (name, line), events in lines:
+        size = max((len(event.details.get("group", ())) for event in events), default=0)
+        if _kind(name) != "reduction":
+            continue
+        op = events[0].details.get("op", "sum")
+        yield from (Change("op", name, line, other, size=size) for other in ("max", "sum") if other not in op)
+        yield Change("skip", name, line, size=size)
+        calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
+        if scenario.steps > 1 and not rest and "sum" in op:
+            yield Change("new", name, line, calls, size=size)
+
+
+def _in_groups(lines: Sequence[tuple[tuple[str, str], list[Event]]], groups: Sequence[_Group]) -> Iterator[Change]:
     for (name, line), events in lines:
         was = tuple(dict.fromkeys(event.details.get("group", ()) for event in events))
         for index, now in groups:
             if set(now) != set(was):
                 yield Change("group", name, line, index, was, now, len(now[0]))
-    yield from _shifts(trials, scenario)
-    for (name, line), events in lines:
-        size = max((len(event.details.get("group", ())) for event in events), default=0)
-        kind = COLLECTIVES[name].kind if name in COLLECTIVES else ""
-        if kind in ("reduction", "parts") and size > 1:
-            yield Change("divide", name, line, size=size)
-            yield Change("multiply", name, line, size=size)
-        if kind == "reduction":
-            op = events[0].details.get("op", "sum")
-            yield from (Change("op", name, line, other, size=size) for other in ("max", "sum") if other not in op)
-            yield Change("skip", name, line, size=size)
-            calls, rest = divmod(len(events), len(traces) * max(1, scenario.steps))
-            if scenario.steps > 1 and not rest and "sum" in events[0].details.get("op", "sum"):
-                yield Change("new", name, line, calls, size=size)
+
+
+def _kind(name: str) -> str:
+    return COLLECTIVES[name].kind if name in COLLECTIVES else ""
 
 
 def _lines(traces: Sequence[Trace]) -> list[tuple[tuple[str, str], list[Event]]]:
@@ -91,16 +108,16 @@ def _lines(traces: Sequence[Trace]) -> list[tuple[tuple[str, str], list[Event]]]
     ]
 
 
-def _groups(traces: Sequence[Trace], size: int) -> list[tuple[int, tuple[tuple[int, ...], ...]]]:
+def _groups(traces: Sequence[Trace], size: int) -> list[_Group]:
     """Return the groups in which ranks call collectives, each with its index among a rank's groups, and all its ranks.
 
     Index 0 is the world. Groups count if every rank has one of that index.
     """
-    found: list[tuple[int, tuple[tuple[int, ...], ...]]] = [(0, (tuple(range(size)),))]
+    found: list[_Group] = [(0, (tuple(range(size)),))]
     several = [trace.groups for trace in traces]
     for index in range(1, min(map(len, several), default=0)):
         now = tuple(dict.fromkeys(groups[index] for groups in several))
-        if sum(map(len, now)) == size and all(len(group) > 1 for group in now):
+        if sum(map(len, now)) == size:
             found.append((index, now))
     return found
 

@@ -127,9 +127,9 @@ def _scaled(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     name = next((one for one in ("output", "output_tensor", form.operand) if one in form.parameters), "")
     value = form.argument(name, args, kwargs) if name else None
     for tensor in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is not torch.bool:
             with torch.no_grad():
-                tensor.mul_(by)
+                tensor.copy_(tensor.double() * by if not tensor.is_floating_point() else tensor * by)
     return result
 
 

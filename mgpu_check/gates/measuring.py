@@ -19,7 +19,10 @@ from mgpu_check.gates.rounding import (
 from mgpu_check.gates.runs import Part, Provisional
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Expected, Observation
-from mgpu_check.numerics.steps import full_precision
+from mgpu_check.mistakes.results import Result
+from mgpu_check.numerics.bounds import unit_roundoff
+from mgpu_check.numerics.envelopes import root_mean_square
+from mgpu_check.numerics.steps import Measurement, full_precision
 from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.tensors import name_of
 from mgpu_check.torch_hooks.threads import one_thread
@@ -33,6 +36,8 @@ __all__ = [
     "of_parts",
 ]
 
+_ROUNDINGS = 8.0
+"""Roundings to a narrow dtype that a result may have gone through, one after the other."""
 _FACTORS = tuple(2.0**power for power in range(30, -1, -1))
 
 
@@ -45,6 +50,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
             draws. The tolerance is that of the reference alone.
     """
     remarks: list[str] = []
+    narrower: set[torch.dtype] = set()
     with full_precision(), one_thread() as threads:
         notes = Notes()
         by_reference = program.reference is not None
@@ -54,10 +60,12 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         if by_reference and not alone:
             remarks.append("the step does not run at world size 1")
         elif by_reference:
-            notes.drawn.clear()
             try:
-                own = observe(rank, program, scenario, around=lambda model, batches: entered(notes))
-                drawn = tuple(notes.drawn)
+                of_step = Notes()
+                own = observe(rank, program, scenario, around=lambda model, batches: entered(of_step))
+                drawn = tuple(of_step.drawn)
+                narrower = of_step.seen - notes.seen
+                notes.seen |= of_step.seen
             except Exception as error:
                 remarks.append(f"the step does not run at world size 1: {type(error).__name__}: {error}")
     remarks += main.remarks
@@ -74,7 +82,7 @@ def measure(rank: Rank, program: Program, scenario: Scenario, deep: bool = False
         narrow=tuple(sorted(map(name_of, notes.seen))),
         remarks=remarks,
     )
-    *earlier, last = main.stages
+    *earlier, last = [_with_room_for(stage, narrower) for stage in main.stages]
     expected.exact, expected.tolerance = last.reference, last.tolerance
     expected.snapshots = [stage.reference for stage in earlier]
     expected.allowances = [stage.tolerance for stage in earlier]
@@ -168,3 +176,18 @@ def largest_factor(rank: Rank, program: Program, scenario: Scenario) -> float | 
         if all(bool(value.isfinite().all()) for value in seen.values.values()):
             return factor
     return None
+
+
+def _with_room_for(stage: Measurement[Result], narrower: Iterable[torch.dtype]) -> Measurement[Result]:
+    """Return the stage with tolerances that have room for rounding to dtypes that the step computes in, and the reference does not.
+
+    The room follows from the dtype, not from what the step gives. Whole numbers, such as counts, get none: they must be exact.
+    """
+    roundoff = max(map(unit_roundoff, narrower), default=0.0)
+    if not roundoff:
+        return stage
+    tolerance = dict(stage.tolerance)
+    for name, exact in stage.reference.items():
+        if not torch.equal(exact, exact.round()):
+            tolerance[name] = tolerance[name] + _ROUNDINGS * roundoff * (exact.abs() + root_mean_square(exact))
+    return Measurement(stage.reference, tolerance, stage.amplification)
