@@ -65,6 +65,11 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
         parted=account.parted,
         parting=different_collectives(account.parted, account.who),
         last=account.last,
+        messages={
+            rank: one
+            for rank, record in account.records.items()
+            if (one := record.last) is not None and not one.number and one.unfinished
+        },
         some_finished=0 < len(account.finished) < len(account.endings),
         raised=raised,
         aborted=[end.last_words for end in account.died.values() if end.exit_code == -signal.SIGABRT],

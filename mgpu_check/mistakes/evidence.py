@@ -151,6 +151,7 @@ class Calls:
         parted: rank -> the first collective that is another one than on other ranks.
         parting: the same in words.
         last: rank -> the collective that it has entered last.
+        messages: rank -> the send or receive that it waits in.
         some_finished: some ranks have returned, and others have not.
         raised: texts that ranks have raised, each with the line that tells it.
         aborted: the stacks of ranks that SIGABRT has ended.
@@ -164,6 +165,7 @@ class Calls:
     parted: Mapping[int, Entered] = field(default_factory=dict)
     parting: str = ""
     last: Mapping[int, Entered] = field(default_factory=dict)
+    messages: Mapping[int, Entered] = field(default_factory=dict)
     some_finished: bool = False
     raised: Sequence[tuple[str, str]] = ()
     aborted: Sequence[str] = ()

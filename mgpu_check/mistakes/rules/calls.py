@@ -5,7 +5,15 @@ from __future__ import annotations
 from mgpu_check.mistakes.evidence import Calls, HashSeeds
 from mgpu_check.mistakes.report import Finding
 
-__all__ = ["aborted_in_gather", "known_words", "other_sizes", "part_ways", "set_order", "uneven_steps"]
+__all__ = [
+    "aborted_in_gather",
+    "known_words",
+    "other_sizes",
+    "part_ways",
+    "set_order",
+    "uneven_steps",
+    "waits_for_its_own_group",
+]
 
 _FILLING = ("gather", "scatter", "all_to_all")
 _LONGEST = 240
@@ -47,6 +55,22 @@ def uneven_steps(calls: Calls) -> Finding | None:
     uneven = f"{calls.samples} samples are not divisible by {calls.size} ranks"
     also = "; for numbers that are, it terminates" if calls.hung else f"; {parted.evidence}"
     return Finding("uneven-steps", uneven + also)
+
+
+def waits_for_its_own_group(calls: Calls) -> Finding | None:
+    """Name a group that is too wide: a member waits for a message from a rank that waits in the group's collective."""
+    for rank, collective in calls.last.items():
+        if not collective.unfinished or collective.cut:
+            continue
+        members = set(map(int, collective.group.split(","))) if collective.group else set(range(calls.size))
+        for other, message in calls.messages.items():
+            if other in members and message.options == f"src={rank}":
+                return Finding(
+                    "wrong-process-group",
+                    f"rank {rank} waits in {collective} for rank {other}, and rank {other} waits in {message} for what rank "
+                    f"{rank} sends after it: does the collective run over more ranks than call it?",
+                )
+    return None
 
 
 def part_ways(calls: Calls) -> Finding | None:

@@ -225,12 +225,13 @@ def off_by_number_of_groups(tensors: Tensors) -> Finding | None:
     groups = [event.details["group"] for _, event in tensors.events("collective") if "group" in event.details]
     sizes = {len(group) for group in groups if len(group) < tensors.size}
     made = tensors.first("group")
-    if made is None or not sizes or any(change.kind == "group" for change in tensors.tried):
-        return None  # no collective is right in another group
+    if made is None or not sizes:
+        return None
+    existing = {len(ranks) for trace in tensors.traces for ranks in trace.groups[1:]} or set(range(1, tensors.size))
     factor = tensors.factor()
     factors = {name: tensors.factor([name]) if factor is None else factor for name in tensors.names}
     for name, ratio in factors.items():
-        for size in (size for size in range(1, tensors.size) if tensors.size % size == 0):
+        for size in (size for size in range(1, tensors.size) if tensors.size % size == 0 and size in existing):
             if (power := _as_power(ratio, tensors.size / size)) is not None:
                 ran = " and ".join(map(str, sorted(sizes)))
                 return Finding(

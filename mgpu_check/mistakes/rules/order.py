@@ -185,6 +185,7 @@ RULES_OF_CALLS: tuple[RuleOf[Calls], ...] = (
     # are why ranks decide otherwise.
     calls.other_sizes,
     calls.uneven_steps,
+    calls.waits_for_its_own_group,  # before: ranks that decide otherwise do not wait for each other
     calls.part_ways,
     # What torch says comes last: once ranks have parted ways, most of it is an echo of that.
     calls.known_words,

@@ -1,0 +1,116 @@
+"""Single calls of a wrong step are changed: the change with which it is right names the mistake and the line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mgpu_check import ScalingMismatch, assert_step_scales
+from mgpu_check.mistakes.attempts import Attempts
+from mgpu_check.mistakes.evidence import Calls
+from mgpu_check.mistakes.rules.order import findings_of_calls
+from mgpu_check.processes.record import Entered
+from tests.gates.steps import FEW
+
+pytestmark = pytest.mark.gpus(4)
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(n, 6), 2 * torch.randn(n, 1) + 3
+
+
+def synchronize(model: nn.Module, size: int) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= size
+
+
+def centered(model, batch, rank, group):
+    """Targets are centered by the mean over a group; ranks hold neighbouring samples."""
+    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    count, total = torch.tensor(float(len(y)), device=rank.device), y.sum()
+    dist.all_reduce(count, group=group)
+    dist.all_reduce(total, group=group)
+    nn.functional.mse_loss(model.to(rank.device)(x), y - total / count).backward()
+    synchronize(model, rank.size)
+
+
+def in_pairs(model, batch, rank):
+    groups = [dist.new_group([first, first + 1]) for first in range(0, rank.size, 2)] if rank.size > 1 else [None]
+    # One collective over pairs, in one line: the statistics travel together.
+    x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+    statistics = torch.stack([torch.tensor(float(len(y)), device=rank.device), y.sum()])
+    dist.all_reduce(statistics, group=groups[rank.index // 2] if rank.size > 1 else None)
+    nn.functional.mse_loss(model.to(rank.device)(x), y - statistics[1] / statistics[0]).backward()
+    synchronize(model, rank.size)
+
+
+class Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.register_buffer("total", torch.zeros(6, dtype=torch.float64))
+
+
+class ReducesAgain:
+    def __init__(self, model, rank):
+        self.model = model.to(rank.device)
+
+    def __call__(self, model, batch, rank):
+        x, y = (part.chunk(rank.size)[rank.index].to(rank.device) for part in batch)
+        model.total += x.sum(0).double()
+        dist.all_reduce(model.total)  # what was reduced before is still in it
+        model.zero_grad()
+        nn.functional.mse_loss(model.layer(x), y).backward()
+        synchronize(model, rank.size)
+
+
+def named(ranks, step, of=build, **options) -> ScalingMismatch:
+    with pytest.raises(ScalingMismatch) as caught:
+        assert_step_scales(ranks, step, **{**FEW, "build": of, "batch": batch, "sizes": "divisible", **options})
+    return caught.value
+
+
+def test_a_collective_in_the_wrong_group(ranks):
+    found = named(ranks, in_pairs, world_sizes=[4])
+    assert found.mistakes[0] == "wrong-process-group"
+    assert "runs over ranks 0-1, ranks 2-3; over ranks 0-3 the step is right" in str(found)
+    assert "test_experiments.py:" in str(found)
+
+
+def test_what_was_reduced_before_is_reduced_again(ranks):
+    found = named(ranks, ReducesAgain, of=Running, max_examples=12)
+    assert found.mistakes[0] == "reduced-again"
+    assert "given only what is new each time, the step is right" in str(found)
+
+
+def test_a_wrong_step_that_no_change_puts_right_is_named_by_none(ranks):
+    def step(model, batch, rank):
+        centered(model, batch, rank, None)
+        if rank.size > 1:
+            for parameter in model.parameters():
+                parameter.grad += 0.1 * torch.linspace(1, 2, parameter.numel(), device=rank.device).view_as(parameter)
+
+    found = named(ranks, step)
+    assert "the step is right" not in str(found)
+
+
+def waiting(name: str, number: int, options: str, group: str = "") -> Entered:
+    return Entered(name, number, "", group, "float32[2]", options, "", "train.py", 7, "inside")
+
+
+def test_a_group_whose_member_waits_for_a_message_is_too_wide():
+    calls = Calls(
+        2, 4, "ranks 0-1 did not finish", hung="ranks 0-1 did not finish", last={1: waiting("all_reduce", 1, "sum")}
+    )
+    waits = {0: waiting("recv", 0, "src=1")}
+    wide = Calls(**{**vars(calls), "messages": waits})
+    assert [finding.mistake for finding in findings_of_calls(wide, 1, Attempts())] == ["wrong-process-group"]
+    other = Calls(**{**vars(calls), "messages": {0: waiting("recv", 0, "src=3")}})
+    assert [finding.mistake for finding in findings_of_calls(other, 1, Attempts())] == ["decision-per-rank"]
