@@ -310,9 +310,10 @@ def _first_parting(tensors: Tensors) -> str:
                 if name not in tensors.relations.wrong or (name.kind == "grads") is not of_gradients:
                     continue
                 for rank, one in enumerate(tensors.seen):
-                    if step >= len(one.snapshots):
+                    if step >= one.optimizer_steps:
                         return f"optimizer step {step + 1}, which rank {rank} does not do"
-                    if not close(one.snapshots[step].get(name), value, allowed[name]):
+                    taken = one.snapshots[step] if step < len(one.snapshots) else None  # the step may not be on record
+                    if taken is not None and not close(taken.get(name), value, allowed[name]):
                         return f"{name} in optimizer step {step + 1} on rank {rank}"
     return ""
 

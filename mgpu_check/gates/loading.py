@@ -136,7 +136,8 @@ def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
             f"at world size 1, epoch {differ} of make_loader differs from epoch 0 in {others} of {union.total()} samples, "
             "so which samples there are cannot be told; where samples are augmented at random, pass key=, a "
             "function from a batch to the ids of its samples; where drop_last drops others each time, pass dropped=True; "
-            "samplers that draw with replacement cover nothing by design"
+            "where a sampler draws with replacement, as WeightedRandomSampler does, pass epochs=1: all ranks together must "
+            "then draw what one draws in one epoch"
         )
     return union
 

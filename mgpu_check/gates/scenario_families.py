@@ -25,6 +25,8 @@ _KINDS = ("divisible", "uneven", "below")
 _DIVISIBLE = "divisible"
 _SEEDS = 3
 _MOST_STEPS = 3
+_MOST_PER_RANK = 4
+"""Samples of each rank, in batches whose size is left to the gate."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,14 @@ def families(
         changes: Sequence[str] = ("",),
         steps: tuple[int, int] = (1, 1),
         among: Sequence[tuple[int, Mesh]] = worlds,
+        first: int = 1,
     ) -> Scenario:
         world_size, mesh = draw(st.sampled_from(among))
         samples = 0
         batches: tuple[Any, ...] = ()
         count = draw(st.integers(*steps))
         if drawn is None:
-            samples = draw(of(world_size, kind))
+            samples = draw(of(world_size, kind, first))
         else:
             batches = tuple(draw(drawn) for _ in range(count))
             samples = samples_in(batches[0])
@@ -81,29 +84,35 @@ def families(
         if drawn is not None:
             shares.append(("batches as drawn", scenario(among=(world,)), 0.45 / len(worlds)))
             continue
-        for kind, share in (("divisible", 0.2), ("uneven", 0.2), ("below", 0.1)):
+        kinds = (("divisible", 0.2), ("uneven", 0.2), ("below", 0.1))
+        for kind, share in (("divisible", 0.5),) if sizes == _DIVISIBLE else kinds:
             shares.append((kind, scenario(kind, among=(world,)), share / len(worlds)))
     shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
-    shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS)), 0.15))
-    shares += [(change, scenario(changes=(change,)), 0.08) for change in CHANGES]
+    # Hypothesis begins with the first size, and so small a family may end there: each has another first size.
+    shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS), first=2), 0.15))
+    for number, change in enumerate(CHANGES):
+        shares.append((change, scenario(changes=(change,), first=1 + (number + 2) % _MOST_PER_RANK), 0.08))
     return [Family(name, strategy, max(1, round(share * max_examples))) for name, strategy, share in shares]
 
 
-def _sizes(sizes: Sizes) -> Callable[[int, str], st.SearchStrategy[int]]:
-    """Return a function from world size and kind to sizes of that kind, which may be none."""
+def _sizes(sizes: Sizes) -> Callable[[int, str, int], st.SearchStrategy[int]]:
+    """Return a function from world size, kind, and samples per rank of the first divisible size, to sizes of that kind,
+    which may be none.
+    """
     if sizes is None:
         return _any_size
     if sizes == _DIVISIBLE:
-        return lambda world, kind: _any_size(world, "divisible") if kind in ("", "divisible") else st.nothing()
+        return lambda world, kind, first: _any_size(world, "divisible", first)
     given = _given(sizes)
-    return lambda world, kind: (
+    return lambda world, kind, first: (
         given(world).filter(functools.partial(_is_of_kind, world, kind)) if kind else given(world)
     )
 
 
-def _any_size(world: int, kind: str) -> st.SearchStrategy[int]:
+def _any_size(world: int, kind: str, first: int) -> st.SearchStrategy[int]:
     """Return sizes of a kind, where the user leaves them to the gate."""
-    divisible = st.integers(1, 4).map(lambda k: k * world)
+    per_rank = [first, *(count for count in range(1, _MOST_PER_RANK + 1) if count != first)]
+    divisible = st.sampled_from([count * world for count in per_rank])
     if kind == "divisible":
         return divisible
     if kind == "below":

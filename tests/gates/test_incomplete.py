@@ -12,11 +12,15 @@ from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
 from mgpu_check.gates import evidence as gate_evidence
 from mgpu_check.gates import investigation, restored
 from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.restored import Entries, explained
 from mgpu_check.gates.states import Entry, Row
 from mgpu_check.mistakes.attempts import RAISE, Attempts
+from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation
 from mgpu_check.mistakes.parting import first_parting
+from mgpu_check.mistakes.results import KINDS, Result
 from mgpu_check.mistakes.rules import order
+from mgpu_check.mistakes.tensors import Tensors
 from tests.gates import evidence
 from tests.gates.loaders import numbers
 
@@ -193,3 +197,14 @@ def pipeline(model, batch, rank):
 def test_sums_of_unlike_sizes_are_no_running_sum(ranks):
     with pytest.raises(ScalingMismatch, match="returned 0"):
         gate(ranks, pipeline)
+
+
+@pytest.mark.parametrize(("steps", "told"), [(0, "optimizer step 1, which rank 0 does not do"), (1, "")])
+def test_a_step_that_is_not_on_record_was_not_left_out(steps, told):
+    name, one = Result("grads", "weight"), torch.ones(2)
+    seen = [Observation({name: 2 * one}, {name: str(rank)}, optimizer_steps=steps) for rank in range(2)]
+    expected = Expected(Observation({name: one}), None, snapshots=[{name: one.double()}], allowances=[{name: 0 * one}])
+    expected.exact, expected.tolerance = {name: one.double()}, {name: 0 * one.double()}
+    relations = relations_of(expected, seen, KINDS, None)
+    tensors = Tensors(2, 2, 1, expected, relations, seen, (), Hypotheses([], []))
+    assert investigation._first_parting(tensors) == told

@@ -7,7 +7,15 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info, random_split
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+    get_worker_info,
+    random_split,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from mgpu_check import RankDied, RankFailure, RankHang, ScalingMismatch, assert_loader_covers
@@ -197,6 +205,15 @@ BATCHES = "if it yields batches, return a loader"
 def test_what_is_no_loader(ranks, make, match):
     with pytest.raises(ValueError, match=match):
         assert_loader_covers(ranks, make)
+
+
+def test_sampling_with_replacement_is_for_one_epoch(ranks):
+    def drawn(rank):
+        sampler = WeightedRandomSampler(torch.ones(24), 24, generator=torch.Generator().manual_seed(3))
+        return DataLoader(numbers(24), batch_size=2, sampler=sampler)
+
+    with pytest.raises(ValueError, match="as WeightedRandomSampler does, pass epochs=1"):
+        assert_loader_covers(ranks, drawn, world_sizes=[2])
 
 
 def test_batches_one_by_one_in_one_epoch(ranks):

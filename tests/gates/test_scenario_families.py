@@ -41,3 +41,22 @@ def test_sizes_are_as_given(sizes, expected):
         with contextlib.suppress(Unsatisfiable):  # of these sizes none is of that kind
             note()
     assert found == expected
+
+
+@pytest.mark.parametrize("sizes", ["divisible", None])
+def test_few_examples_have_several_sizes_and_begin_with_the_smallest(sizes):
+    per_rank = []
+    for family in families([2, 4], sizes, None, 12):
+        if family.scenarios.is_empty:
+            continue
+
+        @settings(
+            max_examples=family.examples, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        )
+        @given(family.scenarios)
+        def note(scenario):
+            per_rank.append(scenario.samples / scenario.world_size)
+
+        note()
+    assert {1, 2, 3} <= set(per_rank) and max(per_rank) >= 3
+    assert per_rank[0] == 1
