@@ -4,11 +4,12 @@ other.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
-from mgpu_check.compare.alignment import Aligned
+from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.evidence import of_samples
-from mgpu_check.compare.obstacles import Obstacle, divided
+from mgpu_check.compare.obstacles import OTHER_START, Obstacle, divided
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.report import Finding
@@ -16,6 +17,8 @@ from mgpu_check.mistakes.rules.order import findings_of
 
 __all__ = ["other_samples", "others_from_the_start"]
 
+_FAR = 1e-3
+"""Relative: by which a start is another one, whatever order its sums were added in."""
 _SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
 _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 """Mistakes of the training script itself, which are a difference."""
@@ -34,7 +37,18 @@ def others_from_the_start(aligned: Aligned) -> list[Obstacle]:
     evidence = attempts.of("the evidence of samples", Evidence(aligned.world), of_samples, aligned, 0)
     findings = findings_of(evidence, 1, attempts)
     # The diagnosis reports an error of this piece, too.
-    return [] if findings or attempts.remarks else other_samples(aligned, 0, findings)
+    if findings or attempts.remarks:
+        return []
+    return [*other_samples(aligned, 0, findings), *([OTHER_START] if _start_elsewhere(aligned) else [])]
+
+
+def _start_elsewhere(aligned: Aligned) -> bool:
+    for name in aligned.held:
+        expected, here = aligned.found(0, "before", name)
+        shape = aligned.parameter(name).shape
+        if any(deviation(value, expected, shape).size > _FAR for value in here.values()):
+            return True
+    return False
 
 
 def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) -> list[Obstacle]:
@@ -50,7 +64,7 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
     together, one = samples.together, samples.one
     why = (
         f"step {number + 1}: the ranks together saw {together.total()} samples, of which {samples.common} are those of one "
-        f"device, which saw {one.total()}: the script is not comparable as it is"
+        f"device, which saw {one.total()}{_again(together, one)}: the script is not comparable as it is"
     )
     if together.total() == world * one.total():
         return [Obstacle(why, divided(one.total()))]
@@ -65,3 +79,11 @@ def other_samples(aligned: Aligned, number: int, findings: Sequence[Finding]) ->
         ),
         Obstacle(why, "draw augmentation from the sample's own index, or switch it off, for the comparison"),
     ]
+
+
+def _again(together: Counter[int], one: Counter[int]) -> str:
+    """Say how many of one device's samples came to the ranks too often, as a clause; empty where none did."""
+    again = sum(count for sample, count in (together - one).items() if sample in one)
+    if not again:
+        return ""
+    return f"; {again} of those on ranks came a second time, or to several ranks, and {(one - together).total()} are on no rank"

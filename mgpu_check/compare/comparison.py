@@ -107,7 +107,8 @@ def _verdict(made: Comparison, tell: Callable[[str], None]) -> Verdict:
     if found := _found_what_was_left(made.runs):
         return found
     if others := others_from_the_start(aligned):
-        return replace(refused(others[0].why, [one.todo for one in others]), step=1)
+        why = " and ".join(dict.fromkeys(one.why for one in others))
+        return replace(refused(why, [one.todo for one in others]), step=1)
     again, stopped = _again(made, tell, assembly.open and len(several.ranks) == plan.world)
     if stopped is not None:
         return stopped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mgpu_check.compare.batches import other_samples
 from mgpu_check.compare.evidence import evidence_of, skipped_steps, skips_of
 from mgpu_check.compare.first_difference import Diagnosis, FirstDifference
-from mgpu_check.compare.obstacles import DROPOUT, Obstacle, random_parts
+from mgpu_check.compare.obstacles import OTHER_START, Obstacle, drawing
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Evidence
 from mgpu_check.mistakes.report import Finding
@@ -21,8 +21,9 @@ def diagnose(difference: FirstDifference) -> Diagnosis:
     evidence = attempts.of("the evidence", Evidence(world), evidence_of, difference, attempts)
     findings = findings_of(evidence, 1, attempts)
     obstacles = attempts.of("the search for obstacles", [], _obstacles, difference, findings)
-    why, todo = (obstacles[0].why, [one.todo for one in obstacles]) if obstacles else ("", [])
-    return Diagnosis(not obstacles, findings, why, todo, attempts.remarks)
+    why = list(dict.fromkeys(one.why for one in obstacles))
+    todo = [one.todo for one in obstacles]
+    return Diagnosis(not obstacles, findings, " and ".join(why), todo, attempts.remarks)
 
 
 def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obstacle]:
@@ -31,12 +32,11 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
     if difference.kind == "before":
         if difference.apart["before"]:
             return []
-        return [
-            Obstacle(
-                "the ranks agree with each other, but start from other parameters than one device",
-                "seed every process alike before the model is built, and build it before random numbers are drawn",
-            )
-        ]
+        samples = difference.samples
+        others = (
+            other_samples(difference.aligned, difference.step, findings) if samples.known and not samples.same else []
+        )
+        return [OTHER_START, *others]
     one, ranks = skips_of(difference.aligned.one, difference.step), skipped_steps(difference)
     if ranks.apart:
         return []
@@ -50,8 +50,7 @@ def _obstacles(difference: FirstDifference, findings: list[Finding]) -> list[Obs
     samples = difference.samples
     if samples.known and (not samples.same or difference.kind is None):
         return other_samples(difference.aligned, difference.step, findings)
-    if "random-numbers-per-rank" in mistakes:
-        random = ", ".join(random_parts(difference.aligned.ranks[0], difference.step))
-        why = f"step {difference.step + 1}: {random} drops other elements on ranks than on one device"
-        return [Obstacle(why, DROPOUT)]
+    random = drawing(difference.aligned.ranks[0], difference.step)
+    if "random-numbers-per-rank" in mistakes and random is not None:
+        return [Obstacle(f"step {difference.step + 1}: {random.why}", random.todo)]
     return []

@@ -10,7 +10,7 @@ from typing import Any
 
 from mgpu_check.compare.alignment import Aligned
 from mgpu_check.compare.first_difference import FirstDifference, updates
-from mgpu_check.compare.obstacles import random_parts
+from mgpu_check.compare.obstacles import drawing
 from mgpu_check.compare.trace import Trace
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import ByRank, Evidence, Factor, Sampler, Start
@@ -176,8 +176,8 @@ def _normalizes(difference: FirstDifference) -> str:
 
 
 def _may_draw(difference: FirstDifference) -> str:
-    random = random_parts(difference.aligned.ranks[0], difference.step)
-    return f"{', '.join(random)} draws a mask of its own on each rank" if random else ""
+    random = drawing(difference.aligned.ranks[0], difference.step)
+    return "" if random is None else random.why
 
 
 def _uneven(difference: FirstDifference) -> str:

@@ -13,18 +13,24 @@ __all__ = [
     "DROPOUT",
     "FLOAT32",
     "LOSS",
+    "NUMBERS",
+    "OTHER_START",
     "SEEDS",
     "SNAPSHOT",
     "Obstacle",
     "divided",
+    "drawing",
     "narrow",
-    "random_parts",
     "standing",
 ]
 
 SEEDS = "set seeds: torch.manual_seed, random.seed, numpy.random.seed, generator= of loaders and splits"
 SNAPSHOT = "give each run a directory of its own with --fresh-directory; or have the script save elsewhere, and remove that file"
 DROPOUT = "set the probability of dropout to 0 for the comparison"
+NUMBERS = (
+    "for the comparison, draw none; or draw for each sample from a generator with a seed of that sample, so that ranks and "
+    "one device draw the same"
+)
 FLOAT32 = (
     "compute in float32 for the comparison, without autocast: the mistakes that it looks for are the same there, and "
     "nothing else hides them"
@@ -43,11 +49,24 @@ class Obstacle:
     todo: str
 
 
-def random_parts(trace: Trace, until: int | None = None) -> list[str]:
-    """Name the parts of the model that draw random numbers in training; until a step."""
+OTHER_START = Obstacle(
+    "the ranks agree with each other, but start from other parameters than one device",
+    "seed every process alike before the model is built, and build it before random numbers are drawn",
+)
+
+
+def drawing(trace: Trace, until: int | None = None) -> Obstacle | None:
+    """Return the parts of the model that draw random numbers in training; until a step. None if no part does."""
     events = [event for event in trace.events if until is None or event["after"] <= until]
-    modules = sorted({name for event in events if event["event"] == "module" for name in event["dropouts"]})
-    return modules or [event["what"] for event in events if event["event"] == "random"][:1]
+    dropouts = sorted({name for event in events if event["event"] == "module" for name in event["dropouts"]})
+    draws = [event for event in events if event["event"] == "random"]
+    if dropouts or (draws and not draws[0]["line"]):
+        what = ", ".join(dropouts) or draws[0]["what"]
+        return Obstacle(f"{what} drops other elements on ranks than on one device", DROPOUT)
+    if not draws:
+        return None
+    what, line = draws[0]["what"], draws[0]["line"]
+    return Obstacle(f"{what} ({line}) draws random numbers, and others on ranks than on one device", NUMBERS)
 
 
 def narrow(trace: Trace) -> str:
@@ -67,8 +86,8 @@ def standing(one: Trace, ranks: Sequence[Trace], fresh: bool) -> Iterator[Obstac
     Args:
         fresh: each run has a directory of its own.
     """
-    if random := random_parts(one):
-        yield Obstacle(f"{', '.join(random)} drops other elements on ranks than on one device", DROPOUT)
+    if (random := drawing(one)) is not None:
+        yield random
     if low := narrow(one):
         yield Obstacle(f"{low}: rounding may hide what is looked for", FLOAT32)
     gradients = [gradient for step in one.steps for gradient in step.gradients.values()]

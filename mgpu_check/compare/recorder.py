@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ from mgpu_check.compare.placing import Placing
 from mgpu_check.compare.summaries import Numbers, digests, inputs_of, on_host, summaries, whole
 from mgpu_check.compare.trace import FORMAT, VERSION, Writer
 from mgpu_check.compare.wholes import read_wholes, write_whole
+from mgpu_check.processes.record import relative
 from mgpu_check.torch_hooks import precision
 from mgpu_check.torch_hooks.patches import Patches
 from mgpu_check.torch_hooks.tensors import name_of
@@ -164,7 +166,10 @@ class Recorder:
         if before is None or "random" in self._told or before == watched.generators():
             return
         self._told.add("random")
-        self.note("random", what=f"the forward pass of {type(unwrapped(module)).__name__}")
+        kind = type(unwrapped(module))
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        line = f"{relative(code.co_filename)}:{code.co_firstlineno}" if code else "of no file"
+        self.note("random", what=f"{kind.__name__}.forward", line=line)
 
     def _outermost(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if threading.current_thread() is not threading.main_thread() or next(module.parameters(), None) is None:

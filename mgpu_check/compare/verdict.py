@@ -373,7 +373,12 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
             break
     for step in range(aligned.compared):
         one, mean, _ = aligned.losses(step)
-        if one is None or mean is None or abs(mean - one) <= rounding.of_loss(step) * abs(one):
+        if one is None or mean is None:
+            continue
+        # Where gradients are divided by the number of micro-batches, and the losses are not, their sum grows with it.
+        counts = {len(trace.steps[step].losses) for trace in aligned.ranks}
+        times = (1.0, len(aligned.one.steps[step].losses) / max(counts)) if len(counts) == 1 and max(counts) else (1.0,)
+        if any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
             continue
         remarks.append(
             f"the mean over ranks of their losses is not the loss of one device from step {step + 1} on ({mean:.7g} "

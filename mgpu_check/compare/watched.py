@@ -239,6 +239,6 @@ def _random(patches: Patches, note: Note) -> None:
     def dropped(result: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> None:
         if p and training and torch.is_grad_enabled() and not seen:
             seen.append(p)
-            note("random", what=f"dropout(p={p:g})")
+            note("random", what=f"dropout(p={p:g})", line="")
 
     patches.wrap(torch.nn.functional, "dropout", functools.partial(_after, told=dropped))

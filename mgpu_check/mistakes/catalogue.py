@@ -35,7 +35,8 @@ _ALL = (
         "gradients-not-synchronized",
         "gradients of some parameters stay on each rank",
         "hand every parameter that is trained to DistributedDataParallel, after the last change to the model, call the "
-        "wrapper and not the module inside, and set find_unused_parameters=True where a step leaves some unused",
+        "wrapper and not the module inside, keep it until backward has run, leave no_sync() before the last backward of a "
+        "step, and set find_unused_parameters=True where a step leaves some unused",
     ),
     MistakeClass(
         "world-size-factor",

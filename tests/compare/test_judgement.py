@@ -14,7 +14,7 @@ import torch
 from mgpu_check.compare import diagnosis, evidence
 from mgpu_check.compare.alignment import Aligned, deviation
 from mgpu_check.compare.batches import others_from_the_start
-from mgpu_check.compare.obstacles import FLOAT32, standing
+from mgpu_check.compare.obstacles import FLOAT32, NUMBERS, OTHER_START, standing
 from mgpu_check.compare.processes import Ended, Run
 from mgpu_check.compare.rounding import Repeat, Rounding, repeatability, roundoff
 from mgpu_check.compare.summaries import summaries
@@ -273,6 +273,31 @@ def test_batch_norm():
     assert mistakes(change) == ("batch-statistics-per-rank",)
 
 
+def test_random_numbers_that_forward_draws_are_no_dropout():
+    def noisy(training):
+        training.gradient = lambda number: [g + 1 for g in gradients(number)]
+        training.events = [{"event": "random", "after": 0, "what": "Net.forward", "line": "model.py:12"}]
+
+    found = verdict(noisy)
+    assert found.kind == "not comparable"
+    assert found.report.headline.endswith(
+        "step 1: Net.forward (model.py:12) draws random numbers, and others on ranks than on one device"
+    )
+    assert f"do: {NUMBERS}" in found.report.remarks and "dropout" not in str(found.report.remarks)
+
+
+def test_losses_that_are_not_divided_by_the_micro_batches_are_no_remark():
+    def one(training):
+        training.micro = 2
+        training.loss = lambda number: 4.0 if training.world == 1 else 2.0
+
+    def change(training):
+        training.micro = 1
+
+    found = verdict(change, one=one)
+    assert (found.kind, found.report.remarks) == ("equal", [])
+
+
 def test_dropout():
     def change(training):
         other(training)
@@ -503,6 +528,32 @@ def test_other_samples_from_the_start(samples, words):
     assert others_from_the_start(aligned(elsewhere=1.0)) == []  # a mistake, whatever the samples
 
 
+def test_another_start_and_other_samples_are_named_at_once():
+    def change(training):
+        training.begin = [value + 1 for value in start()]
+        training.samples = lambda number: [90 + 4 * training.rank + i for i in range(4)]
+
+    ranks = [Training(rank, 2) for rank in range(2)]
+    for training in ranks:
+        change(training)
+    found = others_from_the_start(Aligned(Training().trace(), [training.trace() for training in ranks]))
+    assert "the ranks together saw 8 samples, of which 0" in found[0].why and found[-1] is OTHER_START
+
+    later = verdict(change)
+    assert later.kind == "not comparable" and later.report.headline.count(" and step 1: the ranks together saw 8") == 1
+    assert "start from other parameters than one device" in later.report.headline
+
+
+def test_samples_that_came_again_are_counted():
+    def change(training):
+        other(training)
+        training.samples = lambda number: [8 * number + i for i in (0, 1, 2 + training.rank, 5)]
+
+    headline = verdict(change).report.headline
+    assert "of which 5 are those of one device, which saw 8; 3 of those on ranks came a second time" in headline
+    assert "3 are on no rank" in headline
+
+
 def test_agreement_on_other_samples_is_none():
     def change(training):
         training.samples = lambda number: [8 * number, *(1000 * (training.rank + 1) + i for i in range(3))]
@@ -542,7 +593,7 @@ def test_what_stands_in_the_way():
     def flawed(training):
         training.gradient = lambda number: [0 * g for g in gradients(number)]
         training.events = [
-            {"event": "random", "after": 0, "what": "noise"},
+            {"event": "random", "after": 0, "what": "noise", "line": ""},
             {"event": "narrow", "after": 0, "module": "Linear", "dtype": "bfloat16"},
             {"event": "save", "after": 3, "file": "/last.pt", "missed": True},
         ]

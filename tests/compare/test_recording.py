@@ -111,7 +111,7 @@ def test_gradients_that_are_computed_within_the_step(record):
     assert len(steps[0].losses) == 1 and len(steps[2].losses) > 1
     assert [len(part) for part in steps[0].samples] == [2] and [len(part) for part in steps[0].columns] == [3]
     assert [event["after"] for event in trace.of("random")] == [5]  # dropout_p=0.0 draws nothing
-    assert trace.of("random")[0]["what"] == "the forward pass of Attention"
+    assert trace.of("random")[0]["what"] == "Attention.forward" and ":" in trace.of("random")[0]["line"]
     (narrow,) = trace.of("narrow")
     assert (narrow["dtype"], narrow["module"], narrow["after"]) == ("bfloat16", "Linear", 5)
     assert len(trace.of("seed")) == 1 and [event["missed"] for event in trace.of("save")] == [True]
