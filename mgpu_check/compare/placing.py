@@ -87,7 +87,7 @@ class Placing:
 
     def _by_content(self, parameter: torch.Tensor, whole: Part) -> Iterator[Part]:
         assert self._wholes is not None
-        found = self._wholes.find(copied(parameter), whole.label)
+        found = self._wholes.find(copied(parameter), whole.label, trusted=True)
         # By its name and shape it may be a whole that has begun elsewhere, or one of constants.
         known = self._wholes.shape(whole.label) == tuple(parameter.shape)
         if isinstance(found, Unplaced):

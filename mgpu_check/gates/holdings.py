@@ -41,6 +41,7 @@ class Held:
         reason: why its placement is not known; None if it is.
         copy: an optimizer trains it, but the model uses a tensor of its own in its place.
         idle: it is a parameter that no optimizer of this rank steps, where they step others.
+        replaced: an optimizer steps another tensor that has some of its elements.
     """
 
     kind: _Kind
@@ -51,6 +52,7 @@ class Held:
     reason: Unplaced | None = None
     copy: bool = False
     idle: bool = False
+    replaced: bool = False
 
     @property
     def wholes(self) -> set[str]:
@@ -157,8 +159,8 @@ class Holdings:
         known = {id(one.tensor) for one in found}
         flat = {id(view) for one in found for view in getattr(one.tensor, "_params", None) or ()}
         owned = {one.whole for one in found if one.whole is not None and self._is_stepped(one.tensor)}
-        used = self._used() | {one.whole for one in found if one.whole is not None and one.tensor.grad is not None}
-        mine = {one.whole for one in found if one.whole is not None} & used
+        used = self._used().union(*(one.wholes for one in found if one.tensor.grad is not None))
+        mine = used.intersection(set().union(*(one.wholes for one in found)))
         for number, (label, tensor) in self._stepped.items():
             if number in known or number in flat or not _is_there(tensor):
                 continue
@@ -167,10 +169,13 @@ class Holdings:
             if not owned.issuperset(one.wholes) or one.reason is not None:
                 found.append(replace(one, copy=one.reason is None and one.wholes <= mine))
         stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
-        return [replace(one, idle=self._is_idle(one, stepped)) for one in found]
+        return [self._beside(stepped, one) for one in found]
 
-    def _is_idle(self, one: Held, stepped: set[str]) -> bool:
-        return one.kind == "params" and bool(stepped) and one.tensor.requires_grad and not one.wholes & stepped
+    def _beside(self, stepped: set[str], one: Held) -> Held:
+        """Return it with what it is beside the built tensors that optimizers step."""
+        mine = self._is_stepped(one.tensor)
+        idle = one.kind == "params" and bool(stepped) and one.tensor.requires_grad and not one.wholes & stepped
+        return replace(one, idle=idle, replaced=not mine and bool(one.wholes & stepped))
 
     def unused(self, touched: Iterable[str]) -> set[str]:
         """Return the parameters and buffers that this run has not used: no module that has them was called, and they were not

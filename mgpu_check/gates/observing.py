@@ -173,7 +173,8 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Seque
                 seen.touched.add("grads")
                 seen.trained |= one.wholes
             gradient = torch.zeros_like(now) if tensor.grad is None else plain_copy(tensor.grad)
-            put(seen.values, seen.pieces, "grads", "{}", one, gradient)
+            if tensor.grad is not None or one.slices is None or not one.replaced:
+                put(seen.values, seen.pieces, "grads", "{}", one, gradient)
         put(seen.values, seen.pieces, one.kind, "{}", one, now)
         before, placed = _before(seen.initial, one)
         if before is None or before.shape != now.shape or not torch.equal(before.to(now.dtype), now):

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
+from mgpu_check.numerics.placement.content import Wholes
+from mgpu_check.numerics.placement.slices import Unplaced
 
 pytestmark = pytest.mark.gpus(4)
 
@@ -97,15 +99,59 @@ class WrongFlatBiases(FlatBiases):
     wrong = True
 
 
+class FlatSlices:
+    """Ranks cut the weights, step all that they have in a flat buffer, and leave a gradient of the buffer only."""
+
+    wrong = False
+
+    def __init__(self, model: Towers, rank: Rank) -> None:
+        model.to(rank.device)
+        for tower in model.towers():
+            for name, whole in list(tower.named_parameters()):
+                setattr(tower, name, nn.Parameter(whole.detach().chunk(rank.size)[rank.index].clone()))
+        self.flat = nn.Parameter(torch.cat([one.detach().flatten() for one in model.parameters()]))
+        self.optimizer = torch.optim.SGD([self.flat], lr=0.1, momentum=0.9)
+
+    def __call__(self, model: Towers, batch: torch.Tensor, rank: Rank) -> None:
+        train(model.towers(), batch.to(rank.device))
+        self.flat.grad = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
+        if self.wrong and rank.index == 1:
+            self.flat.grad[:3] *= 2
+        model.zero_grad()
+        self.optimizer.step()
+        rest = self.flat.detach()
+        with torch.no_grad():
+            for one in model.parameters():
+                one.copy_(rest[: one.numel()].view_as(one))
+                rest = rest[one.numel() :]
+
+
+class WrongFlatSlices(FlatSlices):
+    wrong = True
+
+
 STAGES = {"meshes": [{"pp": 2, "tp": 2}]}
 
 
-@pytest.mark.parametrize(("step", "options"), [(StagesOfSlices, STAGES), (FlatBiases, {})])
+@pytest.mark.parametrize(("step", "options"), [(StagesOfSlices, STAGES), (FlatBiases, {}), (FlatSlices, {})])
 def test_it_passes(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
 
 
-@pytest.mark.parametrize(("step", "options"), [(WrongStagesOfSlices, STAGES), (WrongFlatBiases, {})])
+@pytest.mark.parametrize(
+    ("step", "options"), [(WrongStagesOfSlices, STAGES), (WrongFlatBiases, {}), (WrongFlatSlices, {})]
+)
 def test_its_twin_is_refuted(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ScalingMismatch):
         assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
+
+
+@pytest.mark.parametrize("others", [torch.zeros(24), torch.zeros(3, 8)])
+def test_zeros_that_may_be_a_slice_of_others_are_ambiguous(others: torch.Tensor) -> None:
+    assert Wholes({"bias": torch.zeros(8), "others": others}).find(torch.zeros(8)) is Unplaced.AMBIGUOUS
+
+
+@pytest.mark.parametrize("others", [torch.ones(24), torch.zeros(7), torch.zeros(24).double()])
+def test_zeros_that_are_one_whole_only_are_found(others: torch.Tensor) -> None:
+    found = Wholes({"bias": torch.zeros(8), "others": others}).find(torch.zeros(8))
+    assert isinstance(found, list) and [part.whole for part in found] == ["bias"]

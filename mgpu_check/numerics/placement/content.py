@@ -43,20 +43,23 @@ class Wholes:
         """Return a whole tensor; None if there is none of that name."""
         return self._named.get(name)
 
-    def find(self, local: torch.Tensor, hint: str = "") -> list[Slice] | Unplaced:
+    def find(self, local: torch.Tensor, hint: str = "", *, trusted: bool = False) -> list[Slice] | Unplaced:
         """Return the slices that a local tensor consists of, or why they are not known.
 
         Args:
             local: dense, on the CPU, with the values from before the first step.
             hint: the likely name. Of several places, the only one in the tensor of this name counts.
+            trusted: a tensor that equals the one of this name is that one, even if others are equal, too.
         """
         local = local.contiguous()
         if not local.numel():
             return []
         same = self._by_digest.get(digest_of(local), [])
         if same:
-            name = hint if hint in same else same[0]
-            return [Slice(name, tuple(local.shape))] if len(same) == 1 or hint in same else Unplaced.AMBIGUOUS
+            if trusted and hint in same:
+                return [Slice(hint, tuple(local.shape))]
+            alone = len(same) == 1 and not self._is_constant_elsewhere(local, same[0])
+            return [Slice(same[0], tuple(local.shape))] if alone else Unplaced.AMBIGUOUS
         several = False
         hinted = [hint] if hint in self._named else []
         for names in (hinted, [name for name in self._named if name != hint]):
@@ -67,6 +70,16 @@ class Wholes:
             if several:
                 return Unplaced.AMBIGUOUS
         return self._pieces(local)
+
+    def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
+        """Return whether all elements are equal, and another whole has as many of that value, of which it may be a slice."""
+        value = local.reshape(-1)[0]
+        if not bool((local == value).all()):
+            return False
+        return any(
+            name != but and whole.dtype == local.dtype and int((whole == value).sum()) >= local.numel()
+            for name, whole in self._named.items()
+        )
 
     def _places(self, name: str, local: torch.Tensor) -> Iterator[Slice | None]:
         """Yield each place of a local tensor in one whole; None for a place that is not the only one."""
