@@ -46,7 +46,7 @@ def test_sizes_are_as_given(sizes, expected):
 @pytest.mark.parametrize("sizes", ["divisible", None])
 def test_few_examples_have_several_sizes_and_begin_with_the_smallest(sizes):
     per_rank = []
-    for family in families([2, 4], sizes, None, 12):
+    for family in families([(2, ()), (4, ())], sizes, None, 12):
         if family.scenarios.is_empty:
             continue
 
