@@ -8,6 +8,7 @@ import types
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from mgpu_check.engine.hanging import Places
 from mgpu_check.errors import AgentLost, RankDied, RankFailure, RankHang
 from mgpu_check.processes import pickling
 from mgpu_check.processes.protocol import Failure
@@ -174,6 +175,11 @@ class Account:
         lasts = {rank: record.last for rank, record in self.records.items() if not self._in_another(rank)}
         return {rank: entered for rank, entered in lasts.items() if entered is not None and entered.number}
 
+    @property
+    def places(self) -> Places:
+        """The places of ranks that hang; none where that is not the story."""
+        return Places() if self.hung is None else Places.of(self.interrupted, self.records)
+
     def _in_another(self, rank: int) -> bool:
         """Return whether a rank that hangs is in a collective that is not recorded."""
         end, record = self.endings.get(rank), self.records[rank]
@@ -294,7 +300,7 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
     """Describe a difference: "rank 2 of 4 entered broadcast #7 (train.py:40), where ranks 0-1, 3 entered …", or ""."""
     if not parted:
         return ""
-    said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
+    said = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
     groups = sorted(grouped(said), key=lambda g: len(g[1]))
     ((first, _), odd), *others = groups
     rest = " and ".join(
@@ -306,13 +312,9 @@ def different_collectives(parted: Mapping[int, Entered], who: Who) -> str:
 
 def _odd(parted: Mapping[int, Entered]) -> list[int]:
     """Return the ranks that differ from the majority; none where there is no majority."""
-    said = (((_described(entry), entry.compared), rank) for rank, entry in parted.items())
+    said = (((entry.described, entry.compared), rank) for rank, entry in parted.items())
     groups = sorted((ranks for _, ranks in grouped(said)), key=len)
     return groups[0] if len(groups) > 1 and len(groups[0]) < len(groups[-1]) else []
-
-
-def _described(entry: Entered) -> str:
-    return f"{entry}, {entry.details}" if entry.details else str(entry)
 
 
 def last_collectives(records: Mapping[int, Record], who: Who) -> list[str]:
@@ -320,7 +322,7 @@ def last_collectives(records: Mapping[int, Record], who: Who) -> list[str]:
         return []
     ends = {"inside": " (still in it)", "waiting": " (still waiting for it)", "failed": " (failed)"}
     texts = (
-        ("none" if (last := record.last) is None else _described(last) + ends.get(last.state, ""), rank)
+        ("none" if (last := record.last) is None else last.described + ends.get(last.state, ""), rank)
         for rank, record in records.items()
     )
     return [f"last collective of {who(ranks)}: {text}" for text, ranks in grouped(texts)]
@@ -340,28 +342,14 @@ def _hang_headlines(
     interrupted: Mapping[int, Interrupted], who: Who, doing: str, timeout: float, records: Mapping[int, Record]
 ) -> list[str]:
     """Describe who did not finish, and where each was; first those that the others wait for in a collective."""
-    nowhere = Record((), 0)
-    waiting: list[tuple[str, int]] = []
-    elsewhere: list[tuple[str, int]] = []
-    for rank, end in interrupted.items():
-        record, location = records.get(rank, nowhere), location_of(end.stacks)
-        if record.current is not None:
-            waiting.append((f"in {_described(record.current)}", rank))
-        elif location is not None and location.collective:  # one that is not recorded
-            waiting.append((f"in {location}", rank))
-        else:
-            after = f", after {record.last}" if record.last else ""
-            where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
-            if end.settling:
-                where = "done, but for what it has queued on its devices"
-            elsewhere.append((where + after, rank))
-    behind = [rank for _, rank in elsewhere or waiting]
-    if elsewhere and not waiting:
+    places = Places.of(interrupted, records)
+    behind = [*(places.elsewhere or places.waiting)]
+    if places.elsewhere and not places.waiting:
         # A collective on devices is entered and left at once, and waited for later: who has entered fewest is waited for.
-        behind = fewest({rank: records.get(rank, nowhere).total for rank in behind})
+        behind = fewest({rank: records[rank].total if rank in records else 0 for rank in behind})
     culprits = _odd(parting(records) or {}) or behind
     lines = [f"{who.full(culprits)} did not finish {doing} within {timeout:g} s"]
-    for text, ranks in (*grouped(elsewhere), *grouped(waiting)):
+    for text, ranks in places.grouped():
         lines.append(f"{who(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}")
     return lines
 

@@ -71,6 +71,9 @@ def calls_of(account: Account | None, scenario: Scenario, lines: Sequence[str], 
             if (one := record.last) is not None and not one.number and one.unfinished
         },
         some_finished=0 < len(account.finished) < len(account.endings),
+        finished=account.finished,
+        waiting=account.places.waiting,
+        elsewhere=[*account.places.elsewhere],
         raised=raised,
         aborted=[end.last_words for end in account.died.values() if end.exit_code == -signal.SIGABRT],
     )

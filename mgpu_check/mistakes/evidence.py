@@ -153,6 +153,9 @@ class Calls:
         last: rank -> the collective that it has entered last.
         messages: rank -> the send or receive that it waits in.
         some_finished: some ranks have returned, and others have not.
+        finished: ranks that have returned.
+        waiting: rank that hangs -> the collective, send or receive that it is in, in words.
+        elsewhere: ranks that hang in none.
         raised: texts that ranks have raised, each with the line that tells it.
         aborted: the stacks of ranks that SIGABRT has ended.
     """
@@ -167,6 +170,9 @@ class Calls:
     last: Mapping[int, Entered] = field(default_factory=dict)
     messages: Mapping[int, Entered] = field(default_factory=dict)
     some_finished: bool = False
+    finished: Sequence[int] = ()
+    waiting: Mapping[int, str] = field(default_factory=dict)
+    elsewhere: Sequence[int] = ()
     raised: Sequence[tuple[str, str]] = ()
     aborted: Sequence[str] = ()
 

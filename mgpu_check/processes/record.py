@@ -77,6 +77,11 @@ class Entered:
         return len(self.group) >= _LONGEST
 
     @property
+    def described(self) -> str:
+        """Its name, place and details: "all_reduce #1 (train.py:40), float32[4], sum"."""
+        return f"{self}, {self.details}" if self.details else str(self)
+
+    @property
     def unfinished(self) -> bool:
         return self.state in ("inside", "waiting")
 

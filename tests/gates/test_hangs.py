@@ -28,7 +28,12 @@ FAR = entered("all_reduce", "float32[4]", 31)
         ),
         (entered("all_reduce", "float32[9]", 31), Interrupted(5.0, ""), "uneven-gather", "tensors of different sizes"),
         (entered("all_reduce", "2x float32[9]", 31), Interrupted(5.0, ""), "uneven-gather", "of different sizes"),
-        (Record((), 0), Interrupted(5.0, ""), "decision-per-rank", "the others wait for it"),
+        (
+            Record((), 0),
+            Interrupted(5.0, ""),
+            "decision-per-rank",
+            "within 5 s: rank 0 waits in all_reduce #1 (train.py:31), float32[4]; rank 1 is elsewhere",
+        ),
         (Record((), 0), Finished(), "decision-per-rank", "not take part in the same"),
     ],
 )
@@ -42,9 +47,55 @@ def test_what_ranks_have_entered_tells_why_they_hang(other, ended, mistake, word
     assert stacks == account.blocks() != []
 
 
+def message(name: str, line: int) -> Record:
+    return Record((Entered(name, 0, "", "", "float32[4]", "src=1", "", "train.py", line, "inside"),), 1)
+
+
+def done(number: int) -> Record:
+    """The record of a rank that has left its last collective, as it leaves those on real devices at once."""
+    return Record((Entered("all_reduce", number, "", "", "float32[4]", "", "", "train.py", 31, "done"),), number)
+
+
+BACKWARD = """\
+Current thread 0x01 (most recent call first):
+  File "/lib/python3.11/site-packages/torch/autograd/graph.py", line 9 in _engine_run_backward
+  File "train.py", line 50 in step
+"""
+
+
+@pytest.mark.parametrize(
+    ("records", "stacks", "words"),
+    [
+        ([FAR, message("recv", 47)], "", "all of them wait, in different calls; rank 0 waits in all_reduce #1"),
+        ([FAR, FAR], "", None),
+        ([message("recv", 47), message("recv", 52)], "", None),
+        ([Record((), 0), Record((), 0)], "", None),
+        ([Record((), 0), Record((), 0)], BACKWARD, None),
+        ([done(3), done(3)], "", None),
+        ([done(3), done(2)], "", "within 5 s: rank 1 entered fewer collectives than others"),
+    ],
+    ids=["message", "one call", "messages", "nowhere", "backward", "as many", "fewer"],
+)
+def test_of_ranks_that_all_hang_none_is_said_to_wait_for_one_that_waits_too(records, stacks, words):
+    account = Account(
+        {rank: Interrupted(5.0, stacks) for rank in (0, 1)}, Who(2), "run_step", 5.0, dict(enumerate(records))
+    )
+    report, _ = report_of_hang("train_step", Scenario(2, 4), account.error())  # type: ignore[arg-type]
+    assert report.mistakes == (() if words is None else ("decision-per-rank",))
+    assert words is None or words in report.findings[0].evidence
+    assert "others wait" not in str(report)
+
+
+def test_who_waits_for_a_rank_that_has_finished_is_named():
+    account = Account({0: Interrupted(5.0, BACKWARD), 1: Finished()}, Who(2), "run_step", 5.0)
+    report, _ = report_of_hang("train_step", Scenario(2, 4), account.error())  # type: ignore[arg-type]
+    assert report.mistakes == ("decision-per-rank",)
+    assert report.findings[0].evidence.endswith("rank 0 waits in backward (train.py:50); rank 1 finished")
+
+
 def test_a_hang_of_which_nothing_is_known_is_told_as_it_is():
     from mgpu_check.errors import RankHang
 
     report, stacks = report_of_hang("train_step", Scenario(2, 3), RankHang("rank 1 is lost\nmore"))
     assert report.headline == "train_step does not scale: rank 1 is lost" and stacks == []
-    assert report.mistakes == ("uneven-steps", "decision-per-rank")
+    assert report.mistakes == ()

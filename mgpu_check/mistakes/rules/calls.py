@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from mgpu_check.mistakes.evidence import Calls, HashSeeds
 from mgpu_check.mistakes.report import Finding
+from mgpu_check.processes.rank_lists import grouped, named
+from mgpu_check.processes.record import fewest
 
 __all__ = [
     "aborted_in_gather",
@@ -84,11 +86,31 @@ def part_ways(calls: Calls) -> Finding | None:
     sites = {(entered.name, entered.file, entered.line) for entered in calls.last.values()}
     if calls.parted or len(sites) > 1 or (sites and calls.some_finished):
         told = calls.parting or "ranks do not take part in the same collectives: " + _short(calls.told)
-    elif calls.hung:
-        told = f"{calls.hung}; the others wait for it in a collective that it does not enter"
+    elif waits := _waits(calls):
+        told = f"{calls.hung}: {waits}"
     else:
         return None
     return Finding("decision-per-rank", told)
+
+
+def _waits(calls: Calls) -> str:
+    """Return which ranks of a hang wait for others that are not where they are; empty where that is not known of any."""
+    waiting = grouped((place, rank) for rank, place in calls.waiting.items())
+    said = [f"{named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {place}" for place, ranks in waiting]
+    if waiting and (calls.elsewhere or calls.finished):
+        if calls.elsewhere:
+            said.append(f"{named(calls.elsewhere)} {'is' if len(calls.elsewhere) == 1 else 'are'} elsewhere")
+        if calls.finished:
+            said.append(f"{named(calls.finished)} finished")
+        return "; ".join(said)
+    if len(waiting) > 1 and calls.last:
+        return f"all of them wait, in different calls; {'; '.join(said)}"
+    # A collective on devices is left at once, and waited for later.
+    counts = {rank: entered.number for rank, entered in calls.last.items()}
+    groups = {entered.group_name for entered in calls.last.values()}
+    if not waiting and len(groups) == 1 < len(set(counts.values())):
+        return f"{named(fewest(counts))} entered fewer collectives than others"
+    return ""
 
 
 def known_words(calls: Calls) -> Finding | None:

@@ -1,0 +1,51 @@
+"""Tell apart, of ranks that did not finish, those that wait in a collective or message and those that are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mgpu_check.processes.rank_lists import grouped
+from mgpu_check.processes.record import Record
+from mgpu_check.processes.stacks import HALTED, location_of
+
+if TYPE_CHECKING:
+    from mgpu_check.engine.failures import Interrupted
+
+__all__ = ["Places"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of ranks that did not finish, in words such as "in all_reduce #1 (train.py:40), float32[4], sum".
+
+    Attributes:
+        waiting: rank -> the collective, send or receive that it is in.
+        elsewhere: rank -> where it is, of the others.
+    """
+
+    waiting: dict[int, str] = field(default_factory=dict)
+    elsewhere: dict[int, str] = field(default_factory=dict)
+
+    def grouped(self) -> list[tuple[str, list[int]]]:
+        """Return each place with its ranks: first those that the others may wait for."""
+        return [group for some in (self.elsewhere, self.waiting) for group in grouped((t, r) for r, t in some.items())]
+
+    @classmethod
+    def of(cls, interrupted: Mapping[int, Interrupted], records: Mapping[int, Record]) -> Places:
+        """Find out where each rank is, by its record and its stacks."""
+        places = cls()
+        for rank, end in interrupted.items():
+            record, location = records.get(rank, Record((), 0)), location_of(end.stacks)
+            if record.current is not None:
+                places.waiting[rank] = f"in {record.current.described}"
+            elif location is not None and location.collective:  # one that is not recorded
+                places.waiting[rank] = f"in {location}"
+            else:
+                after = f", after {record.last}" if record.last else ""
+                where = end.stacks if end.stacks == HALTED else f"in {location or 'an unknown place'}"
+                if end.settling:
+                    where = "done, but for what it has queued on its devices"
+                places.elsewhere[rank] = where + after
+        return places
