@@ -18,7 +18,7 @@ from mgpu_check.mistakes.rules.order import findings_of
 __all__ = ["other_samples", "others_from_the_start"]
 
 _FAR = 1e-3
-"""Relative: by which a start is another one, whatever order its sums were added in."""
+"""Relative: sums of the same start, added in another order, are closer."""
 _SAMPLER = "shards = DistributedSampler(dataset, world_size, rank) and batch_size=global_batch // world_size"
 _OF_THE_SCRIPT = ("dataset-not-split", "epochs-not-reshuffled")
 """Mistakes of the training script itself, which are a difference."""

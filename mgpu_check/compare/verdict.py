@@ -375,7 +375,7 @@ def _remarks(aligned: Aligned, rounding: Rounding | None) -> list[str]:
         one, mean, _ = aligned.losses(step)
         if one is None or mean is None:
             continue
-        # Where gradients are divided by the number of micro-batches, and the losses are not, their sum grows with it.
+        # The script may divide gradients, and not losses, by the number of micro-batches.
         counts = {len(trace.steps[step].losses) for trace in aligned.ranks}
         times = (1.0, len(aligned.one.steps[step].losses) / max(counts)) if len(counts) == 1 and max(counts) else (1.0,)
         if any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):

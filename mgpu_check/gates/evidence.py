@@ -92,7 +92,7 @@ def _held(tensors: Tensors) -> list[dict[str, float]]:
 
 
 def _parts(tensors: Tensors) -> set[str]:
-    """Return the parameters of which some rank holds a part, or another stage, in place of the whole."""
+    """Return the parameters that some rank has replaced by a tensor of another shape: by a shard, say."""
     return {
         name.of
         for one in tensors.seen

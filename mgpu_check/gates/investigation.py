@@ -39,7 +39,7 @@ _LIKELY = 2
 def investigate(trials: Trials, failed: Trial, sizes: Sequence[int], axes: str = "") -> Report:
     """Return the report of a failure; runs the step a few more times.
 
-    No error of the diagnosis gets out: the report says what failed, and the verdict stands.
+    An error of the diagnosis is reported below the verdict, and not raised.
 
     Args:
         sizes: world sizes of the gate.

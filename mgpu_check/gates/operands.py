@@ -33,7 +33,7 @@ def facts(
     """Return what there is to know of an operand as the collective is entered.
 
     Args:
-        named: the parameters of the model, of which "upstream" names those that the operand was computed from.
+        named: the parameters of the model; "upstream" names those that the operand depends on.
     """
     said: dict[str, Any] = {
         "dtype": name_of(value.dtype),
@@ -124,8 +124,9 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None:
-    """Return the tensor through which autograd has a history of these values: the operand itself, or one of which it
-    was detached and that the code under test still holds. None where there is none.
+    """Return the tensor that has the autograd history of these values; None without a history.
+
+    It is the operand itself, or a tensor of the code under test that the operand was detached from.
     """
     if value.dim() < 1 or not value.numel() or not (value.is_floating_point() or value.is_complex()):
         return None
@@ -139,7 +140,7 @@ def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None
 
 
 def _upstream(value: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
-    """Name the parameters from which a tensor was computed."""
+    """Name the parameters that a tensor depends on."""
     nodes, known, leaves = [value.grad_fn], {value.grad_fn}, set()
     while nodes:
         node = nodes.pop()

@@ -96,8 +96,9 @@ def families(
 
 
 def _sizes(sizes: Sizes) -> Callable[[int, str, int], st.SearchStrategy[int]]:
-    """Return a function from world size, kind, and samples per rank of the first divisible size, to sizes of that kind,
-    which may be none.
+    """Return a function to sizes, perhaps to an empty strategy.
+
+    Its arguments: the world size, the kind, and the samples per rank of the first divisible size.
     """
     if sizes is None:
         return _any_size

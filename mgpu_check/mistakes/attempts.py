@@ -1,4 +1,4 @@
-"""Keep a verdict whose diagnosis fails: report which part failed, and go on with the others."""
+"""Keep a verdict whose diagnosis fails: report the part that failed, and attempt the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare changes of tensors: by which one factor ranks have changed them."""
+"""Find the one factor between two changes of tensors."""
 
 from __future__ import annotations
 

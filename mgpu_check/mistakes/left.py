@@ -1,4 +1,4 @@
-"""Whether values are those that were on record before, by their sums and norms."""
+"""Recognise recorded values by their sums and norms."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) 
 
 
 def is_held(contents: Mapping[str, float], values: Sequence[torch.Tensor], size: int) -> bool:
-    """Return whether a tensor on record has all of these values, as they are or `size` times as large."""
+    """Return whether a recorded tensor has these values, or `size` times these values."""
     if "norm" not in contents or any(not value.is_floating_point() for value in values):
         return False
     wide = [value.double() for value in values]

@@ -144,7 +144,7 @@ def uneven_tensors(tensors: Tensors) -> Finding | None:
 
 
 def _has_room(same: Sequence[Event]) -> bool:
-    """Return whether each list has, for each rank, a tensor of the shape of that rank's own.
+    """Return whether each list has a tensor for each rank, of the shape that this rank gives.
 
     Without lists there are sizes of each rank's own, as in all_to_all_single, and torch compares them.
     """
@@ -195,7 +195,7 @@ def narrow_operand(tensors: Tensors) -> Finding | None:
 
 
 def _may_be_rounding(tensors: Tensors) -> bool:
-    """Return whether all that is wrong is near what one device has, as far as a narrow dtype tells."""
+    """Return whether the wrong values are as near those of one device as rounding in a narrow dtype leaves them."""
     for name in tensors.names:
         exact = tensors.expected.exact[name]
         for value in (one.values.get(name) for one in tensors.seen):
@@ -320,9 +320,9 @@ def gradient_cut(tensors: Tensors) -> Finding | None:
 
 
 def _may_cut(tensors: Tensors, tensor: Mapping[str, Any]) -> bool:
-    """Return whether most gradients of the parameters from which a tensor was computed are wrong.
+    """Return whether most gradients upstream of a tensor are wrong.
 
-    Some may be right where it is cut: that of a bias, say, to which a softmax is blind.
+    Some gradients may be right after a cut: a softmax ignores some biases.
     """
     relations = tensors.relations
     gradients = [Result("grads", name) for name in tensor.get("upstream", ())]

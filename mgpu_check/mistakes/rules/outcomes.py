@@ -98,7 +98,7 @@ def _running(tensors: Tensors, sums: int) -> list[tuple[str, int, list[float], l
     ]
     lengths = [{len(part) for values in called for part in values} for called in calls]
     if not calls or any(len(called) < tensors.size for called in calls) or any(len(each) > 1 for each in lengths):
-        return []  # ranks of several groups, say, each of which reduces something else
+        return []  # as where several groups reduce different tensors
     found = []
     for rounds in range(2, len(calls) // sums + 1):
         here: list[float] = []
