@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -71,6 +72,7 @@ def limited(seconds: int) -> Iterator[None]:
 
 def run(test: unittest.TestCase, seconds: int) -> tuple[str, str]:
     """Its outcome, and the text that says why it did not pass."""
+    gc.collect()  # what the last test has left is in no figure of this one
     result = unittest.TestResult()
     try:
         with limited(seconds), contextlib.redirect_stdout(io.StringIO()):

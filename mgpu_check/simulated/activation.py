@@ -24,6 +24,7 @@ from mgpu_check.simulated.methods import install_methods
 from mgpu_check.simulated.modules import install_modules
 from mgpu_check.simulated.native import install_native
 from mgpu_check.simulated.parallel import install_parallel
+from mgpu_check.simulated.pinned import forget_pinned
 from mgpu_check.simulated.profiling import install_profiling
 from mgpu_check.simulated.random import ambient_generator, device_generators, install_random
 from mgpu_check.simulated.reducer import install_reducer
@@ -146,6 +147,7 @@ def _leave(patches: Patches) -> None:
         on_host_copy(None)
         dispatch.on_sync(None)
         streams.forget_streams()
+        forget_pinned()
         leave_node()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from mgpu_check.simulated.delivery import clock
 from mgpu_check.simulated.memory import BLOCK, Block, DeviceMemory, Pool
+from mgpu_check.simulated.pinned import empty_host_cache, host_stats, reset_accumulated, reset_peak
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 
 __all__ = ["allocator_functions", "device_memory", "empty_cache", "memory_info"]
@@ -98,15 +99,14 @@ def _memory_stats(index: int) -> dict[str, object]:
     stats["requested_bytes"] = {name: _counts(now, now, now, 0) for name, now in pools.items()}
     for name in ("oversize_allocations", "oversize_segments"):
         stats[name] = _counts(0, 0, 0, 0)
-    segments = int(memory.small.reserved > 0) + int(memory.large.reserved > 0)
     return {
         **stats,
         "max_split_size": -1,
         "num_alloc_retries": 0,
         "num_ooms": memory.exhausted,
-        "num_sync_all_streams": 0,
-        "num_device_alloc": segments,
-        "num_device_free": 0,
+        "num_sync_all_streams": memory.emptied,
+        "num_device_alloc": memory.taken,
+        "num_device_free": memory.freed,
         "reserved_bytes_by_private_pools": {},
     }
 
@@ -195,20 +195,6 @@ class _Raw:
             raise RuntimeError(f"invalid device pointer: {address:#x}")
 
 
-_HOST_STATS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
-
-
-def _host_stats() -> dict[str, object]:
-    times = {"total": 0, "max": 0, "min": 0, "count": 0, "avg": 0}
-    return {
-        **{name: _counts(0, 0, 0, 0) for name in _HOST_STATS},
-        "num_host_alloc": 0,
-        "num_host_free": 0,
-        "host_alloc_time": times,
-        "host_free_time": dict(times),
-    }
-
-
 def _nothing() -> Callable[..., None]:
     """Make a function that does nothing: another one for each name, so that each can be put back."""
     return lambda *_, **__: None
@@ -224,13 +210,13 @@ def allocator_functions() -> dict[str, object]:
         "_cuda_resetAccumulatedMemoryStats": lambda index: device_memory(index).reset_accumulated(),
         "_accelerator_resetPeakStats": lambda index=None: device_memory(index).reset_peak(),
         "_accelerator_resetAccumulatedStats": lambda index=None: device_memory(index).reset_accumulated(),
-        "_cuda_hostMemoryStats": _host_stats,
-        "_cuda_resetPeakHostMemoryStats": _nothing(),
-        "_cuda_resetAccumulatedHostMemoryStats": _nothing(),
+        "_cuda_hostMemoryStats": lambda: host_stats(),
+        "_cuda_resetPeakHostMemoryStats": lambda: reset_peak(),
+        "_cuda_resetAccumulatedHostMemoryStats": lambda: reset_accumulated(),
         "_cuda_emptyCache": empty_cache,
         "_accelerator_emptyCache": lambda *_: empty_cache(),
-        "_accelerator_emptyHostCache": _nothing(),
-        "_host_emptyCache": _nothing(),
+        "_accelerator_emptyHostCache": lambda *_: empty_host_cache(),
+        "_host_emptyCache": lambda *_: empty_host_cache(),
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_accelerator_getMemoryInfo": memory_info,
         "_cuda_setMemoryFraction": _set_fraction,

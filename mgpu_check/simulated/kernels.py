@@ -142,6 +142,28 @@ def _fused_sdp_choice(
     return int(chosen_kernel(Params(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)).value)
 
 
+def cudnn_convolution(
+    x: Tensor, weight: Tensor, padding: list[int], stride: list[int], dilation: list[int], groups: int, *_: bool
+) -> Tensor:
+    none = [0] * len(padding)
+    out: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, none, groups)
+    return out
+
+
+def cudnn_convolution_transpose(
+    x: Tensor,
+    weight: Tensor,
+    padding: list[int],
+    output_padding: list[int],
+    stride: list[int],
+    dilation: list[int],
+    groups: int,
+    *_: bool,
+) -> Tensor:
+    out: Tensor = torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, True, output_padding, groups)
+    return out
+
+
 _WRITTEN_HERE: dict[str, Callable[..., object]] = {
     f"aten::{kernel.__name__}": kernel
     for kernel in (
@@ -153,6 +175,8 @@ _WRITTEN_HERE: dict[str, Callable[..., object]] = {
         batch_norm_backward_reduce,
         batch_norm_backward_elemt,
         _pack_padded_sequence,
+        cudnn_convolution,
+        cudnn_convolution_transpose,
     )
 }
 

@@ -20,6 +20,7 @@ _ROUND = 512  # the caching allocator of CUDA hands out multiples of this many b
 _SEGMENT = 2 << 20  # and takes memory from the driver in multiples of this many
 _SMALL = 1 << 20  # what is larger comes from the other pool
 _TOTAL = 16 << 30
+_EXABYTE = 1 << 60  # as much, or more, is refused before the driver is asked
 # One for all devices, and re-entrant: a garbage collection inside may end other blocks.
 _lock = threading.RLock()
 
@@ -66,7 +67,9 @@ class DeviceMemory:
     __slots__ = (
         "addresses",
         "allocated",
+        "emptied",
         "exhausted",
+        "freed",
         "index",
         "large",
         "limit",
@@ -74,6 +77,7 @@ class DeviceMemory:
         "reserved",
         "reserved_peak",
         "small",
+        "taken",
         "total",
     )
 
@@ -85,6 +89,8 @@ class DeviceMemory:
         self.allocated = self.peak = 0
         self.reserved = self.reserved_peak = 0
         self.exhausted = 0
+        self.emptied = 0
+        self.taken = self.freed = 0  # how often the driver was asked for memory, and was given it back
         self.addresses: Addresses | None = None
 
     def take(self, nbytes: int, requested: int) -> None:
@@ -133,6 +139,7 @@ class DeviceMemory:
             self.pool_of(nbytes).requested += more
 
     def _reserve(self, pool: Pool) -> None:
+        self.taken += 1
         more = _segments(pool.bytes) - pool.reserved
         pool.reserved += more
         self.reserved += more
@@ -140,7 +147,9 @@ class DeviceMemory:
 
     def empty_cache(self) -> None:
         with _lock:
+            self.emptied += 1  # each time the device is waited for
             for pool in (self.small, self.large):
+                self.freed += pool.reserved > _segments(pool.bytes)
                 pool.reserved = _segments(pool.bytes)
             self.reserved = self.small.reserved + self.large.reserved
 
@@ -159,6 +168,8 @@ class DeviceMemory:
 
     def _refuse(self, nbytes: int) -> NoReturn:
         """Raise the error of CUDA's allocator for ``nbytes`` that do not fit."""
+        if nbytes >= _EXABYTE:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more than 1EB memory.")
         self.exhausted += 1
 
         def size(count: int) -> str:

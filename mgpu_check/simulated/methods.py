@@ -11,15 +11,15 @@ from mgpu_check.simulated import hardware
 from mgpu_check.simulated.host_copies import late_host_copy
 from mgpu_check.simulated.identity import become, compatible, is_elsewhere, put_grad
 from mgpu_check.simulated.lazy import LAZY, TARGET, install_lazy, uninitialized_on
+from mgpu_check.simulated.pinned import is_pinned, pin
 from mgpu_check.simulated.state import active_node, simulated_device, untraced_device
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag, type_name
 from mgpu_check.simulated.transfer import move
 from mgpu_check.simulated.wrappers import convert_local, is_distributed
 from mgpu_check.torch_hooks.patches import Patches
 
-__all__ = ["PINNED", "install_methods"]
+__all__ = ["install_methods"]
 
-PINNED = "_mgpu_check_pinned"
 _base = torch._C.TensorBase
 _dtype: type = torch.dtype
 Method = Callable[..., object]
@@ -148,7 +148,8 @@ def _copy_(original: Method) -> Method:
             here, there = self.device, src.device
             if here != there and "cuda" in (here.type, there.type) and active_node() is not None:
                 into = None if hardware.present is None else self.detach()
-                copied = original(self, move(src, here, into=into))
+                late = non_blocking and here.type == "cuda"
+                copied = original(self, move(src, here, non_blocking=late, into=into))
                 if non_blocking and here.type == "cpu" and self.is_pinned():
                     late_host_copy(self, there, non_blocking=True)
                 return copied
@@ -166,23 +167,21 @@ def _pin_memory(original: Method) -> Method:
             raise RuntimeError(f"cannot pin '{type_name(self)}' only dense CPU tensors can be pinned")
         if self.is_pinned():
             return self
-        pinned = self.clone(memory_format=torch.preserve_format)
-        pinned.untyped_storage().__dict__[PINNED] = True
-        return pinned
+        return pin(self.clone(memory_format=torch.preserve_format))
 
     return pin_memory
 
 
 def _is_pinned(original: Method) -> Method:
     @functools.wraps(original)
-    def is_pinned(self: torch.Tensor, device: object = None) -> object:
+    def is_pinned_on(self: torch.Tensor, device: object = None) -> object:
         if active_node() is None:
             return original(self) if device is None else original(self, device)
         if isinstance(self, SimulatedTensor) or self.layout is not torch.strided:
             return False
-        return PINNED in self.untyped_storage().__dict__
+        return is_pinned(self.untyped_storage())
 
-    return is_pinned
+    return is_pinned_on
 
 
 def _data(original: object) -> property:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from enum import IntEnum
-from types import SimpleNamespace
 from typing import NoReturn
 
 import torch
 
 from mgpu_check.simulated import streams
-from mgpu_check.simulated.allocator import allocator_functions, memory_info
+from mgpu_check.simulated.allocator import allocator_functions
 from mgpu_check.simulated.attention_choice import choice_functions
+from mgpu_check.simulated.cudart import runtime
+from mgpu_check.simulated.external_streams import external_stream
 from mgpu_check.simulated.libraries import install_libraries, library_functions
 from mgpu_check.simulated.state import active_node, current_index, invalid_ordinal
 from mgpu_check.torch_hooks.patches import Patches
@@ -152,29 +152,6 @@ def concerns_devices(name: str) -> bool:
     return _OURS.match(name) is not None or _SWITCHES.search(name) is not None
 
 
-class _CudaError(IntEnum):
-    success = 0
-
-
-def _runtime() -> SimpleNamespace:
-    """Return the stand-in for ``torch.cuda.cudart()``."""
-
-    def fine(*_: object) -> _CudaError:
-        return _CudaError.success
-
-    return SimpleNamespace(
-        cudaError=_CudaError,
-        cudaGetErrorString=lambda error: "no error" if error == 0 else f"error {int(error)}",
-        cudaHostRegister=fine,
-        cudaHostUnregister=fine,
-        cudaMemGetInfo=memory_info,
-        cudaProfilerStart=fine,
-        cudaProfilerStop=fine,
-        cudaStreamCreate=fine,
-        cudaStreamDestroy=fine,
-    )
-
-
 def _identity(stream: streams.Stream) -> tuple[int, int, int]:
     return stream.stream_id, stream.device_index, stream.device_type
 
@@ -197,9 +174,7 @@ def _stream_functions() -> dict[str, object]:
         "_CudaEventBase": streams.Event,
         "_cuda_getCurrentStream": lambda index: _identity(streams.current_stream(torch.device("cuda", index))),
         "_cuda_getDefaultStream": lambda index: _identity(streams.default_stream(torch.device("cuda", index))),
-        "_cuda_getStreamFromExternal": lambda pointer, index: _identity(
-            streams.ExternalStream(pointer, torch.device("cuda", index))
-        ),
+        "_cuda_getStreamFromExternal": lambda pointer, index: _identity(external_stream(pointer, index)),
         "_cuda_getCurrentRawStream": lambda index: streams.current_stream(torch.device("cuda", index)).cuda_stream,
         "_cuda_setStream": _set_stream,
         "_cuda_sleep": lambda cycles: streams.current_stream().sleep(cycles / _CLOCK),
@@ -212,7 +187,7 @@ def _stream_functions() -> dict[str, object]:
         "_cuda_getArchFlags": lambda: "sm_90",
         "_cuda_getCurrentBlasHandle": lambda: current_index() + 1,
         "_cuda_getCurrentSolverHandle": lambda: current_index() + 1,
-        "_cudart": _runtime(),
+        "_cudart": runtime(),
     }
 
 

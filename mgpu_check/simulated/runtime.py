@@ -10,6 +10,7 @@ import torch
 
 from mgpu_check.simulated import streams
 from mgpu_check.simulated.allocator import device_memory
+from mgpu_check.simulated.external_streams import ExternalStream
 from mgpu_check.simulated.masks import uuid_of
 from mgpu_check.simulated.native import refused, refused_class
 from mgpu_check.simulated.state import (
@@ -223,7 +224,7 @@ def _cuda_functions() -> dict[str, object]:
         "stream": streams.StreamContext,
         "StreamContext": streams.StreamContext,
         "Stream": streams.Stream,
-        "ExternalStream": streams.ExternalStream,
+        "ExternalStream": ExternalStream,
         "Event": streams.Event,
         "is_current_stream_capturing": lambda: False,
         "_CudaDeviceProperties": DeviceProperties,

@@ -208,6 +208,8 @@ def device_index(device: object = None) -> int:
     """Return the index that ``device`` (None: the current one) means to a function of ``torch.cuda``."""
     if device is None:
         return _current.index
+    if isinstance(index := getattr(device, "idx", None), int):  # torch.cuda.device(i)
+        return index
     made = untraced_device(device)
     if made is None or made.type != "cuda":
         raise ValueError(f"Expected a cuda device, but got: {device}")

@@ -27,18 +27,17 @@ from mgpu_check.simulated.state import (
     device_index,
     invalid_ordinal,
     set_current_index,
-    untraced_device,
 )
 
 __all__ = [
     "Event",
-    "ExternalStream",
     "Stream",
     "StreamContext",
     "as_on",
     "chosen_streams",
     "current_stream",
     "default_stream",
+    "external",
     "forget_streams",
     "get_sync_debug_mode",
     "go_by",
@@ -56,6 +55,7 @@ __all__ = [
 _LONGEST_SLEEP = 1e6  # seconds; Python refuses some more
 _PRIORITIES = (0, -3)  # the least and the greatest that torch supports
 _ids = itertools.count(1)
+external: dict[tuple[int, int], Stream] = {}  # those of other libraries, by handle and device
 _by_id: weakref.WeakValueDictionary[int, Stream] = weakref.WeakValueDictionary()
 
 
@@ -72,9 +72,7 @@ class Stream(Waiting):
     def __init__(self, device: object = None, priority: int = 0, **given: object) -> None:
         if "stream_id" in given:
             return
-        made = None if isinstance(device, int) and device < 0 else untraced_device(device)
-        if made is not None and made.type != "cuda":
-            raise ValueError(f"Expected a cuda device, but got: {device}")
+        made = None if isinstance(device, int) and device < 0 else device
         node = active_node()
         if node is None:
             raise RuntimeError("the simulated node is not active")
@@ -165,23 +163,22 @@ class Stream(Waiting):
         set_stream(stream)
         set_current_index(index)
 
-    def __repr__(self) -> str:
-        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self._key == other._key
 
-
-class ExternalStream(Stream):
-    """A stream that another library made; nothing is queued on it but what this process queues."""
-
-    def __new__(cls, stream_ptr: int, device: object = None, **_: object) -> Self:
-        return super().__new__(cls)
-
-    def __init__(self, stream_ptr: int, device: object = None, **_: object) -> None:
-        super().__init__(device)
-        self._pointer = int(stream_ptr)
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
-    def cuda_stream(self) -> int:
-        return self._pointer
+    def _key(self) -> tuple[int, int]:
+        return self.device_index, self.cuda_stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        """Return the version of this protocol of other libraries, and the handle."""
+        return 0, self.cuda_stream
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
 
 
 class Event(Waiting):
@@ -269,6 +266,7 @@ def forget_streams() -> None:
     global _streams
     set_sync_debug_mode(0)
     _defaults.clear()
+    external.clear()
     _outstanding.clear()
     _busy.clear()
     _by_id.clear()

@@ -9,7 +9,9 @@ import torch
 from mgpu_check.simulated import hardware
 from mgpu_check.simulated.host_copies import deliver_queued
 from mgpu_check.simulated.memory import BLOCK, Block
+from mgpu_check.simulated.pinned import pin
 from mgpu_check.simulated.state import active_node
+from mgpu_check.simulated.streams import host_waits
 from mgpu_check.simulated.tensor import SimulatedTensor, raw, tag
 
 __all__ = ["move", "on_host_copy"]
@@ -47,6 +49,8 @@ def _transfer(
             node.memory[device.index].require(t.numel() * (dtype or t.dtype).itemsize)
         if source.type == "cpu":
             deliver_queued(t, device)
+            if not non_blocking:
+                host_waits(device)
     with torch._C._DisableTorchDispatch(), torch.no_grad():
         out = _to(raw(t), device=home, dtype=dtype or t.dtype, copy=True, memory_format=memory_format)
         if below is not None:
@@ -56,6 +60,8 @@ def _transfer(
             out.untyped_storage().__dict__[BLOCK] = Block(device, node.memory[device.index], 0)
         return tag(out, device)
     if _host_copy is not None and device.type == "cpu" and isinstance(t, SimulatedTensor):
+        if non_blocking and into is None and out.layout is torch.strided:
+            pin(out)  # as torch makes what it copies to without waiting
         _host_copy(out, source, non_blocking)
     return out
 

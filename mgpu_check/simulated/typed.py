@@ -25,7 +25,7 @@ class _Typed(type):
     def __call__(cls, *args: object, **kwargs: object) -> torch.Tensor:
         if cls.layout is not torch.strided:
             refused(f"{cls.__module__}.{cls.__name__}")()
-        return _made(torch.empty(0, dtype=cls.dtype), simulated_device(kwargs.pop("device", "cuda")), args)
+        return _made(torch.empty(0, dtype=cls.dtype), simulated_device(_given(kwargs.pop("device", None))), args)
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, SimulatedTensor) and (instance.dtype, instance.layout) == (cls.dtype, cls.layout)
@@ -33,6 +33,10 @@ class _Typed(type):
     @property
     def is_sparse(cls) -> bool:
         return cls.layout is torch.sparse_coo
+
+
+def _given(device: object) -> object:
+    return "cuda" if device is None else device
 
 
 def _made(like: torch.Tensor, device: torch.device | None, args: tuple[object, ...]) -> torch.Tensor:

@@ -20,6 +20,8 @@ __all__ = ["EMPTY", "never_written", "never_written_bytes", "operator", "refuse_
 
 # Functions and methods of torch whose result holds what was there before.
 EMPTY = frozenset(["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"])
+_HUGE = 1 << 28  # bytes: more is filled at its ends only, so that the host need not have as much as the device
+_END = 1 << 20  # elements
 _LARGE = 1 << 24  # elements: below, nobody asks whether they fit before they are there
 _FILLABLE = frozenset(
     [
@@ -36,6 +38,11 @@ def never_written(t: torch.Tensor) -> None:
     if t.layout is not torch.strided or not t.numel():
         return
     with _no_dispatch(), torch.no_grad():
+        if t.numel() * t.itemsize > _HUGE and t.is_contiguous():
+            ends = t.view(-1)
+            never_written(ends[:_END])
+            never_written(ends[-_END:])
+            return
         if t.dtype in _FILLABLE:
             poison(t)
         elif t.dtype is torch.bool:

@@ -146,3 +146,24 @@ def test_the_figures_of_memory_agree_with_each_other():
     assert torch.cuda.memory_allocated(1) == 0
     torch.cuda.memory._record_memory_history()
     assert torch.accelerator.memory_stats(1)["allocation.all.freed"] == 1
+
+
+def test_an_exabyte_is_refused_before_the_driver_is_asked():
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 800000000\.00 GiB"):
+        torch.empty(800_000_000 << 30, dtype=torch.int8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate more than 1EB memory"):
+        torch.empty(8_000_000_000 << 30, dtype=torch.int8, device="cuda")
+
+
+def test_large_memory_is_unwritten_at_both_ends():
+    large = torch.empty((1 << 26) + 1, dtype=torch.float32, device="cuda")
+    assert large[0].isnan() and large[-1].isnan() and large[:3].view(3, 1).isnan().all()
+
+
+def test_the_driver_is_asked_for_memory_and_given_it_back():
+    names = ("num_sync_all_streams", "num_device_alloc", "num_device_free")
+    t = torch.ones(8, device="cuda")
+    before = [torch.cuda.memory_stats()[name] for name in names]
+    del t
+    torch.cuda.empty_cache()
+    assert [torch.cuda.memory_stats()[name] for name in names] == [before[0] + 1, before[1], before[2] + 1]

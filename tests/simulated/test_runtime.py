@@ -158,3 +158,56 @@ def test_a_forked_child_may_not_use_devices_that_the_parent_used():
             os._exit(0)
     os.waitpid(child, 0)
     assert os.read(reader, 1000).startswith(b"Cannot re-initialize CUDA in forked subprocess.")
+
+
+def test_cudart_names_errors_and_pins_memory_by_its_address():
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(0)
+    with pytest.raises(torch.cuda.CudaError, match=r"out of memory \(2\)"):
+        torch.cuda.check_error(2)
+    assert runtime.cudaGetErrorString(runtime.cudaError(101)) == "invalid device ordinal"
+    host = torch.ones(20)
+    size = host.numel() * host.element_size()
+    assert runtime.cudaHostRegister(host.data_ptr(), size, 0) == 0 and host.is_pinned()
+    assert runtime.cudaHostRegister(host.data_ptr(), size, 0) == 712
+    assert runtime.cudaHostUnregister(host.data_ptr()) == 0 and not host.is_pinned()
+    assert runtime.cudaHostUnregister(host.data_ptr()) == 713
+
+
+def test_figures_of_pinned_memory():
+    def figures():
+        stats = torch.cuda.host_memory_stats()
+        names = ("active_requests.current", "active_bytes.current", "allocations.current", "num_host_alloc")
+        return [stats[name] for name in names] + [stats["active_bytes.peak"]]
+
+    torch.cuda.init()
+    assert figures() == [0, 0, 0, 0, 0]
+    host = torch.ones(10 * 1024, pin_memory=True)
+    assert figures() == [1, 65536, 1, 1, 65536]
+    del host
+    assert figures() == [0, 0, 1, 1, 65536]
+    again = torch.ones(9 * 1024).pin_memory()  # in the memory that is free
+    assert again.is_pinned() and figures() == [1, 65536, 1, 1, 65536]
+    del again
+    torch._C._host_emptyCache()
+    torch.cuda.reset_peak_host_memory_stats()
+    assert figures() == [0, 0, 0, 1, 0]
+    torch.cuda.reset_accumulated_host_memory_stats()
+    assert torch.cuda.host_memory_stats()["num_host_free"] == 0
+
+
+def test_a_device_is_named_by_none_or_by_the_context_that_makes_it_current():
+    with torch.cuda.device(1):
+        assert torch.cuda.FloatTensor(1, device=None).get_device() == 1
+    assert torch.cuda.memory_allocated(torch.cuda.device(2)) == 0
+    assert torch.cuda.current_stream(torch.cuda.device(2)).device_index == 2
+    with pytest.raises(ValueError, match="Expected a cuda device, but got: cpu"):
+        torch.cuda.Stream("cpu")
+
+
+def test_cudnn_convolutions_of_their_own():
+    x, weight = torch.randn(1, 2, 5, 5, device="cuda"), torch.randn(2, 2, 3, 3, device="cuda")
+    plain = [[1, 1], [1, 1], [1, 1], 1, False, True, False]
+    assert torch.equal(torch.cudnn_convolution(x, weight, *plain), torch.conv2d(x, weight, padding=1))
+    out = torch.cudnn_convolution_transpose(x, weight, [1, 1], [0, 0], [1, 1], [1, 1], 1, False, True, False)
+    assert torch.equal(out, torch.conv_transpose2d(x, weight, padding=1))

@@ -1,0 +1,161 @@
+"""Pinned memory of the host: which storages are pinned, by torch or by ``cudaHostRegister``, and the figures of both."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+__all__ = [
+    "empty_host_cache",
+    "forget_pinned",
+    "host_stats",
+    "is_pinned",
+    "pin",
+    "register",
+    "reset_accumulated",
+    "reset_peak",
+    "unregister",
+]
+
+_PINNED = "_mgpu_check_pinned"
+_lock = threading.RLock()
+_registered: dict[int, int] = {}  # address -> end
+_KINDS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
+
+
+class _Figures:
+    """What the caching allocator of the host counts: memory that it took, and memory that is in use."""
+
+    def __init__(self) -> None:
+        self.current = dict.fromkeys(_KINDS, 0)
+        self.peak = dict.fromkeys(_KINDS, 0)
+        self.allocated = dict.fromkeys(_KINDS, 0)
+        self.freed = dict.fromkeys(_KINDS, 0)
+        self.cached: dict[int, int] = {}  # size -> blocks of it that nobody uses
+        self.taken = 0
+        self.given_back = 0
+
+    def add(self, kind: str, amount: int) -> None:
+        self.current[kind] += amount
+        self.allocated[kind] += amount
+        self.peak[kind] = max(self.peak[kind], self.current[kind])
+
+    def remove(self, kind: str, amount: int) -> None:
+        self.current[kind] -= amount
+        self.freed[kind] += amount
+
+
+_figures = _Figures()
+
+
+class PinnedBlock:
+    """The pinned memory of one storage: it counts until the storage dies, in sizes that are powers of two."""
+
+    __slots__ = ("_figures", "size")
+
+    def __init__(self, nbytes: int) -> None:
+        self.size = 1 << max(nbytes - 1, 0).bit_length()
+        self._figures = _figures
+        with _lock:
+            if _figures.cached.get(self.size):
+                _figures.cached[self.size] -= 1
+            else:
+                _figures.taken += 1
+                _figures.add("allocations", 1)
+                _figures.add("allocated_bytes", self.size)
+            _figures.add("active_requests", 1)
+            _figures.add("active_bytes", self.size)
+
+    def __del__(self) -> None:
+        with _lock:
+            self._figures.remove("active_requests", 1)
+            self._figures.remove("active_bytes", self.size)
+            self._figures.cached[self.size] = self._figures.cached.get(self.size, 0) + 1
+
+
+def pin(t: torch.Tensor) -> torch.Tensor:
+    """Say that the memory of ``t``, a tensor of the host, is pinned."""
+    attributes = t.untyped_storage().__dict__
+    if _PINNED not in attributes and t.untyped_storage().nbytes():
+        attributes[_PINNED] = PinnedBlock(t.untyped_storage().nbytes())
+    return t
+
+
+def is_pinned(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage of the host is pinned."""
+    if _PINNED in storage.__dict__:
+        return True
+    if not _registered:
+        return False
+    start = storage.data_ptr()
+    with _lock:
+        return any(first <= start < end for first, end in _registered.items())
+
+
+def register(pointer: int, size: int) -> int:
+    """Pin memory by its address, and return the number of CUDA's error."""
+    with _lock:
+        if size <= 0 or not pointer:
+            return 1
+        if any(first < pointer + size and pointer < end for first, end in _registered.items()):
+            return 712
+        _registered[pointer] = pointer + size
+    return 0
+
+
+def unregister(pointer: int) -> int:
+    """Unpin what was pinned by its address, and return the number of CUDA's error."""
+    with _lock:
+        return 0 if _registered.pop(pointer, None) is not None else 713
+
+
+def empty_host_cache(*_: object) -> None:
+    """Give back the pinned memory that nobody uses."""
+    with _lock:
+        for size, count in _figures.cached.items():
+            _figures.given_back += count
+            _figures.remove("allocations", count)
+            _figures.remove("allocated_bytes", count * size)
+        _figures.cached.clear()
+
+
+def reset_peak() -> None:
+    with _lock:
+        _figures.peak = dict(_figures.current)
+
+
+def reset_accumulated() -> None:
+    with _lock:
+        _figures.allocated = dict.fromkeys(_KINDS, 0)
+        _figures.freed = dict.fromkeys(_KINDS, 0)
+        _figures.taken = _figures.given_back = 0
+
+
+def host_stats() -> dict[str, object]:
+    """Return what ``torch.cuda.host_memory_stats`` is made of. Pinning takes no time here."""
+    with _lock:
+        counts = {
+            kind: {name: getattr(_figures, name)[kind] for name in ("current", "peak", "allocated", "freed")}
+            for kind in _KINDS
+        }
+        taken, given_back = _figures.taken, _figures.given_back
+
+    def times(count: int) -> dict[str, int]:
+        return {"total": 0, "max": 0, "min": 0, "count": count, "avg": 0}
+
+    return {
+        **counts,
+        "num_host_alloc": taken,
+        "num_host_free": given_back,
+        "host_alloc_time": times(taken),
+        "host_free_time": times(given_back),
+    }
+
+
+def forget_pinned() -> None:
+    """Begin without figures and without registered memory, as a new node does."""
+    global _figures
+    with _lock:
+        _registered.clear()
+        _figures = _Figures()
