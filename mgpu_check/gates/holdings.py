@@ -21,7 +21,7 @@ from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.declared import Coordinates, Placement, by_attributes, by_user
 from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ranges
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
-from mgpu_check.torch_hooks.tensors import copied
+from mgpu_check.torch_hooks.tensors import copied, plain_copy
 
 __all__ = ["Held", "Holdings", "moved_apart", "named_tensors"]
 
@@ -42,6 +42,7 @@ class Held:
         copy: an optimizer trains it, but the model uses a tensor of its own in its place.
         idle: it is a parameter that no optimizer of this rank steps, where they step others.
         replaced: an optimizer steps another tensor that has some of its elements.
+        local: it is a DTensor whose part on this rank is what was placed.
     """
 
     kind: _Kind
@@ -53,6 +54,20 @@ class Held:
     copy: bool = False
     idle: bool = False
     replaced: bool = False
+    local: bool = False
+
+    def copy_of(self, value: Any) -> torch.Tensor:
+        """Return a copy of the tensor, its gradient or its state: of what is here, or of a DTensor that is whole."""
+        if not self.local or not hasattr(value, "to_local"):
+            return plain_copy(value)
+        whole: Any = self.tensor
+        same = value.placements == whole.placements
+        return plain_copy((value if same else value.redistribute(placements=whole.placements)).to_local())
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the shape of what `copy_of` gives."""
+        return _here(self.tensor).shape if self.local else self.tensor.shape
 
     @property
     def wholes(self) -> set[str]:
@@ -130,10 +145,10 @@ class Holdings:
 
     def _keep(self, tensor: torch.Tensor) -> None:
         self._kept.append(tensor)
-        if hasattr(tensor, "full_tensor") or tensor.layout != torch.strided or not _is_there(tensor):
+        if tensor.layout != torch.strided or not _is_there(tensor):
             return
         with _disable_current_modes():  # those that perturb what is copied
-            self._firsts[id(tensor)] = copied(tensor)
+            self._firsts[id(tensor)] = copied(_here(tensor))
             if self._moved is None and self._rank.size == 1:
                 self._moved = _wholes_of(self._modules)
 
@@ -166,7 +181,7 @@ class Holdings:
                 continue
             one = self._placed("params", label, tensor, "")
             # A second copy of what is trained already, such as that of a teacher, is judged by the first.
-            if not owned.issuperset(one.wholes) or one.reason is not None:
+            if not one.wholes or not owned.issuperset(one.wholes) or one.reason is not None:
                 found.append(replace(one, copy=one.reason is None and one.wholes <= mine))
         stepped = set().union(*(one.wholes for one in found if self._is_stepped(one.tensor)))
         return [self._beside(stepped, one) for one in found]
@@ -221,15 +236,15 @@ class Holdings:
                 return self._as_declared(kind, label, tensor, declared)
         if as_built:
             return Held(kind, label, tensor, origin)
-        if hasattr(tensor, "full_tensor"):
-            return Held(kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE)
+        local = hasattr(tensor, "to_local")
         declared = self._by_library(tensor, origin)
         slices = self._by_content(tensor, origin or label) if declared is None else declared
         if isinstance(slices, Unplaced):
-            return Held(kind, label, tensor, reason=slices)
+            unlike = local and slices is Unplaced.NOWHERE
+            return Held(kind, label, tensor, reason=Unplaced.OF_OTHER_SHAPE if unlike else slices, local=local)
         if len(slices) == 1 and slices[0].at is None and slices[0].within is None:
-            return Held(kind, label, tensor, slices[0].whole)
-        return Held(kind, label, tensor, slices=tuple(slices))
+            return Held(kind, label, tensor, slices[0].whole, local=local)
+        return Held(kind, label, tensor, slices=tuple(slices), local=local)
 
     def _as_declared(self, kind: _Kind, label: str, tensor: torch.Tensor, declared: list[Slice]) -> Held:
         (part,) = declared
@@ -264,9 +279,9 @@ class Holdings:
         return None
 
     def _by_content(self, tensor: torch.Tensor, hint: str) -> list[Slice] | Unplaced:
-        first = self._firsts.get(id(tensor))
-        if first is None or first.shape != tensor.shape:
-            first = copied(tensor)
+        first, now = self._firsts.get(id(tensor)), _here(tensor)
+        if first is None or first.shape != now.shape:
+            first = copied(now)
         found = self._wholes.find(first, hint)
         if isinstance(found, Unplaced) and self._moved is not None:
             return self._moved.find(first, hint)
@@ -302,6 +317,12 @@ def named_tensors(
                     if tensor is not None and (aliases or id(tensor) not in seen):
                         seen.add(id(tensor))
                         yield kind, prefix + (f"{path}.{key}" if path else key), tensor, part, key
+
+
+def _here(tensor: Any) -> torch.Tensor:
+    """Return the part of a DTensor that this rank has; any other tensor itself."""
+    here: torch.Tensor = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+    return here
 
 
 def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:

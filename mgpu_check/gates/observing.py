@@ -20,6 +20,7 @@ from mgpu_check.gates.draws import DrawsOfFloat32
 from mgpu_check.gates.events import noting_seeds
 from mgpu_check.gates.holdings import Held, Holdings, moved_apart, named_tensors
 from mgpu_check.gates.meshes import coordinates_of, mesh_of
+from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.gates.program import Program, Unusable, bound, bound_reference, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.step_recorder import Nudge, StepRecorder, put
@@ -166,13 +167,15 @@ def _widen(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Sequence[Held]) -> None:
+    shared = iter(least_anywhere([(one.tensor, int(one.tensor.grad is not None)) for one in held if not one.local]))
     for one in held:
-        tensor, now, taken = one.tensor, plain_copy(one.tensor), one.kind == "params"
+        has_gradient = one.tensor.grad is not None if one.local else bool(next(shared))
+        tensor, now, taken = one.tensor, one.copy_of(one.tensor), one.kind == "params"
         if taken and (tensor.requires_grad or tensor.grad is not None):
             if tensor.grad is not None:
                 seen.touched.add("grads")
                 seen.trained |= one.wholes
-            gradient = torch.zeros_like(now) if tensor.grad is None else plain_copy(tensor.grad)
+            gradient = one.copy_of(tensor.grad) if tensor.grad is not None and has_gradient else torch.zeros_like(now)
             if tensor.grad is not None or one.slices is None or not one.replaced:
                 put(seen.values, seen.pieces, "grads", "{}", one, gradient)
         put(seen.values, seen.pieces, one.kind, "{}", one, now)
@@ -196,7 +199,7 @@ def _before(initial: Mapping[str, torch.Tensor], one: Held) -> tuple[torch.Tenso
         return before, before is not None
     if one.tensor.is_complex() or any(part.whole not in initial for part in one.slices):
         return None, True
-    before = plain_copy(one.tensor)
+    before = one.copy_of(one.tensor)
     for part in one.slices:
         part.of(before).copy_(initial[part.whole].reshape(-1)[slice(None) if part.at is None else part.at])
     return before, True

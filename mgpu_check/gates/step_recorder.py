@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mgpu_check.gates.holdings import Held, Holdings, named_tensors
+from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.mistakes.observed import Observation, Piece
 from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.torch_hooks.tensors import as_real, digest_of, plain_copy
@@ -141,6 +142,7 @@ class StepRecorder:
         """Take down what the optimizers hold that have stepped."""
         seen = self._seen
         seen.optimizers = len(self._optimizers)
+        partly = self._states_of_some_ranks(held)
         for number, optimizer in enumerate(self._optimizers.values()):
             which = f" of optimizer {number}" if len(self._optimizers) > 1 else ""
             for index, group in enumerate(optimizer.param_groups):
@@ -154,9 +156,18 @@ class StepRecorder:
                     for name in {part.whole for part in one.slices or ()} or {one.whole or one.label}:
                         seen.settings[name] = settings
                     for key, value in optimizer.state.get(parameter, {}).items():
-                        if isinstance(value, torch.Tensor):
-                            put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, plain_copy(value))
+                        if isinstance(value, torch.Tensor) and id(parameter) not in partly:
+                            copy = one.copy_of(value)
+                            put(seen.values, seen.pieces, "optimizer", f"{key} of {{}}{which}", one, copy)
         self._optimizers.clear()
+
+    def _states_of_some_ranks(self, held: dict[int, Held]) -> set[int]:
+        """Return the ids of the DTensors whose states cannot be gathered, because some ranks have none."""
+        divided = [one.tensor for one in held.values() if hasattr(one.tensor, "device_mesh") and not one.local]
+        states = [[optimizer.state.get(one, {}) for optimizer in self._optimizers.values()] for one in divided]
+        counts = [sum(isinstance(value, torch.Tensor) for state in some for value in state.values()) for some in states]
+        least = least_anywhere(list(zip(divided, counts, strict=True)))
+        return {id(one) for one, count, low in zip(divided, counts, least, strict=True) if low < count}
 
 
 def put(
@@ -175,7 +186,7 @@ def put(
         return
     for part in one.slices:
         name = Result(kind, text.format(part.whole))
-        if value.shape == one.tensor.shape:
+        if value.shape == one.shape:
             pieces.append(Piece(name, part, value))
         else:
             values[name] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,8 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from mgpu_check import Rank, ScalingMismatch, assert_step_scales
+from mgpu_check.gates.program import Program
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trials
+from mgpu_check.mistakes.results import KINDS
 from mgpu_check.numerics.placement.content import Wholes
 from mgpu_check.numerics.placement.slices import Unplaced
 
@@ -130,6 +136,45 @@ class WrongFlatSlices(FlatSlices):
     wrong = True
 
 
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+class ShardedCopy:
+    """FSDP2 divides a copy of the model; the model that the gate has is not used."""
+
+    wrong = False
+
+    def __init__(self, model: nn.Module, rank: Rank) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.model = self.taken(model).to(rank.device)
+        fully_shard(self.model, mesh=init_device_mesh(rank.device.type, (rank.size,)))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)
+
+    def taken(self, model: nn.Module) -> nn.Module:
+        return copy.deepcopy(model)
+
+    def __call__(self, model: nn.Module, batch: torch.Tensor, rank: Rank) -> None:
+        self.optimizer.zero_grad()
+        self.model(batch.chunk(rank.size)[rank.index].to(rank.device)).square().mean().backward()
+        if not self.wrong or rank.index < rank.size - 1 or rank.size == 1:
+            self.optimizer.step()
+
+
+class OneRankOfACopyNeverSteps(ShardedCopy):
+    wrong = True
+
+
+class OneRankNeverSteps(ShardedCopy):
+    """The states of the optimizer are those of some ranks: to gather them would let these wait."""
+
+    wrong = True
+
+    def taken(self, model: nn.Module) -> nn.Module:
+        return model
+
+
 STAGES = {"meshes": [{"pp": 2, "tp": 2}]}
 
 
@@ -144,6 +189,17 @@ def test_it_passes(ranks: Any, step: Any, options: dict[str, Any]) -> None:
 def test_its_twin_is_refuted(ranks: Any, step: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ScalingMismatch):
         assert_step_scales(ranks, step, build=Towers, batch=rows, max_examples=8, **options)
+
+
+def test_a_copy_that_a_library_divides_passes(ranks: Any) -> None:
+    assert_step_scales(ranks, ShardedCopy, build=layers, batch=rows, sizes="divisible", max_examples=8)
+
+
+@pytest.mark.parametrize("step", [OneRankOfACopyNeverSteps, OneRankNeverSteps])
+def test_a_shard_that_is_not_stepped_is_refuted_by_its_values(ranks: Any, step: Any) -> None:
+    trials = Trials(ranks, Program(step, layers, rows), frozenset(KINDS), None, "step")
+    failed = trials.run(Scenario(2, 4))
+    assert failed is not None and failed.error is None
 
 
 @pytest.mark.parametrize("others", [torch.zeros(24), torch.zeros(3, 8)])
