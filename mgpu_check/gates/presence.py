@@ -13,7 +13,7 @@ __all__ = ["least_anywhere"]
 def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
     """Return for each tensor the least count that a rank of its mesh gives; the own count for a tensor that is no DTensor.
 
-    To gather a gradient or a state is a collective. A rank that has none, because it skipped a step, would let the others wait.
+    Gathering a gradient or a state is a collective: a rank that skipped its step would let the others wait.
 
     Args:
         counts: on all ranks of a mesh the same DTensors, in the same order.
