@@ -40,7 +40,7 @@ def shrunk_to_axes(trials: Trials, failed: Trial) -> tuple[Trial, str]:
 
 
 def _tried(trials: Trials, failed: Trial, mesh: Mesh) -> Trial | bool | None:
-    """Return the failure on another mesh; True if it passes there; None if that could not be told."""
+    """Return the failure on another mesh; True if it passes there; None if the outcome is not known."""
     scenario = replace(failed.scenario, mesh=mesh, world_size=size_of(mesh))
     try:
         outcome = trials.run(scenario)

@@ -27,7 +27,7 @@ class Coverage:
         self._judged: dict[tuple[int, Mesh], set[str]] = defaultdict(set)
 
     def add(self, scenario: Scenario, expected: Expected, relations: Relations) -> None:
-        """Add a case in which all relations hold."""
+        """Add a case whose relations all hold."""
         where = scenario.place
         trained = expected.single.trained | relations.unjudged.keys()
         self._trained[where] |= trained

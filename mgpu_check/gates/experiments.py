@@ -17,7 +17,7 @@ from mgpu_check.torch_hooks.table import COLLECTIVES
 __all__ = ["changes_tried"]
 
 _Group = tuple[int, tuple[tuple[int, ...], ...]]
-"""Index among the groups of a rank, and all groups of that index, each by its ranks."""
+"""Index among the groups of a rank, and the ranks of each group with this index."""
 
 _MOST_LINES = 12
 _MOST_RUNS = 30
@@ -109,9 +109,9 @@ def _lines(traces: Sequence[Trace]) -> list[tuple[tuple[str, str], list[Event]]]
 
 
 def _groups(traces: Sequence[Trace], size: int) -> list[_Group]:
-    """Return the groups in which ranks call collectives, each with its index among a rank's groups, and all its ranks.
+    """Return the groups that exist: the index among the groups of a rank, and the ranks of each group with this index.
 
-    Index 0 is the world. Groups count if every rank has one of that index.
+    Index 0 is the world. An index counts if every rank has a group with it.
     """
     found: list[_Group] = [(0, (tuple(range(size)),))]
     several = [trace.groups for trace in traces]

@@ -1,4 +1,4 @@
-"""Find out, in a rank, which tensors stand for the parameters and buffers of the model as it was built.
+"""Trace the tensors of a rank to the parameters and buffers of the built model.
 
 A step may replace parameters by shards, keep one stage of several, rebuild modules, or train flat buffers. Each tensor that
 it holds in the end is traced to the tensor, or to the slice of it, that one device holds.
@@ -76,7 +76,7 @@ class Held:
 
 
 class Holdings:
-    """The tensors of a model as it was built, and what has become of them.
+    """The tensors of a built model, and the tensors that a rank holds in their place.
 
     Args:
         modules: as built, by prefix of names.
@@ -333,7 +333,7 @@ def _wholes_of(modules: Mapping[str, nn.Module]) -> Wholes:
 def moved_apart(modules: Mapping[str, nn.Module]) -> None:
     """Make the elements of floating-point parameters and saved buffers distinct, in place, always in the same way.
 
-    The slices of a constant, such as those of biases and norms, cannot be told apart by their values.
+    Equal values, such as the zeros of a bias, do not show which slice a rank holds.
     """
     generator = torch.Generator().manual_seed(0)
     saved = {id(one) for module in modules.values() for one in module.state_dict(keep_vars=True).values()}

@@ -106,7 +106,7 @@ def _done(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _group(index: Any) -> Any:
-    """Return the group with this index among those that have this rank, in the order in which they were made."""
+    """Return the group of this rank with this index; groups are in the order of their creation."""
     return list(c10d._world.pg_group_ranks)[int(index)]
 
 

@@ -1,4 +1,4 @@
-"""Which of the parameters that are trained were judged, and why others were not."""
+"""Find the trained parameters that were not judged, and say why."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDE = 0.1
 _SMALL = 1e-2
 """Of the largest gradient: a gradient below that may be nothing but rounding errors, such as that of a bias before a norm."""
 _ENOUGH = 4096
-"""Elements whose mean tells that of a large tensor."""
+"""Elements to sample from a large tensor for its magnitude."""
 
 
 def unjudged(
@@ -26,7 +26,7 @@ def unjudged(
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
 ) -> dict[str, str]:
-    """Return the trained parameters of which neither gradient nor value was compared with one device, and why.
+    """Return the trained parameters whose gradient and value were both not compared with one device, and why.
 
     A tolerance that was measured, and is wider than a tenth of the values, decides nothing.
     """
@@ -56,7 +56,7 @@ def unjudged(
             if accounted or any(one.of == name and one.kind == "returned" for one in relations.held):
                 continue
             if Result("grads", name) not in single.values and Result("params", name) not in single.values:
-                continue  # it is none of the model's
+                continue  # the built model does not have it
             found[name] = why or "no rank leaves a gradient or a value of it"
     return found
 

@@ -22,7 +22,7 @@ _MOST = 1 << 16
 
 @contextlib.contextmanager
 def noting_outputs(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
-    """Write to `trace` the first output of each module, in the order in which they are called, and its gradient."""
+    """Write the first output of each module to `trace`, in the order of calls, and the gradient of that output."""
     names = {
         id(part): prefix + name
         for prefix, module in modules.items()

@@ -38,8 +38,8 @@ class StepRecorder:
     """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts.
 
     Args:
-        several: there are other ranks, with which the first step of each optimizer is to be compared.
-        all_parameters: that of all parameters, not only of those that are none of the model's.
+        several: other ranks exist, so the first step of each optimizer is compared with theirs.
+        all_parameters: compare all parameters, and not only those outside of the model.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def _first(
 
 
 def _are_rows_of(got: torch.Tensor, right: torch.Tensor, scaled: bool) -> bool:
-    """Return whether each row of one tensor is a row of the other, or cannot be told."""
+    """Return whether each row of one tensor is a row of the other, or may be."""
     if got.shape[-1] != right.shape[-1]:
         return True
     rows, known = (value.reshape(-1, value.shape[-1]).double() for value in (got, right))

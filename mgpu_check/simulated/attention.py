@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import handle_torch_function, has_torch_function
 
 from mgpu_check.simulated.attention_choice import SINCE_2_14, Params, chosen_kernel, on_device
+from mgpu_check.simulated.state import active_node
 from mgpu_check.simulated.tensor import SimulatedTensor
 from mgpu_check.torch_hooks.patches import Patches
 
@@ -55,7 +56,7 @@ def _attention(original: Function) -> Function:
                 "Expected query, key, and value to have the same device type, but got query.device: "
                 f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
             )
-        if not on_device(query):
+        if not on_device(query) or _is_backed_by_gpu():  # C++ chooses rightly for a real device
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
@@ -67,6 +68,11 @@ def _attention(original: Function) -> Function:
             return _dispatched((query, key, value), attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     return attention
+
+
+def _is_backed_by_gpu() -> bool:
+    node = active_node()
+    return node is not None and node.backing.type == "cuda"
 
 
 def _cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

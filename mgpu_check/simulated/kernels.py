@@ -5,6 +5,7 @@ They run on plain tensors of the backing device, below the simulation.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mgpu_check.simulated.attention_choice import Params, chosen_kernel
 from mgpu_check.simulated.attention_kernels import ATTENTION_KERNELS
+from mgpu_check.simulated.state import active_node
 
 __all__ = ["KERNELS"]
 
@@ -164,10 +166,22 @@ def cudnn_convolution_transpose(
     return out
 
 
+def _on_cpu(name: str, kernel: Callable[..., object]) -> Callable[..., object]:
+    """Return a kernel for operands on the CPU; a real device behind the node has its own."""
+    native = getattr(torch.ops.aten, name.removeprefix("aten::"))
+
+    @functools.wraps(kernel)
+    def run(*args: object, **kwargs: object) -> object:
+        node = active_node()
+        real = node is not None and node.backing.type == "cuda"
+        return native(*args, **kwargs) if real else kernel(*args, **kwargs)
+
+    return run
+
+
 _WRITTEN_HERE: dict[str, Callable[..., object]] = {
     f"aten::{kernel.__name__}": kernel
     for kernel in (
-        _fused_sdp_choice,
         batch_norm_stats,
         batch_norm_gather_stats,
         batch_norm_gather_stats_with_counts,
@@ -180,4 +194,6 @@ _WRITTEN_HERE: dict[str, Callable[..., object]] = {
     )
 }
 
-KERNELS = _WRITTEN_HERE | ATTENTION_KERNELS
+_OF_ATTENTION = ATTENTION_KERNELS | {"aten::_fused_sdp_choice": _fused_sdp_choice}
+
+KERNELS = _WRITTEN_HERE | {name: _on_cpu(name, kernel) for name, kernel in _OF_ATTENTION.items()}

@@ -136,9 +136,10 @@ def test_a_resumed_run_is_judged_by_what_was_lost_and_then_by_its_end(restored, 
     assert "right after loading" not in found[0].evidence or restored.lost
 
 
-def test_a_rule_says_what_it_looks_at():
-    looks_at = {next(iter(rule.__annotations__.values())) for rule in RULES}
-    assert looks_at == {"Evidence", "Tensors"}
+def test_rules_about_tensors_say_nothing_where_there_are_none():
+    attempts = Attempts()
+    assert [rule(Evidence(2)) for rule in RULES] == [None] * len(RULES)
+    assert findings_of(Evidence(2), len(RULES), attempts) == [] and not attempts.remarks
 
 
 def test_each_rule_is_in_the_list():

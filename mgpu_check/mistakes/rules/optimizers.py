@@ -18,7 +18,7 @@ _RATE = "learning rate of group"
 
 
 def steps_other_tensors(tensors: Tensors) -> Finding | None:
-    """Name an optimizer whose parameters are none of the model's, so that its steps change nothing."""
+    """Name an optimizer that steps tensors outside of the model, so that its steps change nothing."""
     single = tensors.expected.single
     lost = [
         rank
@@ -27,14 +27,14 @@ def steps_other_tensors(tensors: Tensors) -> Finding | None:
     ]
     if not single.settings or not lost or not tensors.wrong("params"):
         return None
-    told = f"the optimizer of {named(lost)} steps tensors that are none of the model's parameters: was it made before the model was divided, or while it was gathered?"
+    told = f"the optimizer of {named(lost)} steps tensors that do not belong to the model: was it made before the model was divided, or while it was gathered?"
     return Finding("optimizer-differs", told, tuple(lost))
 
 
 def makes_something_else(tensors: Tensors) -> Finding | None:
     """Name the optimizer, where parameters first differ after a step whose gradients, and whose parameters before, are right.
 
-    The settings of the groups tell why, if they differ; otherwise it is the update rule.
+    If the settings of the groups differ, they are the reason; otherwise it is the update rule.
     """
     step, names, ranks = _first_wrong_step(tensors)
     if not names:

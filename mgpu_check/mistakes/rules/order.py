@@ -5,14 +5,14 @@ is the whole weighing: what shows a mistake by itself goes before what is merely
 among others, and last goes what nothing speaks against. Within a group the more special goes first, because the more
 general would explain what it explains, too.
 
-There is a list for each kind of evidence. A rule says by the type of its parameter what it looks at: of `RULES`, those about
-`Tensors` say nothing where there are none.
+There is a list for each kind of evidence. A rule that needs whole tensors is listed by `_of_tensors`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from mgpu_check.mistakes.attempts import Attempts
 from mgpu_check.mistakes.evidence import Calls, Evidence, HashSeeds, Restored
@@ -57,125 +57,135 @@ _Evidence = TypeVar("_Evidence")
 RuleOf = Callable[[_Evidence], Finding | None]
 
 
-RULES: tuple[RuleOf[Evidence] | RuleOf[Tensors], ...] = (
+def _of_tensors(rule: RuleOf[Tensors]) -> RuleOf[Evidence]:
+    """Return a rule about evidence from a rule about its tensors; it says nothing where there are none."""
+
+    @functools.wraps(rule)
+    def judge(evidence: Evidence) -> Finding | None:
+        return None if evidence.tensors is None else rule(evidence.tensors)
+
+    return judge
+
+
+RULES: tuple[RuleOf[Evidence], ...] = (
     # A call that is a mistake whatever comes of it. What it leaves is undefined, so no number after it tells anything.
-    collectives.not_waited,
-    collectives.aliased_list,
-    collectives.strided_view,
-    collectives.uneven_tensors,
-    collectives.other_layouts,
+    _of_tensors(collectives.not_waited),
+    _of_tensors(collectives.aliased_list),
+    _of_tensors(collectives.strided_view),
+    _of_tensors(collectives.uneven_tensors),
+    _of_tensors(collectives.other_layouts),
     # Ranks do other things than each other, as calls show. All that they compute differs then; this is why. A checkpoint
     # on some ranks goes before another initialization, which it looks like.
     decisions.restores_on_some,
     data.epochs_alike,
-    data.split_by_own_seeds,
+    _of_tensors(data.split_by_own_seeds),
     decisions.decides_by_rank,
-    collectives.overflows,
-    data.seeds_of_samplers,
+    _of_tensors(collectives.overflows),
+    _of_tensors(data.seeds_of_samplers),
     decisions.starts_apart,
     # Which samples ranks have seen, by the samples, or by the loader and what it counts.
     data.all_see_the_same,
-    data.models_miss_samples,
-    data.whole_dataset,
+    _of_tensors(data.models_miss_samples),
+    _of_tensors(data.whole_dataset),
     # Calls together with values that they explain: neither alone would say as much.
-    collectives.result_discarded,
+    _of_tensors(collectives.result_discarded),
     decisions.restores_later_on_some,
-    collectives.read_too_early,
-    outcomes.reduces_again,
+    _of_tensors(collectives.read_too_early),
+    _of_tensors(outcomes.reduces_again),
     data.surplus_samples,
-    data.pads_a_metric,
+    _of_tensors(data.pads_a_metric),
     # One device gives the very result for another batch, or leaves other parameters as they were.
-    data.counts_too_few,
-    data.drops_last,
-    data.loader_drops_last,
-    data.truncates,
-    data.pads_the_batch,
-    decisions.updates_on_some,
-    decisions.kept_on_some,
-    decisions.calls_models_apart,
-    decisions.decides_for_its_parameters,
+    _of_tensors(data.counts_too_few),
+    _of_tensors(data.drops_last),
+    _of_tensors(data.loader_drops_last),
+    _of_tensors(data.truncates),
+    _of_tensors(data.pads_the_batch),
+    _of_tensors(decisions.updates_on_some),
+    _of_tensors(decisions.kept_on_some),
+    _of_tensors(decisions.calls_models_apart),
+    _of_tensors(decisions.decides_for_its_parameters),
     # An optimizer that has nothing to do with the model.
-    optimizers.steps_other_tensors,
+    _of_tensors(optimizers.steps_other_tensors),
     # A change to one call makes the step right.
-    experiments.right_in_another_group,
-    experiments.right_where_positions_go_on,
-    experiments.right_by_another_operation,
-    experiments.right_without_a_collective,
+    _of_tensors(experiments.right_in_another_group),
+    _of_tensors(experiments.right_where_positions_go_on),
+    _of_tensors(experiments.right_by_another_operation),
+    _of_tensors(experiments.right_without_a_collective),
     # Ranks that draw random numbers, or decide by values of their own: beside it nothing about sums can be told.
     decisions.draws_by_rank,
-    data.first_shard_for_all,
+    _of_tensors(data.first_shard_for_all),
     decisions.decides_by_own_values,
-    data.other_order,
+    _of_tensors(data.other_order),
     # How gradients were put together, the special before the general: clipped parts are a mean of parts, statistics of
     # parts make the gradients those of parts, and all of these leave factors.
     gradients.clips_by_other_norms,
-    gradients.clips_first,
-    gradients.clips_parts,
-    scales.clips_each_part,
-    scales.limits_by_a_norm_of_parts,
+    _of_tensors(gradients.clips_first),
+    _of_tensors(gradients.clips_parts),
+    _of_tensors(scales.clips_each_part),
+    _of_tensors(scales.limits_by_a_norm_of_parts),
     # Ranks that scale by numbers of their own, and counts without their fraction; before sums of parts that count alike.
-    scales.unscales_by_its_own,
-    scales.steps_by_its_own_factor,
-    scales.counts_parts_unlike,
-    scales.rounds_to_integers,
-    scales.divides_a_count,
-    collectives.delivers_to_one_rank,
+    _of_tensors(scales.unscales_by_its_own),
+    _of_tensors(scales.steps_by_its_own_factor),
+    _of_tensors(scales.counts_parts_unlike),
+    _of_tensors(scales.rounds_to_integers),
+    _of_tensors(scales.divides_a_count),
+    _of_tensors(collectives.delivers_to_one_rank),
     gradients.statistics_of_parts,
-    steps.adds_what_was_left,
-    collectives.off_by_number_of_groups,
-    gradients.added_on_every_rank,
-    collectives.parted_by_group,
-    factors.first_step_off_by_world_size,
+    _of_tensors(steps.adds_what_was_left),
+    _of_tensors(collectives.off_by_number_of_groups),
+    _of_tensors(gradients.added_on_every_rank),
+    _of_tensors(collectives.parted_by_group),
+    _of_tensors(factors.first_step_off_by_world_size),
     factors.clips_a_multiple,
-    factors.first_step_off_by_micro_batches,
-    data.repeated_rows,
+    _of_tensors(factors.first_step_off_by_micro_batches),
+    _of_tensors(data.repeated_rows),
     gradients.gradients_apart,
-    gradients.each_rank_its_own,
-    gradients.stays_as_backward_left_it,
-    outcomes.written_over,
-    steps.counts_windows_unlike,
-    data.missing_rows,
+    _of_tensors(gradients.each_rank_its_own),
+    _of_tensors(gradients.stays_as_backward_left_it),
+    _of_tensors(outcomes.written_over),
+    _of_tensors(steps.counts_windows_unlike),
+    _of_tensors(data.missing_rows),
     factors.off_by_world_size,
-    gradients.mean_of_metrics,
-    data.pads,
-    data.counted_by_every_rank,
+    _of_tensors(gradients.mean_of_metrics),
+    _of_tensors(data.pads),
+    _of_tensors(data.counted_by_every_rank),
     factors.off_by_micro_batches,
-    data.samples_several_times,
-    gradients.optimizes_its_own,  # the mean of what it has made is one of parts, too
-    gradients.takes_parts_for_the_batch,
-    gradients.mean_of_parts,
+    _of_tensors(data.samples_several_times),
+    _of_tensors(gradients.optimizes_its_own),  # the mean of what it has made is one of parts, too
+    _of_tensors(gradients.takes_parts_for_the_batch),
+    _of_tensors(gradients.mean_of_parts),
     # Gradients that are right, in the step after which parameters first are not.
-    optimizers.makes_something_else,
+    _of_tensors(optimizers.makes_something_else),
     # What fits a mistake, and others, too. Buffers go before answers that they may explain; those of one rank, asked
     # twice, before those of several.
-    shards.norm_of_shards,
-    shards.buffers_of_one_part,
-    decisions.buffers_alone_drift,
+    _of_tensors(shards.norm_of_shards),
+    _of_tensors(shards.buffers_of_one_part),
+    _of_tensors(decisions.buffers_alone_drift),
     evaluation.buffers_apart,
     evaluation.answers_change,
     evaluation.answers_apart,
-    collectives.gradient_cut,
-    data.of_rank_0_alone,
-    decisions.right_on_one_rank,
+    _of_tensors(collectives.gradient_cut),
+    _of_tensors(data.of_rank_0_alone),
+    _of_tensors(decisions.right_on_one_rank),
     gradients.normalizes_parts,
-    decisions.steps_unlike_one_device,
-    collectives.other_reduction,
-    gradients.outside_of_the_wrapper,
-    collectives.parameters_of_other_layouts,
-    gradients.limits_another_norm,
-    gradients.wrong_where_uneven,
-    experiments.right_by_the_size_of_a_group,
+    _of_tensors(decisions.steps_unlike_one_device),
+    _of_tensors(collectives.other_reduction),
+    _of_tensors(gradients.outside_of_the_wrapper),
+    _of_tensors(collectives.parameters_of_other_layouts),
+    _of_tensors(gradients.limits_another_norm),
+    _of_tensors(gradients.wrong_where_uneven),
+    _of_tensors(experiments.right_by_the_size_of_a_group),
     # What nothing speaks against: it is said where nothing better is known.
     decisions.draws_other_numbers,
     factors.grows_with_world_size,
-    decisions.broadcast_of_another_rank,
+    _of_tensors(decisions.broadcast_of_another_rank),
     decisions.may_draw_by_rank,
     gradients.uneven_parts,
-    collectives.computes_in_narrow_dtype,
-    collectives.narrow_operand,
-    decisions.buffers_drift,
-    decisions.broadcast_of_rank_0,
-    collectives.reduces_by_other_operation,
+    _of_tensors(collectives.computes_in_narrow_dtype),
+    _of_tensors(collectives.narrow_operand),
+    _of_tensors(decisions.buffers_drift),
+    _of_tensors(decisions.broadcast_of_rank_0),
+    _of_tensors(collectives.reduces_by_other_operation),
 )
 """Those about what ranks have left, and how they have come to it."""
 
@@ -278,18 +288,9 @@ def distinct(named: Iterable[Finding | None], most: int | None = None) -> list[F
 
 
 def _found(evidence: Evidence, attempts: Attempts) -> Iterator[Finding | None]:
-    for rule in RULES:
-        if not _is_about_tensors(rule):
-            yield _attempted(cast("RuleOf[Evidence]", rule), evidence, attempts)
-        elif evidence.tensors is not None:
-            yield _attempted(cast("RuleOf[Tensors]", rule), evidence.tensors, attempts)
+    return (_attempted(rule, evidence, attempts) for rule in RULES)
 
 
 def _attempted(rule: RuleOf[_Evidence], evidence: _Evidence, attempts: Attempts) -> Finding | None:
     where = f"{rule.__module__.rpartition('.')[2]}.{rule.__name__}"
     return attempts.of(f"the rule {where}", None, rule, evidence)
-
-
-def _is_about_tensors(rule: Callable[..., Finding | None]) -> bool:
-    parameter, *_ = rule.__annotations__.values()
-    return bool(parameter == "Tensors")

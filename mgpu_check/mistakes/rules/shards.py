@@ -47,7 +47,7 @@ def norm_of_shards(tensors: Tensors) -> Finding | None:
 
 
 def buffers_of_one_part(tensors: Tensors) -> Finding | None:
-    """Name buffers that hold statistics of one rank's samples: what one device gives for these samples alone.
+    """Name buffers with statistics of one rank's samples only: one device has the same for these samples alone.
 
     What one device has is the sum, or the mean, of what the parts add: a queue of samples is no statistic.
     """

@@ -1,1 +1,1 @@
-"""Which slices of a single-device tensor each rank holds: how they are found, described and put together."""
+"""Find the slices of single-device tensors that ranks hold, describe them, and put them together."""

@@ -1,4 +1,4 @@
-"""Find which slice of which whole tensor a local tensor is, by its values.
+"""Find the slice of a whole tensor that has the values of a local tensor.
 
 Ranks build a model from one seed. So before training, what a rank holds has the very values of a part of the model that one
 device holds. A match counts only if there is one place for it: values that come twice decide nothing.
@@ -22,7 +22,7 @@ _MANY = 256
 
 
 class Wholes:
-    """The tensors of a model as it was built, in which slices are looked up.
+    """The tensors of a freshly built model, to look slices up.
 
     Args:
         named: dense tensors on the CPU by name.
@@ -36,11 +36,11 @@ class Wholes:
         self._flats: dict[torch.dtype, tuple[torch.Tensor, list[tuple[int, str]]]] = {}
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a whole tensor; None if there is none of that name."""
+        """Return the shape of a whole tensor; None if the model has no tensor with this name."""
         return tuple(self._named[name].shape) if name in self._named else None
 
     def whole(self, name: str) -> torch.Tensor | None:
-        """Return a whole tensor; None if there is none of that name."""
+        """Return a whole tensor; None if the model has no tensor with this name."""
         return self._named.get(name)
 
     def find(self, local: torch.Tensor, hint: str = "", *, trusted: bool = False) -> list[Slice] | Unplaced:
@@ -72,7 +72,7 @@ class Wholes:
         return self._pieces(local)
 
     def _is_constant_elsewhere(self, local: torch.Tensor, but: str) -> bool:
-        """Return whether all elements are equal, and another whole has as many of that value, of which it may be a slice."""
+        """Return whether all elements are equal, and another whole has as many of this value: it may be a slice of that one."""
         value = local.reshape(-1)[0]
         if not bool((local == value).all()):
             return False
@@ -166,7 +166,7 @@ def _boxes(whole: torch.Tensor, local: torch.Tensor) -> Iterator[torch.Tensor | 
 
 
 def _rows(whole: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Tensor | None:
-    """Return the indices along a dimension at which a whole has the rows of a local tensor: a chunk, or interleaved ones.
+    """Return the indices of the rows of a local tensor along one dimension of a whole: a chunk, or interleaved rows.
 
     Empty if some row is in several places, and the rows together are, too. None if some row is nowhere.
     """
@@ -178,7 +178,7 @@ def _rows(whole: torch.Tensor, local: torch.Tensor, dim: int) -> torch.Tensor | 
         return None
     if all(len(where) == 1 for where in found):
         return torch.tensor([where[0] for where in found])
-    # Rows that come twice, such as those of zeros, are told by their neighbours.
+    # The neighbours of a row that comes twice, such as one of zeros, decide.
     starts = [first for first in found[0] if all(first + offset in where for offset, where in enumerate(found))]
     return torch.arange(starts[0], starts[0] + len(found)) if len(starts) == 1 else torch.empty(0, dtype=torch.int64)
 

@@ -16,7 +16,7 @@ Coordinates = Mapping[str, tuple[int, int]]
 """By mesh axis: index of this rank along it, and size. The world, with the global rank, has the name ""."""
 
 Placement = Mapping[str, Any] | Callable[..., Any] | None
-"""What a user declares: see `by_user`."""
+"""A declaration by the user; see `by_user`."""
 
 _WORLD = ""
 
@@ -38,7 +38,7 @@ def by_user(
         shapes: of the tensors on one device, by name.
 
     Raises:
-        ValueError: a specification is none of these, or names what there is not.
+        ValueError: a specification has another form, or names an axis or tensor that does not exist.
     """
     if callable(placement):
         spec = placement(name, rank)

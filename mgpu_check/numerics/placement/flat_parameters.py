@@ -26,7 +26,7 @@ class Ranges(NamedTuple):
 
 
 def flat_ranges(flat: torch.Tensor) -> Ranges | None:
-    """Return what a flat parameter is made of; None if the tensor is none, or is not sharded."""
+    """Return what a flat parameter is made of; None if the tensor is no sharded flat parameter."""
     infos, shards = getattr(flat, "_param_infos", None), getattr(flat, "_shard_param_infos", None)
     if infos is None or shards is None:
         return None

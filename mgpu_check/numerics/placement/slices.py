@@ -41,7 +41,7 @@ class Slice:
 
     @property
     def mask(self) -> torch.Tensor:
-        """Which elements of the whole are held, bool, in the shape of the whole."""
+        """The elements of the whole that are held: bool, in the shape of the whole."""
         if self.at is None:
             return torch.ones(self.shape, dtype=torch.bool)
         mask = torch.zeros(self.shape, dtype=torch.bool)
@@ -77,7 +77,7 @@ class Assembled:
 
     Attributes:
         value: the whole; of an element that several hold, what the first of them has.
-        missing: which elements nobody holds, bool; None where all are held.
+        missing: the elements that no slice holds, bool; None if there are no such elements.
     """
 
     value: torch.Tensor
@@ -113,7 +113,7 @@ def _is_full(mask: torch.Tensor, dim: int) -> bool:
 
 
 def _used(mask: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return the indices along a dimension at which something is held."""
+    """Return the indices along a dimension that hold an element."""
     others = [other for other in range(mask.dim()) if other != dim]
     return (mask.any(others) if others else mask).nonzero().flatten()
 
