@@ -66,7 +66,7 @@ def _stream_destroy(handle: int) -> _CudaError:
 
 
 def runtime() -> SimpleNamespace:
-    """Return the stand-in for ``torch.cuda.cudart()``."""
+    """Return a replacement of ``torch.cuda.cudart()``."""
 
     def fine(*_: object) -> _CudaError:
         return _CudaError.success

@@ -25,7 +25,7 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def compatible(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Answer ``torch._has_compatible_shallow_copy_type`` as a real node does: the host and its devices are, 'meta' is not."""
+    """Let tensors of the host and of devices exchange their data, as a real node does."""
 
     def has_compatible(input: torch.Tensor, from_: torch.Tensor) -> bool:  # the names by which dynamo compares them
         return original(raw(input), raw(from_))
@@ -59,7 +59,7 @@ def is_elsewhere(grad: torch.Tensor) -> bool:
 
 
 def put_grad(t: torch.Tensor, grad: torch.Tensor) -> None:
-    """Make ``grad`` the gradient of ``t``, whatever the dtype and shape of both."""
+    """Make ``grad`` the gradient of ``t``, even if their dtypes or shapes differ."""
     put = _base.grad.__set__
     if (grad.dtype, grad.shape, grad.layout) == (t.dtype, t.shape, t.layout):
         put(t, grad)

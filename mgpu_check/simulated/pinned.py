@@ -25,14 +25,14 @@ _KINDS = ("allocations", "allocated_bytes", "active_requests", "active_bytes")
 
 
 class _Figures:
-    """What the caching allocator of the host counts: memory that it took, and memory that is in use."""
+    """The counts of the host's caching allocator: ``allocated`` memory is cached too, ``active`` memory is in use."""
 
     def __init__(self) -> None:
         self.current = dict.fromkeys(_KINDS, 0)
         self.peak = dict.fromkeys(_KINDS, 0)
         self.allocated = dict.fromkeys(_KINDS, 0)
         self.freed = dict.fromkeys(_KINDS, 0)
-        self.cached: dict[int, int] = {}  # size -> blocks of it that nobody uses
+        self.cached: dict[int, int] = {}  # size -> free blocks
         self.taken = 0
         self.given_back = 0
 
@@ -111,7 +111,7 @@ def unregister(pointer: int) -> int:
 
 
 def empty_host_cache(*_: object) -> None:
-    """Give back the pinned memory that nobody uses."""
+    """Give back the free pinned memory."""
     with _lock:
         for size, count in _figures.cached.items():
             _figures.given_back += count

@@ -1,7 +1,7 @@
 """Module surgery on a simulated node, against the same program in plain torch: what is tied, kept, lost or refused.
 
-The reference computes on the CPU. A mark on each storage says on which device it would be, and a move to another one
-copies, as between real devices: so the reference goes by torch's own `Module._apply`, `load_state_dict` and `deepcopy`.
+The reference computes on the CPU. A mark on each storage names its device, and a move to another device copies. So the
+reference uses torch's own `Module._apply`, `load_state_dict` and `deepcopy`.
 """
 
 from __future__ import annotations
