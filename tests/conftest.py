@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+os.environ.pop("PYTHONHASHSEED", None)  # tox sets it, and gates then try no other
+
 if TYPE_CHECKING:
     from tests.warm import Template
 

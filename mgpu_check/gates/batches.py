@@ -18,6 +18,8 @@ __all__ = [
     "wider",
 ]
 
+_REDRAWS = 32
+"""Most draws of lengths: two samples have equal lengths in one of four cases, where four lengths are possible."""
 _IGNORED = -100
 """What torch's losses take for "no label" unless told otherwise."""
 
@@ -97,21 +99,45 @@ def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: 
     already.
     """
     padded = [own and _is_padded(leaf) for leaf, own in zip(leaves, mine, strict=True)]
-    longest = max((leaf.shape[1] for leaf, has in zip(leaves, padded, strict=True) if has), default=0)
+    longest = max((_most_valid(leaf) for leaf, has in zip(leaves, padded, strict=True) if has), default=0)
     if not longest:
         return list(leaves)
-    lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+    lengths = _lengths(longest, count, generator)
     new = []
     for leaf, has in zip(leaves, padded, strict=True):
         if not has:
             new.append(leaf)
             continue
-        labels = not _is_mask(leaf)
-        valid = (leaf != _IGNORED) if labels else (leaf != 0)
+        labels, valid = not _is_mask(leaf), _valid(leaf)
         # Of the positions that count, the first ones; those that count nowhere are left as they are.
         beyond = valid & (valid.cumsum(1) > lengths.view(-1, *[1] * (leaf.dim() - 1)))
         new.append(leaf.masked_fill(beyond, _IGNORED if labels else 0))
     return new
+
+
+def _valid(leaf: torch.Tensor) -> torch.Tensor:
+    return (leaf != 0) if _is_mask(leaf) else (leaf != _IGNORED)
+
+
+def _most_valid(leaf: torch.Tensor) -> int:
+    """Return the largest number of positions that count in one sample."""
+    return int(_valid(leaf).sum(1).max()) if len(leaf) else 0
+
+
+def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tensor:
+    """Return random lengths that add up to unequal numbers on ranks, in blocks and in strides, where that can be drawn."""
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+    for _ in range(_REDRAWS):
+        parts = [
+            part
+            for k in (2, 3, 4)
+            if k <= count
+            for part in ([lengths[i::k] for i in range(k)], lengths.tensor_split(k))
+        ]
+        if all(len({int(one.sum()) for one in part}) > 1 for part in parts):
+            break
+        lengths = torch.randint(1, longest + 1, (count,), generator=generator)
+    return lengths
 
 
 def has_padding(batch: Any) -> bool:

@@ -46,7 +46,7 @@ def investigate(trials: Trials, failed: Trial, sizes: Sequence[int], axes: str =
         axes: which axes of the mesh the failure needs, in words.
     """
     report = _investigated(trials, failed, sizes)
-    return replace(report, known=[axes, *report.known]) if axes else report
+    return replace(report, axes=axes)
 
 
 def _investigated(trials: Trials, failed: Trial, sizes: Sequence[int]) -> Report:

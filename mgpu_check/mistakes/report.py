@@ -55,7 +55,8 @@ class Report:
         observables: all that were looked at; those that are wrong are shown first.
         findings: the likely causes, the most telling first.
         remarks: what else there is to know, a line each.
-        known: what else is known of the cause, a line each: axes of the mesh, the first wrong module, a factor.
+        axes: which axes of a mesh the failure needs, in words.
+        known: what else is known of the cause, a line each: the first wrong module, a factor.
         parting: where ranks first part, and what each had there, in one clause; "" where they do not.
     """
 
@@ -66,6 +67,7 @@ class Report:
     remarks: Sequence[str] = ()
     parting: str = ""
     known: Sequence[str] = ()
+    axes: str = ""
 
     @property
     def mistakes(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ class Report:
         return tuple(finding.mistake for finding in self.findings)
 
     def __str__(self) -> str:
-        lines = [self.headline]
+        lines = [self.headline, *([f"  {self.axes}"] if self.axes else [])]
         if self.case:
             lines.append("  smallest case: " + ", ".join(f"{name} {value}" for name, value in self.case.items()))
         if not self.findings and self.observables:

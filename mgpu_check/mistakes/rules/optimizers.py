@@ -104,6 +104,9 @@ def _rates_after_the_last_step(tensors: Tensors) -> Finding | None:
     wrong = tensors.wrong()
     if not wrong or not all(name.kind == "optimizer" and name.of.startswith(_RATE) for name in wrong):
         return None
-    got, right = tensors.seen[tensors.relations.wrong[wrong[0]][0]].values[wrong[0]], tensors.expected.exact[wrong[0]]
+    rank, right = tensors.relations.wrong[wrong[0]][0], tensors.expected.exact.get(wrong[0])
+    got = tensors.seen[rank].values.get(wrong[0])
+    if got is None or right is None or got.numel() != 1 or right.numel() != 1:
+        return None
     told = f"{wrong[0]} is {float(got):.6g}, and {float(right):.6g} on one device, after the same steps: does a scheduler step more often?"
     return Finding("optimizer-differs", told)
