@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import types
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from mgpu_check.errors import RankFailure
 from mgpu_check.processes.pickling import Pickler, dumps, loads
+from mgpu_check.pytest_plugin import serialization
 
 
 @pytest.fixture(params=["as installed", "without names"])
@@ -80,6 +82,14 @@ def raised(rank):
     raise ValueError(f"rank {rank.index}")
 
 
+@pytest.fixture
+def this_module_by_value():
+    """Send the functions of this module as those of a test module: ranks cannot import it."""
+    with serialization.by_value([sys.modules[__name__]]):
+        yield
+
+
+@pytest.mark.usefixtures("this_module_by_value")
 def test_an_error_in_ranks_ends_on_their_line(pool):
     with pytest.raises(RankFailure) as info:
         pool.run(raised, size=2)
@@ -89,6 +99,7 @@ def test_an_error_in_ranks_ends_on_their_line(pool):
     assert str(last.statement).strip() == lines[1].strip()
 
 
+@pytest.mark.usefixtures("this_module_by_value")
 def test_the_record_of_collectives_names_file_and_line(pool):
     with pytest.raises(RankFailure, match=rf"test_pickling.py:{inspect.getsourcelines(entered)[1] + 1}\b"):
         pool.run(entered, size=2)

@@ -394,6 +394,8 @@ USES["isend"] = USES["irecv"] = exchange
 def pipeline(x: torch.Tensor, rank: Rank) -> torch.Tensor:
     """Ranks send and receive at other lines, and the last gives what comes out to all."""
     number = x.max()
+    if rank.size == 1:
+        return number
     if rank.index == 0:
         dist.isend(number, 1).wait()
     elif rank.index == 1:
