@@ -141,7 +141,7 @@ def _wholes(
     for name in names:
         if name.kind in ("returned", "rng"):
             continue
-        owner = name.of.partition(" of ")[2].partition(" of optimizer ")[0] if name.kind == "optimizer" else name.of
+        owner = name.parameter
         users = held.get(owner, set(range(len(values))))
         if name.kind == "grads":
             users = {rank for rank in users if owner not in idle[rank]} or users

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from mgpu_check.gates.batches import has_padding, samples_in
-from mgpu_check.gates.observing import observe, parameters_of
+from mgpu_check.gates.holdings import parameters_of
+from mgpu_check.gates.observing import observe
 from mgpu_check.gates.program import Program, modules_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.mistakes.observed import Alternative, Division, Hypotheses, Other

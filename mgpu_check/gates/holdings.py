@@ -23,7 +23,7 @@ from mgpu_check.numerics.placement.flat_parameters import flat_ranges, local_ran
 from mgpu_check.numerics.placement.slices import Slice, Unplaced
 from mgpu_check.torch_hooks.tensors import copied, plain_copy
 
-__all__ = ["Held", "Holdings", "moved_apart", "named_tensors"]
+__all__ = ["Held", "Holdings", "moved_apart", "named_tensors", "parameters_of"]
 
 _Kind = Literal["params", "buffers"]
 _NOISE = 0.02
@@ -112,9 +112,8 @@ class Holdings:
         self._firsts: dict[int, torch.Tensor] = {}
         self._stepped: dict[int, tuple[str, torch.Tensor]] = {}
         self._optimizers: set[int] = set()
-        self._moved: Wholes | None = (
-            None  # as they are when the first tensor of others is seen: perturbed, on one device
-        )
+        # On one device: as they are, perturbed, when the first tensor outside of the built model is seen.
+        self._moved: Wholes | None = None
 
     def calls(self, module: nn.Module) -> None:
         """Note that a module is called: its parameters are in use."""
@@ -210,10 +209,6 @@ class Holdings:
                     used.add(name)
             used.update(self._built[id(one)] for one in module._parameters.values() if id(one) in self._built)
         return used
-
-    def names(self) -> set[str]:
-        """Return the names of all tensors as built."""
-        return set(self._shapes)
 
     def _is_stepped(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._stepped
@@ -317,6 +312,11 @@ def named_tensors(
                     if tensor is not None and (aliases or id(tensor) not in seen):
                         seen.add(id(tensor))
                         yield kind, prefix + (f"{path}.{key}" if path else key), tensor, part, key
+
+
+def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each parameter of modules that are named by prefixes: its name, its value."""
+    return ((name, value) for kind, name, value, _, _ in named_tensors(modules) if kind == "params")
 
 
 def _here(tensor: Any) -> torch.Tensor:

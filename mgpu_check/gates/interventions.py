@@ -21,12 +21,12 @@ from mgpu_check.rank_side.rank import Rank
 from mgpu_check.torch_hooks.arguments import group_of
 from mgpu_check.torch_hooks.collectives import Recorder
 from mgpu_check.torch_hooks.forms import Form
-from mgpu_check.torch_hooks.patches import Patches
+from mgpu_check.torch_hooks.patches import replaced
 from mgpu_check.torch_hooks.table import OPERATIONS
 
 __all__ = ["run_changed", "run_noting_ranges"]
 
-_OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN}
+_OPS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
 
 def run_changed(rank: Rank, program: Program, scenario: Scenario, change: Change) -> Observation:
@@ -83,12 +83,8 @@ def _with_calls(change: Change) -> Iterator[None]:
         result = call(recorder, function, form, args, kwargs)
         return _scaled(form, args, kwargs, result, 1 / size if change.kind == "divide" else float(size))
 
-    patches = Patches()
-    patches.set(Recorder, "call", changed)
-    try:
+    with replaced(Recorder, "call", changed):
         yield
-    finally:
-        patches.undo()
 
 
 class _Done(dist.Work):
@@ -133,14 +129,10 @@ def _scaled(form: Form, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
     return result
 
 
-@contextlib.contextmanager
-def _with_arange(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    patches = Patches()
-    patches.wrap(torch, "arange", around)
-    try:
-        yield
-    finally:
-        patches.undo()
+def _with_arange(
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> contextlib.AbstractContextManager[None]:
+    return replaced(torch, "arange", around(torch.arange))
 
 
 def _noting(found: dict[str, int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

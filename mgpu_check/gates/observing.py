@@ -31,7 +31,7 @@ from mgpu_check.torch_hooks.nested import entries, tensors_of
 from mgpu_check.torch_hooks.seeds import seed_everything
 from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 
-__all__ = ["Around", "observe", "parameters_of"]
+__all__ = ["Around", "observe"]
 
 Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
 """Of the model, and of the batches as the steps get them."""
@@ -150,11 +150,6 @@ def _call(program: Program, model: Any, rank: Rank, of_reference: bool, world_si
         assert program.reference is not None
         return bound_reference(program.reference, model, world_size)
     return bound(program.step, model, rank)
-
-
-def parameters_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each parameter of modules that are named by prefixes: its name, its value."""
-    return ((name, value) for kind, name, value, _, _ in named_tensors(modules) if kind == "params")
 
 
 def _widen(modules: Mapping[str, nn.Module]) -> None:

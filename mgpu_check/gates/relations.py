@@ -152,7 +152,7 @@ def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -
     right = expected.single.values.get(name)
     if right is None or name.kind not in _DIVIDED:
         return ""
-    owner = name.of.partition(" of ")[2].partition(" of optimizer ")[0] if name.kind == "optimizer" else name.of
+    owner = name.parameter
     unused = name.of in expected.single.trained and all(name.of in one.unused for one in seen)
     apart = any(one.values[name].shape != right.shape for one in seen if name in one.values)
     lost = all(name not in one.values for one in seen)

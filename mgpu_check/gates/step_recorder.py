@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from mgpu_check.gates.holdings import Held, Holdings, named_tensors
+from mgpu_check.gates.holdings import Held, Holdings, named_tensors, parameters_of
 from mgpu_check.gates.presence import least_anywhere
 from mgpu_check.mistakes.observed import Observation, Piece
 from mgpu_check.mistakes.results import Kind, Result
@@ -111,7 +111,7 @@ class StepRecorder:
                     self._seen.stepped[name] = digest_of(parameter.detach()), digest_of(parameter.grad)
 
     def _parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, value) for kind, name, value, _, _ in named_tensors(self._modules) if kind == "params")
+        return parameters_of(self._modules)
 
     def _forward(self, module: nn.Module, args: Any) -> None:
         self._holdings.calls(module)
@@ -153,7 +153,7 @@ class StepRecorder:
                 settings = {key: one for key, one in group.items() if isinstance(one, (bool, int, float, str))}
                 for position, parameter in enumerate(group["params"]):
                     one = held.get(id(parameter)) or Held("params", _unnamed(position, index), parameter)
-                    for name in {part.whole for part in one.slices or ()} or {one.whole or one.label}:
+                    for name in one.wholes:
                         seen.settings[name] = settings
                     for key, value in optimizer.state.get(parameter, {}).items():
                         if isinstance(value, torch.Tensor) and id(parameter) not in partly:

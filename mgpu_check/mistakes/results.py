@@ -35,6 +35,13 @@ class Result:
         return self.of if self.step is None else f"{self.of}, step {self.step}"
 
     @property
+    def parameter(self) -> str:
+        """Name of the parameter or buffer that it is of; of the optimizer's state the parameter that has the state."""
+        if self.kind != "optimizer":
+            return self.of
+        return self.of.partition(" of ")[2].partition(" of optimizer ")[0]
+
+    @property
     def owner(self) -> str | None:
         """Name of the parameter, or of what one call has returned under a name."""
         return self.of if self.kind in ("params", "returned") and self.step is None else None
