@@ -86,8 +86,6 @@ class Perturbed(TorchDispatchMode):
         super().__init__()
         self.spread, self.generator, self.stands_for = spread, generator, stands_for
         self.counts, self.coherent, self.copies = counts, coherent, copies
-        self._bits: torch.Tensor | None = None
-        self._tables: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
         simulated = sys.modules.get("mgpu_check.simulated.tensor")  # not imported where no tensor can be one
         self._raw: Callable[[torch.Tensor], torch.Tensor] = simulated.raw if simulated else lambda tensor: tensor
 
@@ -140,10 +138,6 @@ class Perturbed(TorchDispatchMode):
         tensor.mul_(factor)
 
     def _perturb_large(self, tensor: torch.Tensor, size: float, roundoff: float, spared: bool) -> None:
-        if self._bits is None:
-            words = torch.empty(_TABLE // 64, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
-            masks = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
-            self._bits = (words.view(torch.uint8) & masks[:, None]).flatten() != 0
         # A GPU takes all at once.
         length = _AT_ONCE if tensor.device.type == "cpu" else _TABLE // 2
         parts = -(-tensor.numel() // length)
@@ -160,7 +154,7 @@ class Perturbed(TorchDispatchMode):
     def _perturb_parts(
         self, flat: torch.Tensor, length: int, places: Sequence[int], size: float, roundoff: float
     ) -> None:
-        table = None if self.coherent else self._table(size, flat)
+        table = None if self.coherent else _factors(size, flat.dtype, flat.device)
         counts = self.counts and flat.element_size() > 2
         scratch = torch.empty((2, min(length, flat.numel())), dtype=flat.dtype, device=flat.device) if counts else None
         for number, place in enumerate(places):
@@ -170,14 +164,22 @@ class Perturbed(TorchDispatchMode):
                 factor = torch.where((part == part.round()) & (part.abs() <= 0.25 / roundoff), 1, factor)
             part.mul_(factor)
 
-    def _table(self, size: float, like: torch.Tensor) -> torch.Tensor:
-        """Return factors of 1 ± size in random order, in dtype and on the device of `like`."""
-        key = size, like.dtype, like.device
-        if key not in self._tables:
-            assert self._bits is not None
-            up, down = torch.tensor([1 + size, 1 - size], dtype=like.dtype)
-            self._tables[key] = torch.where(self._bits, up, down).to(like.device)
-        return self._tables[key]
+
+@functools.cache
+def _signs() -> torch.Tensor:
+    """Return random booleans, the same in every run: a run takes them from random places."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.empty(_TABLE // 64, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
+    masks = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device="cpu")
+    return (words.view(torch.uint8) & masks[:, None]).flatten() != 0
+
+
+# A table is 4 or 8 MB, and takes as long as a small step: one for each direction in each of two dtypes is kept.
+@functools.lru_cache(maxsize=4)
+def _factors(size: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return factors of 1 ± size in random order."""
+    up, down = torch.tensor([1 + size, 1 - size], dtype=dtype, device="cpu")
+    return torch.where(_signs(), up, down).to(device)
 
 
 def _is_wider(result: Any, given: Any) -> bool:
