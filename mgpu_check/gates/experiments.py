@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from mgpu_check.errors import CheckFailure, RankHang
 from mgpu_check.gates.interventions import run_changed, run_noting_ranges
-from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.trial import Trials
 from mgpu_check.mistakes.observed import Change, Event, Trace
@@ -49,9 +48,7 @@ def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
         seen = trials.ranks.run(
             run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_SECONDS
         )
-        relations = relations_of(
-            trials.expected(scenario), trials.assembled(scenario, seen), trials.kinds, trials.tolerance
-        )
+        relations = trials.compared(trials.expected(scenario), trials.assembled(scenario, seen))
     except (CheckFailure, RankHang, ValueError):
         return False
     return relations.holds and not relations.unjudged

@@ -10,7 +10,7 @@ from mgpu_check.gates.judged import unjudged
 from mgpu_check.mistakes.observed import AGREE, FINITE, PARITY, REPEATS, Expected, Observation, Relations
 from mgpu_check.mistakes.results import Kind, Result
 from mgpu_check.numerics.compare import Difference, difference, show
-from mgpu_check.processes.rank_lists import few, grouped, named
+from mgpu_check.processes.rank_lists import grouped, named
 from mgpu_check.torch_hooks.tensors import all_finite
 
 __all__ = ["AGREE", "FINITE", "PARITY", "RANDOM", "REPEATS", "allowed_for", "close", "relations_of", "repeats"]
@@ -61,12 +61,8 @@ def relations_of(
     if "returned" in kinds:
         _take_texts(relations, expected, seen)
     relations.unjudged = unjudged(relations, expected, seen, kinds, tolerance)
-    relations.remarks += sorted({f"not compared: {reason}" for reason in left_out.values()})
-    by_reason = grouped((why, name) for name, why in relations.skipped.items() if name.kind not in left_out)
-    relations.remarks += [f"not compared: {few(names)}: {why}" for why, names in by_reason]
-    relations.remarks += [
-        f"{name} is divided: {told}" for name, told in first.placements.items() if name.kind == "params"
-    ]
+    relations.left_out = left_out
+    relations.placements = {name: told for name, told in first.placements.items() if name.kind == "params"}
     return relations
 
 
@@ -138,13 +134,8 @@ def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> Non
     """Compare random state: ranks may draw from streams of their own, on purpose; that is told, and only a second run
     must do the same.
     """
-    groups = grouped((one.rng, rank) for rank, one in enumerate(seen))
+    relations.streams = [list(ranks) for _, ranks in grouped((one.rng, rank) for rank, one in enumerate(seen))]
     relations.held[RANDOM] = {}
-    if len(groups) > 1:
-        told = "; ".join(named(ranks) for _, ranks in groups)
-        relations.remarks.append(
-            f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
-        )
 
 
 def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -> str:

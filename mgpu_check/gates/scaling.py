@@ -16,12 +16,13 @@ from torch import nn
 from mgpu_check.errors import RankHang, ScalingMismatch
 from mgpu_check.gates.axes import shrunk_to_axes
 from mgpu_check.gates.comparability import check_unjudged
-from mgpu_check.gates.investigation import investigate, report_of_hang
+from mgpu_check.gates.investigation import failure_of, no_return_of
 from mgpu_check.gates.meshes import Mesh, check_meshes, size_of
 from mgpu_check.gates.program import Program, name_of
 from mgpu_check.gates.scenario import Scenario
 from mgpu_check.gates.scenario_families import SEVERAL_STEPS, Sizes, families
 from mgpu_check.gates.step_seeds import try_seeds
+from mgpu_check.gates.telling import report_of
 from mgpu_check.gates.trial import Trial, Trials
 from mgpu_check.gates.worlds import RanksFixture, check_tolerance, world_sizes_of
 from mgpu_check.mistakes.results import KINDS
@@ -183,13 +184,14 @@ def _assert_scales(
         try:
             failed = _search(trials, kind.scenarios, kind.examples)
         except RankHang as hang:
-            report, stacks = report_of_hang(trials.name, trials.current, hang)
+            failure = no_return_of(trials.name, trials.current, hang)
+            report, stacks = report_of(failure), failure.stacks
             late = RankHang("\n\n".join([str(report), *stacks]), ranks=hang.ranks)
             late.mistakes = report.mistakes
             raise late from None  # another one: the engine rewrites its own when it is shown
         if failed is not None:
             failed, axes = shrunk_to_axes(trials, failed)
-            report = investigate(trials, failed, [size for size, mesh in worlds if not mesh], axes)
+            report = report_of(failure_of(trials, failed, [size for size, mesh in worlds if not mesh], axes))
             raise ScalingMismatch(str(report), ranks=failed.ranks, mistakes=report.mistakes) from failed.error
     trials.finish(worlds, unjudged)
     try_seeds(trials)

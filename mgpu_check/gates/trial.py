@@ -128,7 +128,7 @@ class Trials:
             if expected is None:
                 return None
             try:
-                relations = self._compared(scenario, expected, runs)
+                relations = self._tried(scenario, expected, runs)
             except RankFailure as error:
                 raise_unusable(self.program.gate, error)
                 return Trial(scenario, expected, None, error=error)
@@ -157,7 +157,7 @@ class Trials:
         self.trains |= "params" in (expected.own or expected.single).touched
         return expected
 
-    def _compared(self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]]) -> Relations:
+    def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]]) -> Relations:
         """Compare what the ranks leave with what one device gives, and with what they leave again.
 
         Args:
@@ -167,12 +167,12 @@ class Trials:
         if not runs:
             runs.append(self.on_ranks(scenario))
         self._check(expected, runs[0])
-        relations = relations_of(expected, runs[0], self.kinds, self.tolerance)
+        relations = self.compared(expected, runs[0])
         final = not expected.provisional  # otherwise more may be granted to what rank 0 has
         if not relations.holds and not _have_values(runs) and (final or relations.split):
             # Checksums tell that ranks differ, values by how much.
             runs[:] = [self.on_ranks(scenario, whole=True)]
-            relations = relations_of(expected, runs[0], self.kinds, self.tolerance)
+            relations = self.compared(expected, runs[0])
         told_apart = scenario.apart or not self._apart  # otherwise it is tried again, with distinct values
         if relations.holds and told_apart:
             self.coverage.add(scenario, expected, relations)
@@ -245,7 +245,11 @@ class Trials:
         """
         if scenario.change == "scaled" and not expected.finite:
             return False
-        return expected.own is None or relations_of(expected, [expected.own], self.kinds, self.tolerance).holds
+        return expected.own is None or self.compared(expected, [expected.own]).holds
+
+    def compared(self, expected: Expected, seen: Sequence[Observation]) -> Relations:
+        """Return which relations hold between what ranks have left and what one device has."""
+        return relations_of(expected, seen, self.kinds, self.tolerance)
 
     def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
         """Run the step at the scenario's world size."""

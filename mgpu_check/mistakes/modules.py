@@ -3,60 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
-
-from mgpu_check.processes.rank_lists import named
 
 if TYPE_CHECKING:
     from mgpu_check.mistakes.tensors import Tensors
 
-__all__ = ["first_wrong_module"]
+__all__ = ["WrongModule", "first_wrong_module"]
 
 _CLOSE = 1e-3
 """Of the largest magnitude: rows that differ by less went through the same sums in another order."""
 _MOST_ROWS = 512
 
 
-def first_wrong_module(tensors: Tensors) -> str:
-    """Name the first module that gives ranks another output than one device, then the first that gets another gradient.
+@dataclass(frozen=True)
+class WrongModule:
+    """A module whose output, or input gradient, is not that of one device.
+
+    Attributes:
+        name: in the model.
+        ranks: where it is wrong.
+        what: "gradient" says that all outputs are right.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    what: Literal["output", "gradient"]
+
+
+def first_wrong_module(tensors: Tensors) -> WrongModule | None:
+    """Return the first module that gives ranks another output than one device, else the first that gets another gradient.
 
     Ranks have parts of the batch or of the sequence, so each row of theirs must be one of the rows on one device. Gradients
     are compared but for their size: a loss is averaged over other numbers of samples. Modules that ranks divide are left
-    out, and so is what has rows of another length. "" where no module is known to be wrong.
+    out, and so is what has rows of another length. None where no module is known to be wrong.
     """
     alone = tensors.alone
     if alone is None or not tensors.traces or tensors.wrong_alone:
-        return ""
+        return None
     divided = {name.of.rpartition(".")[0] for one in tensors.seen for name in one.own if name.kind == "params"}
     outputs = [trace.outputs for trace in tensors.traces]
-    if found := _first(alone.outputs, outputs, list(alone.outputs), divided, scaled=False):
-        return f"the first module whose output is not that of one device is {found}"
+    if found := _first(alone.outputs, outputs, divided, scaled=False):
+        return WrongModule(*found, "output")
     gradients = [trace.gradients for trace in tensors.traces]
-    if found := _first(alone.gradients, gradients, list(alone.gradients), divided, scaled=True):
-        return f"outputs of modules are right; the first module whose gradient is not that of one device is {found}"
-    return ""
+    if found := _first(alone.gradients, gradients, divided, scaled=True):
+        return WrongModule(*found, "gradient")
+    return None
 
 
 def _first(
-    alone: Mapping[str, torch.Tensor],
-    ranks: Sequence[Mapping[str, torch.Tensor]],
-    order: Sequence[str],
-    divided: set[str],
-    scaled: bool,
-) -> str:
-    for name in order:
+    alone: Mapping[str, torch.Tensor], ranks: Sequence[Mapping[str, torch.Tensor]], divided: set[str], scaled: bool
+) -> tuple[str, tuple[int, ...]] | None:
+    for name in alone:
         if any(name == part or part.startswith(f"{name}.") for part in divided):
             continue
-        wrong = [
+        wrong = tuple(
             rank
             for rank, one in enumerate(ranks)
             if (got := one.get(name)) is not None and not _are_rows_of(got, alone[name], scaled)
-        ]
+        )
         if wrong:
-            return f"{name}, on {named(wrong)}"
-    return ""
+            return name, wrong
+    return None
 
 
 def _are_rows_of(got: torch.Tensor, right: torch.Tensor, scaled: bool) -> bool:

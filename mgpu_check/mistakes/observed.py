@@ -179,8 +179,10 @@ class Relations:
         wrong: result -> the ranks whose value is not that of one device.
         split: what ranks do not agree on.
         skipped: result -> why it is not judged.
+        left_out: kind of which nothing is judged -> why.
         unjudged: parameter that is trained -> why neither its gradient nor its value is judged.
-        remarks: what else there is to know.
+        placements: divided parameter -> the slices of each rank in words.
+        streams: the ranks whose CPU generators end in the same state, each group of them.
     """
 
     held: dict[Result, dict[str, bool | None]] = field(default_factory=dict)
@@ -188,8 +190,17 @@ class Relations:
     wrong: dict[Result, list[int]] = field(default_factory=dict)
     split: list[Result] = field(default_factory=list)
     skipped: dict[Result, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     unjudged: dict[str, str] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
+    placements: dict[Result, str] = field(default_factory=dict)
+    streams: list[list[int]] = field(default_factory=list)
+
+    @property
+    def broken(self) -> list[Result]:
+        """The results that are wrong or not the same on all ranks; where there are none, those that do not repeat."""
+        return [name for name in self.held if name in self.wrong or name in self.split] or [
+            name for name, held in self.held.items() if False in held.values()
+        ]
 
     @property
     def holds(self) -> bool:

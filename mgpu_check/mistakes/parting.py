@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from mgpu_check.mistakes.left import Left, is_left
 from mgpu_check.mistakes.observed import Event
-from mgpu_check.processes.rank_lists import few, grouped, named
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Parting", "first_parting"]
 
-_SHOWN = 8
-"""Ranks, or groups of them, whose values are told."""
 _VALUES = 4
 """Elements that are told of a tensor of few."""
 _GIVES_ALL = ("all_reduce", "broadcast", "all_gather_into_tensor")
@@ -42,11 +39,6 @@ class Parting:
     what: str
     values: Sequence[str]
     after: bool = False
-
-    def __str__(self) -> str:
-        at = f" {'after' if self.after else 'at'} {self.site}" if self.site else ""
-        each = [f"{value} on {named(ranks)}" for value, ranks in grouped((v, r) for r, v in enumerate(self.values))]
-        return f"ranks first part{at}, in {self.what}: {few(each, _SHOWN)}"
 
 
 def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting | None:

@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 
 from mgpu_check.engine.failures import Account, Finished, Interrupted, Who
-from mgpu_check.gates.investigation import report_of_hang
+from mgpu_check.errors import RankFailure, RankHang
+from mgpu_check.gates.investigation import no_return_of
 from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.telling import report_of
+from mgpu_check.mistakes.report import Report
 from mgpu_check.processes.record import Entered, Record
 
 
 def entered(name: str, operand: str, line: int, state: str = "inside") -> Record:
     return Record((Entered(name, 1, "", "", operand, "", operand, "train.py", line, state),), 1)  # type: ignore[arg-type]
+
+
+def told(name: str, scenario: Scenario, hang: RankFailure | RankHang) -> tuple[Report, list[str]]:
+    failure = no_return_of(name, scenario, hang)
+    return report_of(failure), failure.stacks
 
 
 FAR = entered("all_reduce", "float32[4]", 31)
@@ -40,7 +48,7 @@ FAR = entered("all_reduce", "float32[4]", 31)
 def test_what_ranks_have_entered_tells_why_they_hang(other, ended, mistake, words):
     account = Account({0: Interrupted(5.0, ""), 1: ended}, Who(2), "run_step", 5.0, {0: FAR, 1: other})
     hang = account.error()
-    report, stacks = report_of_hang("train_step", Scenario(2, 4), hang)  # type: ignore[arg-type]
+    report, stacks = told("train_step", Scenario(2, 4), hang)
     assert report.mistakes == (mistake,)
     assert words in report.findings[0].evidence
     assert "did not finish train_step within 5 s" in report.headline and "run_step" in str(hang)
@@ -80,7 +88,7 @@ def test_of_ranks_that_all_hang_none_is_said_to_wait_for_one_that_waits_too(reco
     account = Account(
         {rank: Interrupted(5.0, stacks) for rank in (0, 1)}, Who(2), "run_step", 5.0, dict(enumerate(records))
     )
-    report, _ = report_of_hang("train_step", Scenario(2, 4), account.error())  # type: ignore[arg-type]
+    report, _ = told("train_step", Scenario(2, 4), account.error())
     assert report.mistakes == (() if words is None else ("decision-per-rank",))
     assert words is None or words in report.findings[0].evidence
     assert "others wait" not in str(report)
@@ -88,14 +96,12 @@ def test_of_ranks_that_all_hang_none_is_said_to_wait_for_one_that_waits_too(reco
 
 def test_who_waits_for_a_rank_that_has_finished_is_named():
     account = Account({0: Interrupted(5.0, BACKWARD), 1: Finished()}, Who(2), "run_step", 5.0)
-    report, _ = report_of_hang("train_step", Scenario(2, 4), account.error())  # type: ignore[arg-type]
+    report, _ = told("train_step", Scenario(2, 4), account.error())
     assert report.mistakes == ("decision-per-rank",)
     assert report.findings[0].evidence.endswith("rank 0 waits in backward (train.py:50); rank 1 finished")
 
 
 def test_a_hang_of_which_nothing_is_known_is_told_as_it_is():
-    from mgpu_check.errors import RankHang
-
-    report, stacks = report_of_hang("train_step", Scenario(2, 3), RankHang("rank 1 is lost\nmore"))
+    report, stacks = told("train_step", Scenario(2, 3), RankHang("rank 1 is lost\nmore"))
     assert report.headline == "train_step does not scale: rank 1 is lost" and stacks == []
     assert report.mistakes == ()

@@ -12,8 +12,10 @@ from mgpu_check import ScalingMismatch, assert_loader_covers, assert_step_scales
 from mgpu_check.gates import evidence as gate_evidence
 from mgpu_check.gates import investigation, restored
 from mgpu_check.gates.evidence import evidence_of
+from mgpu_check.gates.failure import FirstWrong
 from mgpu_check.gates.relations import relations_of
 from mgpu_check.gates.restored import Entries, explained
+from mgpu_check.gates.second_look import SecondLook
 from mgpu_check.gates.states import Entry, Row
 from mgpu_check.mistakes.attempts import RAISE, Attempts
 from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation
@@ -105,7 +107,7 @@ def the_line(monkeypatch):
 
 
 def the_second_look(monkeypatch):
-    monkeypatch.setattr(investigation, "_gather", fails)
+    monkeypatch.setattr(SecondLook, "taken", fails)
 
 
 PARTS = {
@@ -199,7 +201,7 @@ def test_sums_of_unlike_sizes_are_no_running_sum(ranks):
         gate(ranks, pipeline)
 
 
-@pytest.mark.parametrize(("steps", "told"), [(0, "optimizer step 1, which rank 0 does not do"), (1, "")])
+@pytest.mark.parametrize(("steps", "told"), [(0, FirstWrong(1, 0, None)), (1, None)])
 def test_a_step_that_is_not_on_record_was_not_left_out(steps, told):
     name, one = Result("grads", "weight"), torch.ones(2)
     seen = [Observation({name: 2 * one}, {name: str(rank)}, optimizer_steps=steps) for rank in range(2)]
@@ -207,4 +209,4 @@ def test_a_step_that_is_not_on_record_was_not_left_out(steps, told):
     expected.exact, expected.tolerance = {name: one.double()}, {name: 0 * one.double()}
     relations = relations_of(expected, seen, KINDS, None)
     tensors = Tensors(2, 2, 1, expected, relations, seen, (), Hypotheses([], []))
-    assert investigation._first_parting(tensors) == told
+    assert investigation._first_wrong(tensors) == told

@@ -1,0 +1,212 @@
+"""Run a case that failed a few more times, with everything on record: what the rules of mistakes are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from mgpu_check.errors import CheckFailure, RankHang
+from mgpu_check.gates.batch_parts import run_hypotheses
+from mgpu_check.gates.experiments import changes_tried
+from mgpu_check.gates.program import wants_world_size
+from mgpu_check.gates.relations import RANDOM, allowed_for, close, repeats
+from mgpu_check.gates.running import run_traced, run_traced_alone
+from mgpu_check.gates.scenario import Scenario
+from mgpu_check.gates.trial import Trial, Trials
+from mgpu_check.mistakes.attempts import Attempts
+from mgpu_check.mistakes.observed import Expected, Hypotheses, Observation, Relations, Trace
+from mgpu_check.mistakes.results import Result
+from mgpu_check.mistakes.tensors import Tensors
+from mgpu_check.numerics.compare import difference
+
+__all__ = ["SecondLook", "as_seen"]
+
+_SMALL = 2.0**-10
+_FURTHER = 2
+_LARGE = 1_000_000
+_ENDS = (CheckFailure, RankHang)
+"""How a run may end, of which a look then learns nothing."""
+
+
+def as_seen(failed: Trial, relations: Relations) -> Tensors:
+    """Return what is known of a failure before anything is run again."""
+    case, nothing = failed.scenario, Hypotheses([], [])
+    return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.seen, (), nothing)
+
+
+class SecondLook:
+    """The further runs of a case that failed.
+
+    Args:
+        sizes: world sizes of the gate.
+        attempts: keeps the looks that have failed; what they would have shown is missing.
+
+    Attributes:
+        repeated: a second run came to its end.
+    """
+
+    def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
+        assert failed.relations is not None
+        self._trials, self._scenario, self._sizes, self._attempts = trials, failed.scenario, sizes, attempts
+        self._expected = attempts.of(
+            "measuring each optimizer step", failed.expected, trials.expected, failed.scenario, deep=True
+        )
+        self._seen, self._relations = failed.seen, failed.relations
+        self._traces: Sequence[Trace] = ()
+        self.repeated = True
+
+    def taken(self) -> Tensors:
+        """Return the case with all that the further runs show."""
+        attempts, case = self._attempts, self._scenario
+        attempts.of("the traced run", None, self._trace)
+        attempts.of("the run once more", None, self._repeat)
+        elsewhere = attempts.of("the run at another world size", None, self._at_another_size)
+        attempts.of("the run with permuted samples", None, self._in_other_order)
+        windows = max(1, max((len(trace.of("backward")) for trace in self._traces), default=1) // max(1, case.steps))
+        hypotheses = attempts.of("the parts of the batch", None, self._hypotheses, case, windows)
+        further = (
+            attempts.of("the runs with other seeds", [], self._with_other_seeds, windows)
+            if hypotheses is not None and hypotheses.divisions
+            else []
+        )
+        return Tensors(
+            case.world_size,
+            case.samples,
+            case.steps,
+            self._expected,
+            self._relations,
+            self._seen,
+            self._traces,
+            hypotheses or Hypotheses([], []),
+            wrong_alone=attempts.of("the step at world size 1", False, self._is_wrong_alone),
+            right_when_small=attempts.of("the run with a small batch", None, self._when_small),
+            further=further,
+            elsewhere=elsewhere,
+            shardwise=wants_world_size(self._trials.program.reference),
+            alone=attempts.of("the record of one device", None, self._trace_alone),
+            tried=attempts.of("changes to single calls", [], changes_tried, self._trials, case, self._traces),
+        )
+
+    def _trace(self) -> None:
+        """Run the case with its calls on record; keep what was seen before if it does not fail in the same way again."""
+        trials, case = self._trials, self._scenario
+        size = 1 if trials.program.single_process else case.world_size
+        try:
+            pairs = trials.ranks.run(run_traced, trials.program, case, size=size)
+        except _ENDS:
+            return
+        self._traces = tuple(trace for _, trace in pairs)
+        seen = trials.assembled(case, [one for one, _ in pairs])
+        relations = trials.compared(self._expected, seen)
+        if not relations.holds:
+            self._seen, self._relations = seen, relations
+
+    def _trace_alone(self) -> Trace | None:
+        """Return what one device calls, for what ranks are compared with."""
+        try:
+            alone: Trace = self._trials.ranks.run(run_traced_alone, self._trials.program, self._scenario, size=1)[0]
+        except _ENDS:
+            return None
+        return alone
+
+    def _is_wrong_alone(self) -> bool:
+        own = self._expected.own
+        if own is None or wants_world_size(self._trials.program.reference):
+            return False
+        return not self._trials.compared(self._expected, [own]).holds
+
+    def _hypotheses(self, scenario: Scenario, windows: int) -> Hypotheses | None:
+        try:
+            found: Hypotheses = self._trials.ranks.run(run_hypotheses, self._trials.program, scenario, windows, size=1)[
+                0
+            ]
+        except _ENDS:
+            return None
+        return found
+
+    def _with_other_seeds(self, windows: int) -> list[Tensors]:
+        """Return the same case with other random numbers: what explains the failure must explain what is seen there, too."""
+        trials, case = self._trials, self._scenario
+        found: list[Tensors] = []
+        if case.batches:
+            return found
+        for seed in range(case.seed + 1, case.seed + 1 + _FURTHER):
+            other = replace(case, seed=seed)
+            try:
+                expected, seen = trials.expected(other), trials.on_ranks(other, whole=True)
+            except _ENDS:
+                continue
+            if expected.single.batch == self._expected.single.batch:
+                return found  # the user's own seeds rule: it is the same case again
+            if sum(value.numel() for value in seen[0].values.values()) > _LARGE:
+                return found
+            hypotheses = self._hypotheses(other, windows)
+            if hypotheses is not None:
+                relations = trials.compared(expected, seen)
+                found.append(
+                    Tensors(other.world_size, other.samples, other.steps, expected, relations, seen, (), hypotheses)
+                )
+        return found
+
+    def _when_small(self) -> bool | None:
+        """Return whether the step is right for the same batch scaled down, so that no limit on a norm is reached."""
+        if self._scenario.change not in ("", "scaled"):
+            return None
+        small = replace(self._scenario, change="scaled", factor=_SMALL)
+        try:
+            return self._trials.compared(self._trials.expected(small), self._trials.on_ranks(small)).holds
+        except _ENDS:
+            return None
+
+    def _repeat(self) -> None:
+        """Find out whether a second run leaves the same."""
+        try:
+            again = self._trials.on_ranks(self._scenario, whole=True)
+        except _ENDS:
+            self.repeated = False
+            return
+        repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
+
+    def _at_another_size(self) -> tuple[int, Observation] | None:
+        """Return what rank 0 leaves at the next other world size; note for each result whether it is the same there."""
+        case = self._scenario
+        other = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
+        if other is None:
+            return None
+        try:
+            there: Observation = self._trials.on_ranks(replace(case, world_size=other), whole=True)[0]
+        except _ENDS:
+            return None
+        low, high = sorted((other, case.world_size))
+        for name, held in self._relations.held.items():
+            if name == RANDOM or name not in self._expected.single.values:
+                continue
+            allowed = 2 * allowed_for(self._expected, name, self._trials.tolerance)
+            held[f"same at {low} and {high}"] = close(there.values.get(name), self._seen[0].values.get(name), allowed)
+        return other, there
+
+    def _in_other_order(self) -> None:
+        """Find out whether it matters which rank a sample lands on, where it does not matter to one device."""
+        case, trials = self._scenario, self._trials
+        if case.batches or case.change or case.samples < 2:
+            return
+        permuted = replace(case, change="permuted")
+        try:
+            one, other = trials.expected(case, deep=True), trials.expected(permuted)
+            there = trials.on_ranks(permuted)
+        except _ENDS:
+            return
+        for name, held in self._relations.held.items():
+            if (allowed := self._as_permuted(name, one, other)) is not None:
+                held["any order"] = close(there[0].values.get(name), self._seen[0].values.get(name), 2 * allowed)
+
+    def _as_permuted(self, name: Result, one: Expected, other: Expected) -> torch.Tensor | float | None:
+        """Return how far a result may be off in another order; None where the order matters on one device."""
+        exact, moved = one.exact.get(name), other.exact.get(name)
+        if exact is None or moved is None or exact.shape != moved.shape:
+            return None
+        tolerance = self._trials.tolerance
+        allowed = allowed_for(one, name, tolerance) + allowed_for(other, name, tolerance)
+        return allowed if difference(exact, moved, allowed) is None else None

@@ -1,0 +1,131 @@
+"""Put what is known of a failure into words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import singledispatch
+
+from mgpu_check.gates.failure import Axes, Failure, Mismatch, NoReturn
+from mgpu_check.mistakes.modules import WrongModule
+from mgpu_check.mistakes.observed import PARITY
+from mgpu_check.mistakes.parting import Parting
+from mgpu_check.mistakes.report import Observable, Report
+from mgpu_check.mistakes.results import Result
+from mgpu_check.processes.rank_lists import few, grouped, named
+
+__all__ = ["report_of"]
+
+_SHOWN = 8
+"""Ranks, or groups of them, whose values are told."""
+
+
+@singledispatch
+def report_of(failure: Failure) -> Report:
+    """Return the report of a failure."""
+    raise TypeError(f"no words for {type(failure).__name__}")
+
+
+@report_of.register
+def _of_no_return(failure: NoReturn) -> Report:
+    account = failure.account
+    first, *rest = failure.lines
+    ends = []
+    if failure.hung:
+        ends = ["terminates: NO"]
+    elif account is None or not account.instead:
+        ends = ["terminates: NO, though it does on one device"]
+    return Report(
+        f"{failure.name} does not scale: {first}",
+        failure.case,
+        findings=failure.findings,
+        remarks=[*ends, *rest, *failure.incomplete],
+    )
+
+
+@report_of.register
+def _of_mismatch(failure: Mismatch) -> Report:
+    relations = failure.relations
+    return Report(
+        f"{failure.name} does not scale: {_what_differs(failure)}",
+        failure.case,
+        [Observable(str(name), held, relations.details.get(name, "")) for name, held in relations.held.items()],
+        failure.findings,
+        [*_remarks(failure), *failure.incomplete],
+        parting="" if failure.parting is None else _parting(failure.parting),
+        known=[] if failure.findings else list(_known(failure)),
+        axes="" if failure.axes is None else _axes(failure.axes),
+    )
+
+
+def _what_differs(failure: Mismatch) -> str:
+    held, wrong = failure.relations.held, failure.relations.broken
+    parted = sum(held[name].get(PARITY) is False for name in wrong)
+    if parted:
+        unit = "device" if failure.single_process else "rank"
+        on = f"{failure.size} {unit}{'s' * (failure.size > 1)}"
+        what = f"{parted} of {len(held)} results on {on} differ from one device"
+    else:
+        what = f"{len(wrong)} of {len(held)} results differ between ranks, or from run to run"
+    return what + _where_first(failure, wrong)
+
+
+def _where_first(failure: Mismatch, wrong: Sequence[Result]) -> str:
+    first = failure.first
+    if first is None:
+        return f", first {wrong[0]}" if wrong else ""
+    if first.result is None:
+        return f", first optimizer step {first.step}, which rank {first.rank} does not do"
+    return f", first {first.result} in optimizer step {first.step} on rank {first.rank}"
+
+
+def _axes(axes: Axes) -> str:
+    sizes = " > 1"
+    if axes.how == "all":
+        return f"fails only when {' and '.join(axes.needed)}{sizes} together; passes with each alone"
+    if len(axes.needed) > 1:
+        return f"fails when {' or '.join(axes.needed)}{sizes}, each by itself"
+    told = f"fails when {axes.needed[0]}{sizes}, for any {' and '.join(axes.others)}"
+    return told + (f"; passes with {' and '.join(axes.passing)} alone" if axes.passing else "")
+
+
+def _known(failure: Mismatch) -> Iterator[str]:
+    """Yield what is known of a failure that no mistake explains."""
+    if failure.of_update:
+        yield "gradients are right; what the optimizer makes of them is not"
+    if failure.module is not None:
+        yield _module(failure.module)
+    if failure.factor is not None:
+        yield f"all that differs is {failure.factor:.6g} times what one device gives"
+
+
+def _module(module: WrongModule) -> str:
+    before = "" if module.what == "output" else "outputs of modules are right; "
+    return (
+        f"{before}the first module whose {module.what} is not that of one device is {module.name}, on "
+        f"{named(module.ranks)}"
+    )
+
+
+def _parting(parting: Parting) -> str:
+    at = f" {'after' if parting.after else 'at'} {parting.site}" if parting.site else ""
+    each = [f"{value} on {named(ranks)}" for value, ranks in grouped((v, r) for r, v in enumerate(parting.values))]
+    return f"ranks first part{at}, in {parting.what}: {few(each, _SHOWN)}"
+
+
+def _remarks(failure: Mismatch) -> Iterator[str]:
+    relations = failure.relations
+    yield "terminates: yes"
+    if not failure.findings:
+        yield from failure.patterns
+    if failure.wrong_alone:
+        yield "the step differs from the reference at world size 1 already"
+    yield from sorted({f"not compared: {reason}" for reason in relations.left_out.values()})
+    by_reason = grouped((why, name) for name, why in relations.skipped.items() if name.kind not in relations.left_out)
+    yield from (f"not compared: {few(names)}: {why}" for why, names in by_reason)
+    yield from (f"{name} is divided: {told}" for name, told in relations.placements.items())
+    if len(relations.streams) > 1:
+        told = "; ".join(named(ranks) for ranks in relations.streams)
+        yield f"random numbers: the CPU generators of ranks are in different states in the end ({told})"
+    if not failure.repeated:
+        yield "a second run fails"
+    yield from failure.expected.remarks
