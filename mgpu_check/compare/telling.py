@@ -1,0 +1,332 @@
+"""Put the verdict of a comparison into words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mgpu_check.compare.alignment import Aligned, of_kind
+from mgpu_check.compare.alignment import Kind as TensorKind
+from mgpu_check.compare.first_difference import KINDS, Diagnosis, FirstDifference
+from mgpu_check.compare.judged import trained
+from mgpu_check.compare.obstacles import FLOAT32, LOSS, SEEDS, narrow
+from mgpu_check.compare.options import UPDATE_RULE, other_options
+from mgpu_check.compare.processes import Ended, Run
+from mgpu_check.compare.rounding import Repeat, Rounding
+from mgpu_check.mistakes.report import Report
+from mgpu_check.processes.rank_lists import few, named
+
+__all__ = [
+    "differs",
+    "equal",
+    "failed_run",
+    "names_apart",
+    "no_steps",
+    "not_repeatable",
+    "not_the_same_samples",
+    "nothing_learned",
+    "nothing_tells",
+    "refusal",
+    "starts_ranks_itself",
+    "starts_without_numbers",
+    "step_counts_apart",
+    "undecided",
+]
+
+_TENSORS = {
+    "before": "{} before its first update",
+    "gradient": "the gradient of {}",
+    "parameter": "{} after the update",
+}
+
+
+def refusal(why: str, todo: Sequence[str] = ()) -> Report:
+    """Return the report of runs that are not comparable, for a reason that is no step's."""
+    return Report(f"not comparable: {why}", remarks=_todo(todo))
+
+
+def failed_run(run: Run, failed: Ended, one_device: bool) -> Report:
+    """Return the report of a run that did not come to its end."""
+    where = "on one device" if one_device else f"on {len(run.ranks)} ranks"
+    kind = "not comparable" if one_device else "differs"
+    verb = "hung" if failed.how == "hung" else "failed"
+    remarks = [*(str(ended) for ended in run.ranks if ended is not failed), *_last_words(failed)]
+    return Report(f"{kind}: {where} the script {verb}: {failed}", remarks=remarks)
+
+
+def no_steps(run: Run, silent: Sequence[Ended]) -> Report:
+    """Return the report of a run in which `silent` have come to their ends without a step of an optimizer."""
+    where = "on one device" if len(run.ranks) == 1 else f"on {named([ended.rank for ended in silent])}"
+    todo = [
+        "if the script ended with a message of its own, follow it: the script has to train on one device, too",
+        "train with an optimizer of torch.optim, or one derived from torch.optim.Optimizer, in the script's own process",
+    ]
+    loads = silent[0].trace.of("load") if silent[0].trace else []
+    if files := list(dict.fromkeys(run.shown(event["file"]) for event in loads if event["file"])):
+        todo.insert(0, f"the script has loaded {few(files, 3)}: if that is a training that has ended, remove it")
+    return Report(
+        f"not comparable: no optimizer step was seen {where}", remarks=[*_last_words(silent[0]), *_todo(todo)]
+    )
+
+
+def starts_ranks_itself(one_device: bool) -> Report:
+    """Return the report of a script that starts its ranks itself, where each process is one already."""
+    return refusal(
+        "the script starts its ranks itself (torch.multiprocessing.spawn, or processes that make a process group), where "
+        f"compare starts {'it on one device' if one_device else 'them'}, with the variables of torchrun",
+        [
+            "be one rank where RANK is set, and start ranks only where it is not: if 'RANK' in os.environ: main(int(os.environ['RANK']), "
+            "int(os.environ['WORLD_SIZE'])), else: torch.multiprocessing.spawn(…)"
+        ],
+    )
+
+
+def not_repeatable(repeat: Repeat) -> Report:
+    """Return the report of a script that differs from itself on one device."""
+    return refusal(
+        f"not repeatable: run twice on one device, the script differs from itself at step {repeat.step + 1}: "
+        f"{repeat.what}",
+        [
+            SEEDS,
+            "keep runs apart: none may read what an earlier one has written; --fresh-directory does that",
+        ],
+    )
+
+
+def starts_without_numbers(aligned: Aligned) -> Report:
+    """Return the report of a script whose first step leaves what is not finite."""
+    return refusal(
+        f"not a number from the first step on: on one device {_not_finite(aligned)}",
+        ["begin with numbers that stay finite: a smaller learning rate, a loss without division by zero"],
+    )
+
+
+def names_apart(aligned: Aligned) -> Report:
+    """Return the report of runs that train no parameter in common."""
+    one, rank = (few(list(trace.parameters), 3) for trace in (aligned.one, aligned.ranks[0]))
+    why = "no parameter that one device trains is trained on the ranks under the same name, in the same shape"
+    remarks = [f"one device trains {one}; rank 0 trains {rank}"]
+    remarks += [f"{name}: {reason}" for name, reason in aligned.reasons.items()]
+    return Report(f"not comparable: {why}", remarks=remarks)
+
+
+def nothing_learned(steps: int) -> Report:
+    """Return the report of runs whose gradients are all zero."""
+    why = f"the gradients of all parameters are zero in all {steps} steps, so that any two runs agree"
+    return refusal(why, [LOSS])
+
+
+def not_the_same_samples(step: int, common: int, one: int, together: int) -> Report:
+    """Return the report of runs that agree on other samples.
+
+    Args:
+        step: from 0.
+        common: how many of the samples are those of both; the others count those of one device, and of all ranks.
+    """
+    return refusal(
+        f"the runs agree, but not on the same samples: at step {step + 1} the ranks together saw {together}, of which "
+        f"{common} are among the {one} of one device",
+        [
+            "let both see the same global batch at each step, padded to the same length; see "
+            "https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md",
+            "look at whether the gradients depend on the samples at all",
+        ],
+    )
+
+
+def nothing_tells(aligned: Aligned, useful: int) -> Report:
+    """Return the report of runs that rounding alone moves so far that nothing can be told.
+
+    Args:
+        useful: steps before that.
+    """
+    what = "gradients" if useful == 0 else "every parameter"
+    since = "from the first step on" if useful == 0 else f"within {useful} steps"
+    low = narrow(aligned.one)
+    return refusal(
+        f"{since}, rounding alone moves {what} so far that not even a factor of two would show"
+        + (f": {low}" if low else ""),
+        [FLOAT32] if low else ["compare fewer steps, with a smaller learning rate"],
+    )
+
+
+def equal(aligned: Aligned, rounding: Rounding, compared: Sequence[str], useful: int, lines: Sequence[str]) -> Report:
+    """Return the report of runs that part ways nowhere.
+
+    Args:
+        compared: the parameters that were.
+        useful: steps before rounding moves gradients too far.
+        lines: what was not compared.
+    """
+    steps, said, end = aligned.compared, f"{aligned.compared} steps", ""
+    remarks = [*lines, *_agreed(aligned, rounding, useful)]
+    if steps < aligned.steps:
+        said = f"steps 1 to {steps}" if steps > 1 else "step 1"
+        end = "; after that nothing is a number"
+        remarks.insert(
+            0, f"at step {steps + 1}, on one device, {_not_finite(aligned)}: after that step nothing is compared"
+        )
+    return Report(
+        f"equal: {said} on {aligned.where} train{'s' * (said == 'step 1')} the same "
+        f"{_of(len(compared), len(aligned.one.parameters))} as on one device, within what rounding moves{end}",
+        remarks=remarks,
+    )
+
+
+def undecided(
+    aligned: Aligned, rounding: Rounding, useful: int, lines: Sequence[str], left: Sequence[str], idle: Sequence[str]
+) -> Report:
+    """Return the report of runs that part ways nowhere, though not all that is trained was compared.
+
+    Args:
+        useful, lines: see `equal`.
+        left: the parameters that were not compared.
+        idle: patterns of --unjudged that match none of them.
+    """
+    total = len(trained(aligned.one)) + sum(name.partition(" (")[0] in aligned.extra for name in left)
+    why = f"{len(left)} of {total} trained parameters were not compared with one device"
+    todo = (
+        "build the model from one seed on one device and on the ranks; or accept what was not compared with "
+        "--unjudged='PATTERN=reason'"
+    )
+    if not left:
+        why = f"--unjudged has {', '.join(map(repr, idle))}, which matches no parameter that was not compared"
+        todo = "take it out, so that it hides nothing later"
+    return Report(f"undecided: {why}", remarks=[*lines, *_agreed(aligned, rounding, useful), *_todo([todo])])
+
+
+def step_counts_apart(aligned: Aligned, counts: Sequence[int]) -> Report:
+    """Return the report of ranks that make other numbers of steps than one device."""
+    one = len(aligned.one.steps)
+    numbers = sorted(set(counts))
+    said = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+    equal = f"the {aligned.steps} that they share are equal"
+    if aligned.compared < aligned.steps:
+        equal = f"of those that they share the first {aligned.compared} are equal, and after that nothing is a number"
+    return Report(f"differs: one device makes {one} optimizer steps, the ranks {said}; {equal}")
+
+
+def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) -> Report:
+    """Return the report of the first difference.
+
+    Args:
+        ratio: of the norm of what is furthest off, by that on one device.
+    """
+    kind = "differs" if found.comparable else "not comparable"
+    headline = (
+        f"{kind}: {found.why}" if found.why else f"{kind}: step {difference.step + 1}: {_said(difference, ratio)}"
+    )
+    remarks = _todo(found.todo)
+    if found.comparable and difference.kind == "parameter":
+        options = other_options(difference.aligned, difference.step)
+        remarks += [f"the gradients are right, and {one}" for one in options]
+        remarks += [] if options or found.findings else [UPDATE_RULE]
+    elif not found.findings and found.comparable:
+        remarks.append("no known pattern fits")
+    if found.why and difference.main:
+        remarks.append(f"first to differ: {_said(difference, ratio)}")
+    observables = difference.observables() if found.comparable else []  # of other samples they say nothing
+    remarks += [*_trained_on_one_side(difference.aligned), *found.failed]
+    return Report(headline, {}, observables, found.findings, remarks)
+
+
+def _last_words(ended: Ended) -> list[str]:
+    """Return what a rank wrote last: why it has left may stand there, in a message of its own."""
+    found: list[str] = []
+    for stream, text in (("stderr", ended.stderr), ("stdout", ended.stdout)):
+        if text and (not found or ended.how == "finished"):
+            found.append(f"the last lines of what rank {ended.rank} wrote to {stream}:")
+            found += [f"  {line}" for line in text.splitlines()]
+    return found
+
+
+def _not_finite(aligned: Aligned) -> str:
+    """Return what first is no finite number on one device."""
+    step = aligned.one.steps[aligned.compared]
+    return next(
+        f"{_TENSORS[kind].format(name)} is not finite (its norm is {summary.norm:g})"
+        for kind in KINDS
+        for name, summary in of_kind(step, kind).items()
+        if summary is not None and not summary.finite
+    )
+
+
+def _drowned(aligned: Aligned, rounding: Rounding, steps: int) -> list[str]:
+    """Name the tensors that count as equal because anything would, within so many steps."""
+    remarks = []
+    kinds: tuple[tuple[TensorKind, str], ...] = (
+        ("gradient", "the gradients of"),
+        ("parameter", "what the updates make of"),
+    )
+    for kind, said in kinds:
+        since = {name: rounding.drowned(steps, kind, name) for name in aligned.held}
+        names = [f"{name} (from step {step + 1} on)" for name, step in since.items() if step is not None]
+        if names:
+            remarks.append(
+                f"rounding alone moves {said} {few(names, 5)} so far that not even a factor of two would show: not compared"
+            )
+    return remarks
+
+
+def _of(part: int, total: int) -> str:
+    return f"{total if part == total else f'{part} of {total}'} parameter{'s' * (total > 1)}"
+
+
+def _said(difference: FirstDifference, ratio: float | None) -> str:
+    main, world = difference.main, difference.aligned.world
+    if difference.kind is None:
+        return f"all {world} ranks do the work of one device: each sees its whole batch"
+    tensor = _TENSORS[difference.kind]
+    if main is None:
+        return f"{tensor.format(difference.apart[difference.kind][0])} differs between ranks"
+    where = named(main.ranks) if len(difference.aligned.ranks) > 1 else difference.aligned.where
+    times = f"{ratio:.5g} times as large" if ratio and abs(ratio - 1) > 1e-3 else "another"
+    agree = "" if len(main.ranks) < 2 else (
+        "; the ranks disagree" if main.name in difference.apart[difference.kind] else "; the ranks agree with each other"
+    )  # fmt: skip
+    return f"{tensor.format(main.name)} is {times} on {where} ({main.worst}){agree}"
+
+
+def _todo(lines: Sequence[str]) -> list[str]:
+    return [f"do: {line}" for line in lines]
+
+
+def _trained_on_one_side(aligned: Aligned) -> list[str]:
+    sides = (("one device", aligned.missing), ("ranks", aligned.extra))
+    return [f"trained on {side} only: {few(names, 5)}" for side, names in sides if names]
+
+
+def _agreed(aligned: Aligned, rounding: Rounding, useful: int) -> list[str]:
+    """Return what else there is to know of runs that agree."""
+    remarks = []
+    if useful < aligned.compared:
+        remarks.append(
+            f"after step {useful} rounding alone moves gradients so far that not even a factor of two would show"
+        )
+    remarks += _drowned(aligned, rounding, useful)
+    for step in range(aligned.compared):
+        if options := other_options(aligned, step):
+            remarks.append(f"at step {step + 1} {options[0]}, though gradients and parameters agree")
+            break
+    for step in range(aligned.compared):
+        samples = aligned.samples(step)
+        if samples.known and not samples.same and any(part != samples.one for part in samples.ranks):
+            remarks.append(
+                f"at step {step + 1} {samples.common} of the {samples.one.total()} samples of one device are those of the "
+                "ranks, though what they lead to is the same: are some padded, or counted twice?"
+            )
+            break
+    for step in range(aligned.compared):
+        one, mean, _ = aligned.losses(step)
+        if one is None or mean is None:
+            continue
+        # The script may divide gradients, and not losses, by the number of micro-batches.
+        counts = {len(trace.steps[step].losses) for trace in aligned.ranks}
+        times = (1.0, len(aligned.one.steps[step].losses) / max(counts)) if len(counts) == 1 and max(counts) else (1.0,)
+        if any(abs(factor * mean - one) <= rounding.of_loss(step) * abs(one) for factor in times):
+            continue
+        remarks.append(
+            f"the mean over ranks of their losses is not the loss of one device from step {step + 1} on ({mean:.7g} "
+            f"instead of {one:.7g}), though gradients and parameters agree: the logged loss is scaled differently"
+        )
+        break
+    return remarks
