@@ -220,8 +220,6 @@ def differs(difference: FirstDifference, found: Diagnosis, ratio: float | None) 
         options = other_options(difference.aligned, difference.step)
         remarks += [f"the gradients are right, and {one}" for one in options]
         remarks += [] if options or found.findings else [UPDATE_RULE]
-    elif not found.findings and found.comparable:
-        remarks.append("no known pattern fits")
     if found.why and difference.main:
         remarks.append(f"first to differ: {_said(difference, ratio)}")
     observables = difference.observables() if found.comparable else []  # of other samples they say nothing

@@ -152,7 +152,7 @@ def test_a_factor_that_nothing_explains_has_no_name():
         training.gradient = lambda number: [1.7 * g for g in gradients(number)]
 
     found = verdict(change)
-    assert found.report.mistakes == () and "no known pattern fits" in found.report.remarks
+    assert found.report.mistakes == () and "no known mistake explains this" in str(found.report)
 
 
 def test_the_number_of_micro_batches():
