@@ -20,8 +20,10 @@ _Group = tuple[int, tuple[tuple[int, ...], ...]]
 
 _MOST_LINES = 12
 _MOST_RUNS = 30
-_SECONDS = 20.0
-"""For a run of a changed step, which may hang."""
+_SECONDS = (5.0, 20.0)
+"""The least and the most that a changed step is waited for; it may hang."""
+_TIMES = 20.0
+"""As long as the latest run of the step as it is: on a busy machine a right change must not be taken for a hang."""
 
 
 def changes_tried(trials: Trials, scenario: Scenario, traces: Sequence[Trace]) -> list[Change]:
@@ -43,10 +45,15 @@ def _other_seed(scenario: Scenario) -> Scenario:
     return scenario if scenario.batches else replace(scenario, seed=scenario.seed + 1)
 
 
+def _patience(trials: Trials) -> float:
+    least, most = _SECONDS
+    return min(most, max(least, _TIMES * trials.latest))
+
+
 def _holds(trials: Trials, scenario: Scenario, change: Change) -> bool:
     try:
         seen = trials.ranks.run(
-            run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_SECONDS
+            run_changed, trials.program, scenario, change, size=scenario.world_size, timeout=_patience(trials)
         )
         relations = trials.compared(trials.expected(scenario), trials.assembled(scenario, seen))
     except (CheckFailure, RankHang, ValueError):
@@ -123,7 +130,7 @@ def _shifts(trials: Trials, scenario: Scenario) -> Iterator[Change]:
     """Yield a shift of each range that is shorter on ranks than on one device."""
     try:
         ranks = trials.ranks.run(
-            run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_SECONDS
+            run_noting_ranges, trials.program, scenario, size=scenario.world_size, timeout=_patience(trials)
         )
         (alone,) = trials.ranks.run(run_noting_ranges, trials.program, scenario, size=1)
     except (CheckFailure, RankHang):

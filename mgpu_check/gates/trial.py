@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class Trials:
         passed: the first of several ranks that was right.
         current: that which is tried, or was tried last.
         trains: the step has changed the model, so that a second one is another.
+        latest: seconds that the latest run on ranks took.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Trials:
         self.passed: Scenario | None = None
         self.trains = is_class(program.step)
         self.current = Scenario(1, 0)
+        self.latest = 0.0
         self._outcomes: dict[tuple[object, ...], Trial | None] = {}
         self._repeated: set[tuple[int, Mesh]] = set()
         self._expectations = Expectations(ranks, program)
@@ -254,7 +257,9 @@ class Trials:
     def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
         """Run the step at the scenario's world size."""
         size = 1 if self.program.single_process else scenario.world_size
+        started = time.monotonic()
         seen: list[Observation] = self.ranks.run(run_step, self.program, scenario, whole, size=size)
+        self.latest = time.monotonic() - started
         return self.assembled(scenario, seen)
 
     def assembled(self, scenario: Scenario, seen: Sequence[Observation]) -> list[Observation]:
