@@ -91,6 +91,11 @@ class Draw:
         return tuple(axis for axis, size in self.mesh if size > 1)
 
     @property
+    def returns_loss(self) -> bool:
+        """Whether the step returns the loss: a library's loss includes the auxiliary one, which is no mean over ranks."""
+        return self.way not in LIBRARIES or self.way == "pipelining" or "experts" not in self.shape.blocks
+
+    @property
     def data_axes(self) -> tuple[str, ...]:
         """The axes whose ranks have different tokens: gradients are summed along them."""
         some = [axis for axis, _ in self.mesh if axis in ("dp", "cp", "ep", "fs")]

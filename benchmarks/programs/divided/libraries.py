@@ -172,7 +172,7 @@ class Library:
         if steps_here(self.program, grid):
             self.optimizer.step()
         if self.schedule is None:
-            return None if "experts" in self.program.shape.blocks else {"loss": grid.summed(loss.clone(), axes)}
+            return {"loss": grid.summed(loss.clone(), axes)} if self.program.returns_loss else None
         loss = grid.summed(loss.clone(), axes)
         if "returns on last" in self.program.options and grid.sizes["pp"] > 1:
             return {"loss": loss} if self.has_last else None

@@ -59,7 +59,7 @@ class Alone:
         groups = groups_of(program, model.named_parameters())
         self.optimizer = made(program, groups, program.optimizer.rate)
 
-    def __call__(self, model: Transformer, batch: Any) -> dict[str, torch.Tensor]:
+    def __call__(self, model: Transformer, batch: Any) -> dict[str, torch.Tensor] | None:
         inputs, labels = batch
         tokens = inputs.shape[0] * inputs.shape[1]
         self.optimizer.zero_grad()
@@ -72,7 +72,7 @@ class Alone:
         with torch.no_grad():
             loss = token_losses(model(inputs), labels) / tokens
         self.optimizer.step()
-        return {"loss": loss}
+        return {"loss": loss} if self.program.returns_loss else None
 
 
 def arguments_of(program: Draw) -> dict[str, Any]:
