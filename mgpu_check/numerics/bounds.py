@@ -24,7 +24,7 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def significand_bits(dtype: torch.dtype) -> int:
-    """Return how many bits an integer may have so that `dtype` holds it exactly, whatever its value.
+    """Return the number of bits up to which `dtype` holds every integer exactly.
 
     53, 24, 11 and 8 for float64, float32, float16 and bfloat16; 7 for int8, 8 for uint8, 31 for int32, 63 for int64.
     """
@@ -37,7 +37,7 @@ def gamma(operations: int, roundoff: float) -> float:
     """Return gamma(k) = k·u / (1 - k·u): the relative error that k roundings can add up to.
 
     Raises:
-        ValueError: k·u reaches 1, where nothing can be guaranteed any more.
+        ValueError: k·u reaches 1: no relative error is guaranteed from there on.
     """
     product = operations * roundoff
     if product >= 1:
@@ -56,10 +56,10 @@ def sum_bound(
         magnitude: Σ|x|, float64.
         terms: how many numbers are added.
         dtype: the dtype of the result.
-        accumulate: the dtype of the partial sums; that of the result where it is not given.
+        accumulate: the dtype of the partial sums; by default the dtype of the result.
 
     Returns:
-        gamma(terms-1)·Σ|x| in the unit roundoff of the partial sums, and the rounding of the result where that is
+        gamma(terms-1)·Σ|x| in the unit roundoff of the partial sums, plus the rounding of the result if its dtype is
         narrower.
         Sums need no term for underflow: a sum that is subnormal is exact.
     """
@@ -79,12 +79,12 @@ def product_bound(
         magnitude: of the exact product, float64.
         factors: how many numbers are multiplied.
         dtype: the dtype of the factors, and of partial products.
-        growth: the product of max(1, |x|) of all factors x, float64: no partial product, and no product of the factors
-            that follow one, is larger. 1 where it is not given.
+        growth: the product of max(1, |x|) over all factors x, float64. It bounds every partial product, and every
+            product of the remaining factors. 1 by default.
 
     Returns:
-        gamma(factors-1)·|product|, and what underflow adds: each rounding may lose half of the smallest subnormal, which later
-        factors multiply by `growth` at most. Infinite where `growth` shows that a partial product may overflow.
+        gamma(factors-1)·|product|, plus the effect of underflow: each rounding may lose half of the smallest subnormal,
+        and later factors multiply that loss by at most `growth`. Infinite where a partial product may overflow by `growth`.
     """
     limits = torch.finfo(dtype)
     smallest = limits.smallest_normal * limits.eps

@@ -1,4 +1,4 @@
-"""Element-wise comparison of a result with what was expected, and its description."""
+"""Compare a result with the expected one element by element, and describe the difference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Difference", "difference", "flipped_bits", "show"]
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference of a tensor from the expected one. Indices are those of the tensor's own dimensions."""
+    """The difference between a tensor and the expected one. Indices count along the tensor's own dimensions."""
 
     count: int
     """How many elements differ by more than the tolerance."""
@@ -23,7 +23,7 @@ class Difference:
     last: tuple[int, ...]
     worst: tuple[int, ...]
     got: float | int
-    """The value at `worst`, with that of the same element in the expected tensor and in the tolerance."""
+    """The value at `worst`; `expected` and `tolerance` belong to the same element."""
     expected: float | int
     tolerance: float
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Difference:
 
 
 def show(value: float | int, dtype: torch.dtype) -> str:
-    """Write `value` with as many digits as tell apart all numbers of `dtype`."""
+    """Format `value` with enough digits to distinguish all numbers of `dtype`."""
     if isinstance(value, int):
         return str(value)
     digits = {53: 17, 24: 9, 11: 5, 8: 4}.get(significand_bits(dtype), 17) if dtype.is_floating_point else 17
@@ -49,14 +49,14 @@ def show(value: float | int, dtype: torch.dtype) -> str:
 
 
 def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor | float = 0.0) -> Difference | None:
-    """Describe how `got` differs from `expected`; return None where no element is further off than `tolerance`.
+    """Describe how `got` differs from `expected`; return None if every element is within `tolerance`.
 
-    With tolerance 0 values must be equal; 0.0 and -0.0 are, since the sign of a zero sum depends on the order of its
-    terms. NaN equals NaN, and infinity the same infinity, only.
+    With tolerance 0 values must be equal. 0.0 equals -0.0, since the sign of a zero sum depends on the order of its
+    terms. NaN equals only NaN, and an infinity only the same infinity.
 
     Args:
         got: any dtype, layout and device.
-        expected: same shape; float64 where it stands for an exact value.
+        expected: same shape; float64 for an exact value.
         tolerance: a number, or a tensor of the same shape.
 
     Raises:
@@ -68,10 +68,10 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
         )
     got_, expected_ = plain(got), plain(expected)
     dtypes = {got.dtype, expected.dtype, tolerance.dtype if isinstance(tolerance, torch.Tensor) else None}
-    # As exact as a tolerance in float32 is, and a quarter of the memory to go through.
+    # A float32 tolerance needs no wider comparison, and float32 moves a quarter of the memory.
     if dtypes == {torch.float32} and bool(((got_ - expected_).abs_() <= torch.as_tensor(tolerance)).all()):
         return None
-    # NaN compares as unequal to everything: the complement catches it on either side.
+    # NaN is unequal to everything, so `close` is False for it; the complement below counts it as wrong.
     allowed = torch.as_tensor(tolerance, dtype=torch.float64).cpu().expand(got_.shape)
     if got_.dtype.is_floating_point or expected_.dtype.is_floating_point:
         got64, expected64 = got_.double(), expected_.double()
@@ -83,7 +83,7 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
     wrong = ~close
     if not wrong.any():
         return None
-    # The worst is that which is furthest over its tolerance, or furthest off where there are elements without one.
+    # The worst element exceeds its tolerance by the largest factor. Where a tolerance is 0, it is the largest error.
     excess = distance / allowed if bool((allowed > 0).all()) else distance
     excess = torch.where(wrong, excess.nan_to_num(torch.inf), -1.0)
     indices = wrong.nonzero()
@@ -103,10 +103,9 @@ def difference(got: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tenso
 
 
 def flipped_bits(got: torch.Tensor, expected: torch.Tensor) -> list[tuple[tuple[int, ...], int]]:
-    """Find the elements that differ from the expected ones in exactly one bit: (index, bit), bit 0 the least
-    significant.
+    """Find the elements that differ from the expected ones in exactly one bit, as (index, bit).
 
-    Empty where any element differs in more bits than one, or the dtypes differ.
+    Bit 0 is the least significant. Empty if any element differs in more than one bit, or if the dtypes or shapes differ.
     """
     if got.dtype != expected.dtype or got.shape != expected.shape or not got.numel():
         return []

@@ -1,7 +1,7 @@
 """Diagnose wrong results by known patterns, each with its evidence.
 
-A pattern is looked for in the elements that differ, because a defect often spares part of a tensor. None of them proves
-a cause; each says "looks like" and shows what it rests on.
+Patterns are matched against the elements that differ, because a defect often spares part of a tensor. No pattern proves
+a cause; each says "looks like" and shows its evidence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mgpu_check.torch_hooks.tensors import name_of, plain
 __all__ = ["diagnose"]
 
 _ROUNDINGS = 4
-"""Roundoffs of an element, within which two right results may be: each is rounded a few times, in an order of its own."""
+"""Two right results may differ by this many roundoffs: each is rounded a few times, in its own order."""
 _LEAST = 1 / 64
-"""Of a narrower precision's roundoff: errors in its arithmetic are hardly ever all smaller."""
+"""Smallest error, in roundoffs of a narrower dtype, that suggests its arithmetic: its errors are hardly ever all smaller."""
 _NARROWER = {
     torch.float64: ((torch.float32, "float32"), (torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
     torch.float32: ((torch.float16, "float16 or TF32"), (torch.bfloat16, "bfloat16")),
@@ -39,16 +39,17 @@ def diagnose(
     constants: Mapping[str, float] | None = None,
     previous: torch.Tensor | None = None,
 ) -> list[str]:
-    """Describe what `got` looks like where it differs from `expected`, the most telling first; empty where nothing is
-    known.
+    """Describe the known patterns that the difference of `got` from `expected` matches, the strongest first.
+
+    Returns an empty list if no pattern matches, or if the shapes differ.
 
     Args:
-        got, expected: of one shape; `expected` may be float64 where it stands for an exact value.
+        got, expected: of one shape; `expected` may be float64 for an exact value.
         tolerance: as for `difference`.
-        parts: what each rank contributed, where the result is to be their sum.
+        parts: the contribution of each rank, if the result should be their sum.
         rank: the rank that holds `got`.
-        constants: numbers by which a result may be off, by their names ("world size": 4, …).
-        previous: what `got` was before the operation or the step.
+        constants: factors that a result may be off by, by name ("world size": 4, …).
+        previous: the value of `got` before the operation or the step.
     """
     got_, expected_ = plain(got), plain(expected)
     if got_.shape != expected_.shape:
@@ -90,7 +91,7 @@ def _bits(got: torch.Tensor, expected: torch.Tensor, wrong: torch.Tensor, count:
 
 
 class _Seen:
-    """The elements that differ, and what they can be compared with."""
+    """The elements that differ, with their expected values and tolerances."""
 
     def __init__(
         self, tensor: torch.Tensor, got: torch.Tensor, expected: torch.Tensor, allowed: torch.Tensor, count: int
@@ -104,13 +105,13 @@ class _Seen:
         self.verb, self.be, self.hold = ("equal", "are", "hold") if several else ("equals", "is", "holds")
 
     def equals(self, candidate: torch.Tensor) -> bool:
-        # A pattern is one rounding or two away from the exact value that it is computed from here.
+        # The candidate is computed here from exact values; a result of that pattern is one or two roundings away.
         if torch.equal(self.got, candidate):
             return True
         slack = self.allowed + 4 * self.roundoff * (candidate.abs() + self.expected.abs())
         if not bool(((self.got - candidate).abs() <= slack).all()):
             return False
-        # Where the expected value is as near as the candidate, the agreement says nothing.
+        # An element that is as near to the expected value as to the candidate is no evidence; half must be evidence.
         telling = (self.got - self.expected).abs() > 2 * slack
         return int(telling.sum()) * 2 >= len(self.got)
 
@@ -118,7 +119,7 @@ class _Seen:
         slack = self.allowed.max() + 4 * self.roundoff * self.expected.abs().max()
         if not bool(((self.got.sort().values - self.expected.sort().values).abs() <= slack).all()):
             return False
-        # Values that are nearly right where they are fit in any order: most have to be somewhere else.
+        # Values that are nearly right in place also fit a permutation: at least half must have moved.
         return int(((self.got - self.expected).abs() > 2 * slack).sum()) * 2 >= len(self.got)
 
     def rounding(self) -> list[str]:
@@ -143,7 +144,7 @@ class _Seen:
                 return [f"looks like a factor: {self.which} {self.be} {value:g} times the expected ({name})"]
             if self.equals(self.expected / value):
                 return [f"looks like a factor: {self.which} {self.be} 1/{value:g} of the expected (1 / {name})"]
-        # Whether the factor fits is told by the tolerances that were measured, not by one slack for all.
+        # `equals` checks the factor against each element's measured tolerance, so no slack is needed here.
         some = evenly(int(usable.sum()))
         pairs = zip(self.got[usable][some].tolist(), self.expected[usable][some].tolist(), strict=True)
         ratio = common_factor(list(pairs), least=0.0, of_largest=math.inf)
@@ -171,7 +172,7 @@ class _Seen:
             partial = partial + parts[last]
             if not found and self.equals(partial):
                 found.append(f"looks like a partial sum: {self.which} {self.verb} the sum over ranks 0 to {last}")
-        # Few elements fit many patterns by chance.
+        # A few elements fit several patterns by chance: report only the first.
         return found[:1]
 
 

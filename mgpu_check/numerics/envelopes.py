@@ -1,4 +1,4 @@
-"""Measure how far runs that differ by rounding lead from the usual one, element by element."""
+"""Measure, element by element, how far perturbed runs move a result."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def envelopes(usual: Mapping[Key, torch.Tensor], runs: Iterable[Mapping[Key, Any]]) -> dict[Key, torch.Tensor]:
-    """Return how far rounding may lead each element of `usual`, by name, as float64.
+    """Return how far rounding may move each element of `usual`, by name, as float64.
 
     Args:
         usual: floating-point tensors.
-        runs: results of perturbed runs, taken one at a time. What a run has in another shape, or lacks, is passed over, and
-            so is NaN.
+        runs: results of perturbed runs, consumed one at a time. Tensors that a run lacks or has in another shape are
+            ignored, and so is NaN.
     """
     moved = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in usual.items() if value.numel()}
     for run in runs:
@@ -32,7 +32,7 @@ def envelopes(usual: Mapping[Key, torch.Tensor], runs: Iterable[Mapping[Key, Any
 
 
 def farthest(value: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return how far, element by element, any of the others is from `value`, in its dtype."""
+    """Return the largest distance of `others` from `value`, element by element, in the dtype of `value`."""
     reached: torch.Tensor | None = None
     for other in others:
         distance = _distance(value, other)
@@ -41,16 +41,18 @@ def farthest(value: torch.Tensor, others: Iterable[torch.Tensor]) -> torch.Tenso
 
 
 def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
-    """Turn what a few runs moved into an estimate for each element that its own few draws cannot understate.
+    """Estimate how far each element may move, from the movement seen in a few runs.
+
+    A few draws may understate one element, so every estimate is at least the root mean square over the tensor.
 
     Args:
         moved: see `farthest`.
-        crosswise: raise it to what the row and the column of the element suggest together, where rows (outputs) and
-            columns (inputs) differ. In any case it is at least the root mean square over the tensor.
+        crosswise: also raise an element to the value that its row (output) and column (input) suggest together. Use it
+            where rows and columns differ in size.
     """
     if not moved.numel():
         return moved.clone()
-    # Large tensors are made as few as can be: the system takes longer to give their pages than it takes to fill them.
+    # Reuse memory: for large tensors the system takes longer to provide the pages than torch takes to fill them.
     squares = moved.square()
     mean = float(squares.mean().sqrt())
     raised = moved.clamp_min(mean)
@@ -63,7 +65,7 @@ def estimate(moved: torch.Tensor, *, crosswise: bool = False) -> torch.Tensor:
 
 
 def root_mean_square(value: torch.Tensor) -> float:
-    """Return the root of the mean square of all elements, 0 where there is none."""
+    """Return the root mean square of all elements, or 0 for an empty tensor."""
     return float(value.square().mean().sqrt()) if value.numel() else 0.0
 
 

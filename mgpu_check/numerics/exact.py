@@ -1,9 +1,9 @@
-"""Data on which every order of a reduction gives the same bits, and how to tell that data are such.
+"""Make data that every order of a reduction sums to the same bits, and recognize such data.
 
-A sum rounds nowhere, in whatever order it is taken, where all its terms are multiples of one power of two q and the sum
-of their magnitudes is less than q·2^p, p the number of significand bits: every partial sum is then an integer of at
-most p bits, times q. The idea is that of NCCL's own tests (`verifiable.cu`); here each element has a q of its own, and no two
-ranks hold the same value in an element, so that an element or a rank that is mixed up shows.
+Let all terms of a sum be multiples of a power of two q, and let their magnitudes sum to less than q·2^p, where p is the
+number of significand bits. Every partial sum is then q times an integer of at most p bits, so no order of summation
+rounds. The idea comes from NCCL's own tests (`verifiable.cu`). Here each element has its own q, and no two ranks hold the
+same value in an element, so that a swapped element or rank shows.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from mgpu_check.numerics.bounds import significand_bits
 
 __all__ = ["exact_factors", "exact_parts", "lowest_bits", "random_parts", "sums_exactly"]
 
-_SCALES = 8  # of the shared power of two: 2^-4 … 2^3, so that sums stay finite and normal in float16
+_SCALES = 8  # powers of two that elements are scaled by: 2^-4 … 2^3, so that sums stay finite and normal in float16
 
 
 def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
-    """Make `count` tensors of `shape`, one per rank, whose sum is the same bits in every order of summation.
+    """Make `count` tensors of `shape`, one per rank, that sum to the same bits in every order.
 
-    The values of one element differ between all ranks, and those of one rank between neighbouring elements, as far as
-    `dtype` has enough of them; none is zero; they use as much of the significand as the sum leaves room for.
+    All values are nonzero. The values of an element differ between all ranks, and the values of a rank differ between
+    neighbouring elements, as far as `dtype` has enough numbers. They use as many significand bits as the sum allows.
 
     Raises:
         ValueError: `count` numbers are more than `dtype` can add exactly (bfloat16: 255, int8: 126).
@@ -55,10 +55,10 @@ def exact_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: i
 
 
 def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
-    """Make `count` tensors of `shape` whose product is the same bits in every order of multiplication.
+    """Make `count` tensors of `shape` that multiply to the same bits in every order.
 
-    In each element one rank holds a number with many significand bits and the others ±1/2, ±1 or ±2 (1 or 2 where the
-    dtype has no sign, or no fractions).
+    In each element one rank holds a number with many significand bits. The others hold ±1/2, ±1 or ±2; integers have no
+    1/2, and unsigned integers no sign.
     """
     if count < 1:
         raise ValueError(f"exact_factors: count={count} must be at least 1")
@@ -66,7 +66,7 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
     elements = torch.Size(shape).numel()
     index = torch.arange(elements)
     bits = significand_bits(dtype)
-    # At most this many ranks scale, so that partial products neither overflow an integer nor leave float16's normals.
+    # Only this many ranks scale: more could overflow an integer, or leave the normal range of float16.
     scaling = 6 if dtype.is_floating_point else max(0, min(bits - 3, 8))
     most = 2 ** (bits if dtype.is_floating_point else bits - scaling) - 1
     holder = index % count
@@ -87,10 +87,10 @@ def exact_factors(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed:
 
 
 def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: int) -> list[torch.Tensor]:
-    """Make `count` tensors of `shape` with all bits in use, so that their sums round: what exact data cannot show.
+    """Make `count` tensors of `shape` with all bits in use, so that their sums round; exact data cannot show rounding.
 
-    Normal deviates, each element scaled by a power of two between 1/8 and 8; integers uniform over the whole range of
-    their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
+    Floating-point values are normal deviates, each scaled by a power of two between 1/8 and 8. Integers are uniform over
+    the range of their dtype, so that sums wrap around (modulo 2^bits, hence equal in every order).
     """
     generator = torch.Generator().manual_seed(seed)
     parts = []
@@ -107,16 +107,17 @@ def random_parts(shape: Sequence[int], dtype: torch.dtype, *, count: int, seed: 
 
 
 def lowest_bits(value: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two of which each number is a multiple; 0 for 0, NaN and infinities. All float64."""
+    """Return the largest power of two that divides each number; 0 for 0, NaN and infinities. All float64."""
     mantissa, exponent = torch.frexp(value)
     integer = torch.ldexp(mantissa, torch.tensor(53)).nan_to_num(0, 0, 0).long()
     return torch.ldexp((integer & -integer).double(), exponent - 53)
 
 
 def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return, element by element, whether `parts` have one sum, to the bit, in every order of summation.
+    """Return, element by element, whether every order of summation of `parts` gives the same bits.
 
-    bool, of the shape of the parts. Sufficient, not necessary. Sums of integers always qualify, since they wrap around; NaN and infinities never do.
+    The result is bool, in the shape of the parts. The test is sufficient, not necessary. Integers always qualify, since
+    their sums wrap around; NaN and infinities never do.
     """
     dtype = parts[0].dtype
     if not dtype.is_floating_point:
@@ -128,5 +129,5 @@ def sums_exactly(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         low = lowest_bits(value)
         grain = torch.where(low != 0, torch.minimum(grain, low), grain)
         magnitude += value.abs()
-    # Strictly less: at 2^p itself the float64 sum of magnitudes may be a rounded one.
+    # Strictly less: a float64 sum of magnitudes that reaches 2^p may have been rounded.
     return magnitude / grain < 2.0 ** significand_bits(dtype)

@@ -1,4 +1,4 @@
-"""Find one factor by which all of what differs is off. Without torch: summaries are judged where it is not imported."""
+"""Find one factor that explains all differences. This module imports no torch: summaries are judged without it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Sequence
 __all__ = ["common_factor", "evenly"]
 
 _MOST = 100_000
+"""Numbers that are fitted at most: Python handles them one by one."""
 
 
 def common_factor(
     pairs: Sequence[tuple[float, float]], *, least: float, relative: float = 0.0, of_largest: float = 0.0
 ) -> float | None:
-    """Return the factor by which all of (got, expected) are off; None where there is none, or it is 1.
+    """Return the factor f with got = f·expected for all pairs (got, expected), or None.
 
-    It is the one that leaves least, by least squares. What it leaves of each number must be within the slack, which is
-    `relative` times the number, plus `of_largest` times the largest of them, both of what is to be got.
+    f minimizes the squared error. Each number must fit within a slack: `relative` times |f·expected| of its own pair, plus
+    `of_largest` times the largest |f·expected|. The result is None if a number does not fit, if |f - 1| < `least`, if f is
+    0 or if every expected value is 0.
 
     Args:
-        pairs: not all expected values zero; those that are not finite are left aside.
-        least: how far from 1 a factor must be to say anything.
-        relative: for numbers that were computed in another order each.
-        of_largest: for numbers that are sums, whose errors are those of the largest terms.
+        pairs: (got, expected). Pairs with a value that is not finite are ignored.
+        least: smallest distance of a factor from 1 that counts.
+        relative: slack for numbers that were each computed in another order.
+        of_largest: slack for sums, whose errors follow their largest terms.
     """
     kept = [(g, e) for g, e in pairs if math.isfinite(g) and math.isfinite(e)]
     square = math.fsum(e * e for _, e in kept)
@@ -37,5 +39,5 @@ def common_factor(
 
 
 def evenly(count: int) -> slice:
-    """Choose which of so many numbers to look at: all, or as many as Python can, evenly spread."""
+    """Return a slice that selects at most `_MOST` of `count` numbers, evenly spread."""
     return slice(None, None, max(1, -(-count // _MOST)))

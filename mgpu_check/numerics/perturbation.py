@@ -1,4 +1,4 @@
-"""Arithmetic with random rounding errors of a chosen size, to see which digits of a result it determines.
+"""Compute with random rounding errors of a chosen size, to see which digits of a result are determined.
 
 Monte Carlo arithmetic: D. S. Parker, *Monte Carlo Arithmetic*, UCLA CSD-970002, 1997.
 """
@@ -21,15 +21,16 @@ from mgpu_check.numerics.bounds import unit_roundoff
 __all__ = ["Perturbed", "unfused"]
 
 _FEW = 4096
-"""Elements up to which each has a sign drawn for it alone."""
+"""Elements up to which every element gets its own random sign; larger tensors use a table, since drawing is slow."""
 _AT_ONCE = 1 << 15
-"""Elements of a larger tensor that are worked on together: a processor's cache holds them several times, and torch does not
-divide them among threads, which would wait for each other most of the time.
+"""Elements of a larger tensor that are perturbed together. They fit several times into a processor's cache, and torch does
+not divide them among threads, which would wait for each other most of the time.
 """
 _TABLE = 1 << 20
+"""Signs in the table: their factors take 4 MB in float32, and 8 MB in float64."""
 
-# Operators that subtract what nearly cancels before they give a result: taken apart, so that its parts are perturbed. On
-# GPUs batches are normalized by cuDNN's or MIOpen's own.
+# Operators that subtract nearly equal numbers internally: decomposed, so that their parts are perturbed. On GPUs, cuDNN
+# and MIOpen normalize batches with operators of their own.
 _COMPOSED = get_decompositions(
     [
         torch.ops.aten._fused_rms_norm_backward,
@@ -46,7 +47,7 @@ _COMPOSED = get_decompositions(
     ]
 )
 
-# Operators whose results are elements of what they are given, to the bit, or the same number everywhere.
+# Operators that only copy elements of their arguments bit for bit, or fill the result with one number.
 _COPYING = {
     getattr(torch.ops.aten, name)
     for name in (
@@ -60,17 +61,17 @@ _COPYING = {
 class Perturbed(TorchDispatchMode):
     """Multiplies every floating-point result of an operator by 1 ± spread·u, each element with a random sign of its own.
 
-    u is the unit roundoff of the dtype of the result; that of `stands_for` where it is float64, in which a narrower dtype
-    is computed more exactly. On the CPU, and on simulated and real devices. Signs of large tensors are runs of a table of
-    random ones, each from a random place in it: drawing one for each element takes longer than the step itself.
+    u is the unit roundoff of the result's dtype. For float64 results it is `stands_for`, because float64 computes a
+    narrower dtype's step more exactly. The mode works on the CPU and on simulated and real devices. Large tensors take
+    runs of a table of random signs, each from a random place: drawing every sign takes longer than the step itself.
 
     Args:
-        spread: in unit roundoffs; with the other sign, and the generator in the same state, in the other direction.
-        generator: of the signs, on the CPU.
+        spread: size in unit roundoffs. The opposite sign, with the generator in the same state, reverses the direction.
+        generator: draws the signs, on the CPU.
         stands_for: unit roundoff of the dtype that float64 stands for.
-        counts: leave whole numbers alone that are small for float32: as counts they are exact.
-        coherent: all signs are the same: where few operators round coarsely, random ones may well cancel.
-        copies: perturb what is copied, or sent, too. It takes most of the time in large models, and brings no rounding.
+        counts: leave small whole numbers alone, except in 16-bit dtypes: as counts they are exact.
+        coherent: use the same sign everywhere. Where few operators round coarsely, random signs may cancel.
+        copies: also perturb copied and sent tensors. This takes most of the time in large models; copies do not round.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Perturbed(TorchDispatchMode):
                 return _COMPOSED[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket is torch.ops.aten._to_copy and _is_wider(result, args[0]):
-            return result  # what is computed in float64 has these operators, and what it stands for has not
+            return result  # only the float64 run widens here; the dtype that it stands for does not
         spared = not self.copies and (func.overloadpacket in _COPYING or func.namespace == "c10d")
         computes, written = _effects(func)
         made: list[Any] = []
@@ -106,15 +107,18 @@ class Perturbed(TorchDispatchMode):
         if written:
             made += tree_leaves([args[index] for index in written if index < len(args)])
         for value in made:
-            # Of a DTensor this rank's own part: operators on plain and distributed tensors together are refused.
+            # Perturb only the local part of a DTensor: torch refuses operators that mix plain and distributed tensors.
             tensor = getattr(value, "_local_tensor", value)
             if isinstance(tensor, torch.Tensor):
-                # What is computed here is no operator of the simulated device's.
+                # The raw tensor: the simulated device must not see the perturbation as one of its operators.
                 self._perturb(self._raw(tensor), spared)
         return result
 
     def _perturb(self, tensor: torch.Tensor, spared: bool) -> None:
-        """Multiply each element by a random factor near 1, in place; draw signs only where it is spared."""
+        """Multiply each element by a random factor near 1, in place.
+
+        A spared tensor keeps its values but consumes the same draws, so that later signs do not depend on sparing.
+        """
         if tensor.is_complex() and not tensor.is_conj():
             tensor = torch.view_as_real(tensor)
         if not tensor.is_floating_point() or tensor.device.type == "meta":
@@ -133,12 +137,12 @@ class Perturbed(TorchDispatchMode):
             factor = factor.to(tensor.device)
         if self.counts and tensor.element_size() > 2:
             whole = tensor == tensor.round()
-            if bool(whole.any()):  # of most results none is
+            if bool(whole.any()):  # most results have no whole numbers
                 factor = torch.where(whole & (tensor.abs() <= 0.25 / roundoff), 1, factor)
         tensor.mul_(factor)
 
     def _perturb_large(self, tensor: torch.Tensor, size: float, roundoff: float, spared: bool) -> None:
-        # A GPU takes all at once.
+        # A GPU has no such cache limit: take longer runs.
         length = _AT_ONCE if tensor.device.type == "cpu" else _TABLE // 2
         parts = -(-tensor.numel() // length)
         places = torch.randint(0, _TABLE - length + 1, (parts,), generator=self.generator).tolist()
@@ -146,7 +150,7 @@ class Perturbed(TorchDispatchMode):
             return
         if tensor.is_contiguous():
             self._perturb_parts(tensor.view(-1), length, places, size, roundoff)
-        else:  # whatever its layout, the elements are taken in the order of its indices
+        else:  # take the elements in the order of their indices, so that signs do not depend on the layout
             values = tensor.flatten()
             self._perturb_parts(values, length, places, size, roundoff)
             tensor.copy_(values.view(tensor.shape))
@@ -167,14 +171,14 @@ class Perturbed(TorchDispatchMode):
 
 @functools.cache
 def _signs() -> torch.Tensor:
-    """Return random booleans, the same in every run: a run takes them from random places."""
+    """Return a table of random booleans from a fixed seed; `Perturbed` draws the places that it reads from."""
     generator = torch.Generator().manual_seed(0)
     words = torch.empty(_TABLE // 64, dtype=torch.int64, device="cpu").random_(-(2**63), None, generator=generator)
     masks = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device="cpu")
     return (words.view(torch.uint8) & masks[:, None]).flatten() != 0
 
 
-# A table is 4 or 8 MB, and takes as long as a small step: one for each direction in each of two dtypes is kept.
+# A table is 4 or 8 MB, and making it takes as long as a small step: keep one per direction for each of two dtypes.
 @functools.lru_cache(maxsize=4)
 def _factors(size: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return factors of 1 ± size in random order."""
@@ -193,10 +197,9 @@ def _is_wider(result: Any, given: Any) -> bool:
 
 
 def _has_counts(part: torch.Tensor, size: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return whether some element may be a whole number other than 0, of which there are many behind a ReLU. The other
-    arguments are scratch.
+    """Return whether some element may be a nonzero whole number; `size` and `whole` are scratch.
 
-    By arithmetic, because comparing elements takes twenty times as long on a CPU.
+    Zeros do not count, because a ReLU makes many. Arithmetic is used because comparing takes 20 times as long on a CPU.
     """
     torch.abs(part, out=size)
     if float(size.amax()) < 1:
@@ -209,9 +212,7 @@ def _has_counts(part: torch.Tensor, size: torch.Tensor, whole: torch.Tensor) -> 
 
 @contextlib.contextmanager
 def unfused() -> Iterator[None]:
-    """Switch off libraries for neural networks (cuDNN, MIOpen, oneDNN), whose recurrent networks are one operator for
-    all steps.
-    """
+    """Switch off cuDNN, MIOpen and oneDNN, which run all steps of a recurrent network in one operator."""
     libraries: list[Any] = [torch.backends.cudnn, torch.backends.mkldnn]
     before = [library.enabled for library in libraries]
     for library in libraries:
@@ -227,7 +228,7 @@ def unfused() -> Iterator[None]:
 def _effects(func: Any) -> tuple[bool, tuple[int, ...]]:
     """Return whether an operator computes its results, and the indices of the arguments that it writes to instead.
 
-    A result that aliases an argument without writing to it is a view: nothing was computed.
+    A result that aliases an argument without writing to it is a view, so the operator computes nothing.
     """
     schema = func._schema
     computes = not any(part.alias_info is not None and not part.alias_info.is_write for part in schema.returns)

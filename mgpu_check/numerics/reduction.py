@@ -1,4 +1,4 @@
-"""Compute on one device what a reduction over ranks must give, and how far from it rounding may lead."""
+"""Compute the result of a reduction over ranks on one device, and the tolerance for its rounding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OPERATIONS = ("sum", "avg", "product", "min", "max")
 
 @dataclass(frozen=True)
 class Reduced:
-    """The exact result of a reduction, to float64, and the tolerance that its rounding in the parts' dtype earns."""
+    """The exact result of a reduction, to float64, and a tolerance for rounding in the dtype of the parts."""
 
     value: torch.Tensor
-    """float64 for floating-point parts, else of the dtype of the parts."""
+    """float64 for floating-point parts; otherwise in the dtype of the parts."""
     tolerance: torch.Tensor
     """float64, element by element; 0 where every order gives the same bits."""
     parts: tuple[torch.Tensor, ...]
@@ -41,7 +41,7 @@ def compensated_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         new = total + term
         lost += torch.where(total.abs() >= term.abs(), (total - new) + term, (term - new) + total)
         total = new
-    # With infinities or NaN among the parts the plain sum says what there is to say.
+    # With infinities or NaN among the parts, the correction is not finite and the plain sum is the result.
     return torch.where(lost.isfinite(), total + lost, total)
 
 
@@ -49,7 +49,7 @@ def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
     """Return the result of `operation` over `parts`, one tensor per rank, all of one shape and dtype.
 
     Raises:
-        ValueError: no parts, shapes or dtypes that differ, or an unknown operation.
+        ValueError: there are no parts, their shapes or dtypes differ, the operation is unknown, or it is "avg" of integers.
     """
     if operation not in OPERATIONS:
         raise ValueError(f"reduced: operation={operation!r} is unknown; choose one of {', '.join(OPERATIONS)}")
@@ -82,7 +82,7 @@ def reduced(parts: Sequence[torch.Tensor], operation: str = "sum") -> Reduced:
     tolerance = sum_bound(magnitude, count, dtype) + 2 * unit_roundoff(torch.float64) * magnitude
     tolerance = torch.where(sums_exactly(values), 0.0, tolerance)
     if operation == "avg":
-        # Libraries divide either each part or the sum: at most one rounding more per part, and half a subnormal lost.
+        # Libraries divide either each part or the sum. That adds at most one rounding and half a subnormal per part.
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
         roundings = gamma(count, unit_roundoff(dtype)) * magnitude + 2 * unit_roundoff(torch.float64) * magnitude
         return Reduced(total / count, roundings / count + count * smallest / 2, values, operation)
@@ -105,7 +105,7 @@ def _product(values: tuple[torch.Tensor, ...]) -> Reduced:
     bound = (
         product_bound(product.abs(), count, dtype, growth) + gamma(count, unit_roundoff(torch.float64)) * product.abs()
     )
-    # Every partial product is a multiple of the grain, and so not cut short where it is small.
+    # Every partial product is a multiple of the grain: small ones do not underflow if the grain is representable.
     limits = torch.finfo(dtype)
     exact = (powers >= count - 1) & (grain >= limits.smallest_normal * limits.eps) & (growth < limits.max)
     return Reduced(product, torch.where(exact, 0.0, bound), values, "product")

@@ -1,20 +1,20 @@
-"""The tolerance of a whole training step, measured on that step.
+"""Measure the tolerance of a whole training step on that step.
 
-A parallel step adds up the same numbers in another order. How much that may change a gradient depends on the model, on
-the data and on how well conditioned both are; no relative tolerance fits all. Two measurements tell:
+A parallel step adds the same numbers in another order. How much that may change a gradient depends on the model, on the
+data and on their conditioning; no relative tolerance fits all. Two measurements give the tolerance:
 
-- the step in float64, with its inputs and every intermediate result moved by a few unit roundoffs of float32, in both
-  directions. What moves there is not determined by float32 arithmetic: rounding errors that grow or cancel, and ReLUs
-  and maxima that decide otherwise (an activation within rounding errors of zero has a gradient on one device and none
-  on another);
-- how far steps on a single device in float32 (the whole batch at once; and shard by shard, as the kernels that are
-  chosen for a small batch may sum in another order) are from the one in float64: whether rounding within the operators
-  is larger than what those perturbations bring, and by how much.
+- The step runs in float64, and its inputs and every intermediate result are moved by a few float32 unit roundoffs, in
+  both directions. Float32 arithmetic does not determine a result that moves. The reasons are rounding errors that grow or
+  cancel, and ReLUs and maxima that decide differently (an activation within rounding errors of zero has a gradient on
+  one device and no gradient on another).
+- Steps on a single device in float32 are compared with the float64 step. They show how much rounding within the
+  operators exceeds those perturbations. One step takes the whole batch; others take it shard by shard, because kernels
+  for a small batch may sum in another order.
 
-Perturbing at random to see which digits are significant is Monte Carlo arithmetic: D. S. Parker, *Monte Carlo
-Arithmetic*, UCLA CSD-970002, 1997. That rounding errors act like independent random ones, so that λ standard deviations
-are exceeded with probability 2·exp(-λ²/2) at most: N. J. Higham and T. Mary, *A New Approach to Probabilistic Rounding
-Error Analysis*, SIAM J. Sci. Comput. 41 (2019).
+Random perturbation that shows which digits are significant is Monte Carlo arithmetic: D. S. Parker, *Monte Carlo
+Arithmetic*, UCLA CSD-970002, 1997. Rounding errors act like independent random errors, and exceed λ standard deviations
+with probability 2·exp(-λ²/2) at most: N. J. Higham and T. Mary, *A New Approach to Probabilistic Rounding Error Analysis*,
+SIAM J. Sci. Comput. 41 (2019).
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ __all__ = [
 ]
 
 Key = TypeVar("Key", bound=Hashable)
-"""By which results are known: names, or what has a name."""
+"""Identifies a result: a name, or an object with a name."""
 
 Step = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
-"""A step as a function: named inputs, parameters and what else it depends on -> named results. It must compute in the
-dtype of what it is given, from nothing else, without randomness."""
+"""A step as a function from named tensors (inputs, parameters and everything else that it depends on) to named results.
+It must compute in the dtype of its arguments, depend on nothing else, and use no randomness."""
 
 PAIRS = 3
-"""Of perturbations: a decision as close as rounding errors goes unnoticed in about one of a thousand."""
+"""Pairs of perturbations. Three pairs miss a ReLU or maximum within rounding errors of a tie about once in a thousand."""
 
 _SURE = 0.8
-"""What one pair of perturbations in the dtype of the step surely shows of what all of them show in float64."""
+"""Fraction of the movement in float64 that one pair of perturbations in the dtype of the step is sure to show."""
 
 
 @dataclass(frozen=True)
 class Measurement(Generic[Key]):
-    """The results that a step must give, and how far from them rounding may lead; by name of result."""
+    """The results that a step must give, and how far rounding may move them, by name of result."""
 
     reference: dict[Key, torch.Tensor]
     """The results in float64."""
     tolerance: dict[Key, torch.Tensor]
-    """float64, one for each element."""
+    """float64, in the shape of the result."""
     amplification: dict[Key, float]
-    """How many times larger the errors of the float32 step may be than what the perturbations bring; at least 1."""
+    """How many times the errors of the float32 step may exceed the effect of the perturbations; at least 1."""
 
     def without(self, names: Iterable[Key]) -> Measurement[Key]:
-        """Return the same without some of the results."""
+        """Return this measurement without some of the results."""
         left_out = set(names)
         kept = [name for name in self.reference if name not in left_out]
         return Measurement(
@@ -83,16 +83,14 @@ class Measurement(Generic[Key]):
         )
 
     def wider(self, other: Measurement[Key]) -> Measurement[Key]:
-        """Return the same with what another measurement of the same step grants besides."""
+        """Return this measurement with the larger tolerances of it and another measurement of the same step."""
         tolerance = {name: torch.maximum(value, other.tolerance[name]) for name, value in self.tolerance.items()}
         amplification = {name: max(value, other.amplification[name]) for name, value in self.amplification.items()}
         return Measurement(self.reference, tolerance, amplification)
 
 
 def deviations(comparisons: int, false_alarm: float = 1e-9) -> float:
-    """Return λ such that of so many comparisons any exceeds λ standard deviations with probability `false_alarm` at
-    most.
-    """
+    """Return λ such that any of `comparisons` exceeds λ standard deviations with probability at most `false_alarm`."""
     return math.sqrt(2 * math.log(2 * max(comparisons, 1) / false_alarm))
 
 
@@ -105,21 +103,21 @@ def measure_step(
     seed: int = 0,
     magnified: float = 1.0,
 ) -> Measurement[str]:
-    """Measure what `step` gives for `inputs`, and how far rounding in their dtype may lead from it.
+    """Measure the results of `step` for `inputs`, and how far rounding in their dtype may move them.
 
     Args:
         step: see `Step`. Called 1 + 2·pairs times in float64, on the CPU.
-        inputs: what the step depends on, as it is given to the parallel step: floating-point tensors (float32, say) are
-            widened and perturbed, others are handed over as they are.
+        inputs: the arguments of the parallel step. Floating-point tensors (float32, say) are widened and perturbed;
+            others are passed unchanged.
         singles: results of single-device steps in the dtype of the inputs, on the device where the parallel step runs:
-            of the whole batch, of the batch shard by shard; one is computed here, on the CPU, where none is given.
-        pairs: how often to perturb, in both directions.
-        seed: of the perturbations.
-        magnified: perturb by so many times more, to come to decisions that rounding within operators, which is larger
-            than what is perturbed, may bring about.
+            of the whole batch, and of the batch shard by shard. If empty, one is computed here, on the CPU.
+        pairs: number of perturbations, each in both directions.
+        seed: seed of the perturbations.
+        magnified: multiply the perturbations by this factor. Rounding within operators may exceed the perturbations and
+            flip decisions (ReLUs, maxima) that the plain perturbations do not reach.
 
     Raises:
-        ValueError: `inputs` has no floating-point tensor, or `singles` have other results than `step`.
+        ValueError: `inputs` has no floating-point tensor, or `singles` name other results than `step`.
     """
     narrow, roundoff = _narrow(inputs)
     wide = {name: value.double() if value.is_floating_point() else value for name, value in narrow.items()}
@@ -127,7 +125,7 @@ def measure_step(
     ran: list[Mapping[str, torch.Tensor]] = [*singles] or [step(dict(narrow))]
     for single in ran:
         _check_names(single, reference)
-    # Moved by as many roundoffs as the largest of so many random errors has standard deviations.
+    # The largest random error among that many elements has `spread` standard deviations: move by as many roundoffs.
     spread = deviations(sum(value.numel() for value in reference.values()))
     moved = _moved(step, wide, pairs, seed, magnified * spread, roundoff)
     return assess(reference, ran, moved, roundoff, spread)
@@ -140,17 +138,17 @@ def measure_step_provisionally(
     *,
     seed: int = 0,
 ) -> Measurement[str]:
-    """Measure how far results may be from those of a single device of which `measure_step` would say that they are right.
+    """Measure a distance from single-device results within which `measure_step` would accept a result.
 
-    What is further off may be right, too, and is to be measured by `measure_step`. `step` is called twice only, in the
-    dtype of the inputs, on the CPU.
+    Results further off may be right, too: measure them with `measure_step`. `step` is called only twice, in the dtype of
+    the inputs, on the CPU.
 
     Args:
         step, inputs, seed: see `measure_step`.
-        single: one of its `singles`.
+        single: one of the `singles` of `measure_step`.
 
     Raises:
-        ValueError: `inputs` has no floating-point tensor, or `single` has other results than `step`.
+        ValueError: `inputs` has no floating-point tensor, or `single` names other results than `step`.
     """
     narrow, roundoff = _narrow(inputs)
     held = {name: _at_least_float32(value).clone() for name, value in single.items()}
@@ -204,12 +202,12 @@ def assess(
     roundoff: float,
     spread: float,
 ) -> Measurement[Key]:
-    """Return what a step must give, and how far rounding may lead from it, by what was measured.
+    """Return the results that a step must give, and how far rounding may move them, from measured runs.
 
     Args:
-        reference: the results in the best precision there is, as float64.
+        reference: the results in the best available precision, as float64.
         singles: results of steps on one device in the precision of the parallel step.
-        moved: results of steps whose every operator was perturbed by `spread` unit roundoffs, in pairs of directions.
+        moved: results of steps that perturb every operator by `spread` unit roundoffs, in pairs of directions.
         roundoff: the unit roundoff of the parallel step.
         spread: see `deviations`.
     """
@@ -220,7 +218,7 @@ def assess(
     }
     amplification = _amplification(envelope, errors, spread)
     rounding = {name: spread * roundoff * value.abs() for name, value in exact.items()}
-    # From the parallel step to a single-device one, and from there to the reference.
+    # The distance from the parallel step to a single-device step, plus the distance from there to the reference.
     tolerance = {
         name: torch.maximum(amplification[name] * value, rounding[name]) + _anywhere(errors[name], exact[name])
         for name, value in envelope.items()
@@ -231,16 +229,16 @@ def assess(
 def granted_at_least(
     single: Mapping[Key, torch.Tensor], moved: Sequence[Mapping[Key, torch.Tensor]], roundoff: float, spread: float
 ) -> dict[Key, torch.Tensor]:
-    """Return how far from `single` results may be of which `assess` would say, measuring more, that they are right.
+    """Return a distance from `single` within which `assess`, with more measurements, would accept a result.
 
-    `assess` grants the errors of `single` itself, beside what perturbations in float64 bring: the larger of what several
-    pairs do, times an amplification of at least 1, and `spread` roundoffs of each element. One pair in the dtype of the
-    step brings less, but for its own rounding, which is some `spread` times smaller. So a step that is within this of
-    `single` is right, without any of the costly runs in float64; one that is not may be right, too.
+    `assess` grants the errors of `single` itself, plus the larger of two terms: `spread` roundoffs of each element, and
+    the movement of several float64 pairs times an amplification of at least 1. One pair in the dtype of the step moves
+    less, except for its own rounding, which is about `spread` times smaller. So a step within this distance of `single`
+    is right, without the costly runs in float64. A step outside it may be right, too.
 
     Args:
         single: results of the step on one device in its own dtype, all finite.
-        moved: results of the same, perturbed by `spread` roundoffs in two opposite directions, and nudged if need be.
+        moved: results of the same step, perturbed by `spread` roundoffs in two opposite directions, and nudged if need be.
     """
     granted = {}
     for name, value in single.items():
@@ -250,13 +248,14 @@ def granted_at_least(
 
 
 def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Tensor]) -> dict[Key, float]:
-    """Return the largest error of each result, as a fraction of its element's size, that two runs in one precision prove.
+    """Return the largest relative error of each result that two runs in one precision prove.
 
-    `assess` has the errors of both from float64, and grants the larger everywhere: it is half of their difference at least.
+    `assess` measures the errors of both runs from float64, and grants the larger one everywhere. That error is at least
+    half of the difference between the two runs. It is relative to the size of the element (see `_size`).
 
     Args:
         single: results of the step on one device in its own dtype, all finite.
-        again: the same on inputs that are moved by a roundoff, so that every sum is rounded otherwise.
+        again: the same on inputs that are moved by a roundoff, so that every sum rounds differently.
     """
     found = {}
     for name, value in single.items():
@@ -268,7 +267,7 @@ def errors_seen(single: Mapping[Key, torch.Tensor], again: Mapping[Key, torch.Te
 def granted_with(
     granted: Mapping[Key, torch.Tensor], single: Mapping[Key, torch.Tensor], errors: Mapping[Key, float]
 ) -> dict[Key, torch.Tensor]:
-    """Return what `granted_at_least` grants, and the errors of `errors_seen` besides, as `assess` does."""
+    """Add the errors of `errors_seen` to the distances of `granted_at_least`, as `assess` does."""
     wider = {}
     for name, value in granted.items():
         size = _size(single[name]) if errors.get(name) else None
@@ -279,14 +278,14 @@ def granted_with(
 def _anywhere(errors: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Grant an error that was seen in one element to all elements, in proportion to their size.
 
-    Errors of long sums grow with the sum; in which elements they are large depends on the order of summation.
+    Errors of long sums grow with the sum, and the order of summation decides which elements get large errors.
     """
     size = _size(reference)
     return errors if size is None else (errors / size).max() * size
 
 
 def _size(reference: torch.Tensor) -> torch.Tensor | None:
-    """Return the size of each element to which its errors are in proportion; None where all are zero, or there is none."""
+    """Return the size that each element's errors are proportional to; None if all elements are zero, or none exist."""
     size = reference.abs() + root_mean_square(reference)
     return size if size.numel() and bool((size > 0).all()) else None
 
@@ -294,10 +293,10 @@ def _size(reference: torch.Tensor) -> torch.Tensor | None:
 def _amplification(
     envelope: Mapping[Key, torch.Tensor], errors: Mapping[Key, torch.Tensor], spread: float
 ) -> dict[Key, float]:
-    """Estimate by how much rounding within operators (long sums, mostly) exceeds what was perturbed, for each result.
+    """Estimate, for each result, the ratio of rounding within operators (mostly long sums) to the perturbations.
 
-    A few elements may happen to be right. Their ratio is therefore raised to what it can be, given what it is seen to
-    be, up to the largest ratio of all results.
+    A result with few elements may be right by chance, so its ratio is raised to the largest value that is plausible for
+    the observed one, up to the largest observed ratio of all results.
     """
     seen = {}
     for name, value in envelope.items():
@@ -311,10 +310,9 @@ def _amplification(
 
 
 def _least_mean_square(count: int) -> float:
-    """Return the value below which the mean of the squares of `count` standard normal numbers falls with probability
-    1e-4.
+    """Return the 1e-4 quantile of the mean square of `count` standard normal numbers.
 
-    The quantile of chi-squared, divided by `count`, by the approximation of Wilson and Hilferty (1931).
+    This is the quantile of chi-squared divided by `count`, in the approximation of Wilson and Hilferty (1931).
     """
     below = -3.719  # the quantile 1e-4 of the standard normal distribution
     root = 1 - 2 / (9 * max(count, 1)) + below * math.sqrt(2 / (9 * max(count, 1)))
@@ -323,11 +321,10 @@ def _least_mean_square(count: int) -> float:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 as float32: no TF32 in matrix products and convolutions for the time of the context; see
-    `precision.exact`.
+    """Compute float32 without TF32 in matrix products and convolutions inside the context; see `precision.exact`.
 
-    TF32 rounds to 11 significant bits; two steps that round differently may then differ by 5e-4, and a flipped bit of
-    that size could not be told from it.
+    TF32 rounds to 11 significant bits. Two steps that round differently may then differ by 5e-4, which would hide a
+    flipped bit of that size.
     """
     before = precision.kept()
     precision.exact()
