@@ -1,4 +1,4 @@
-"""Have all ranks come to the end of a step, before the gate enters collectives of its own."""
+"""Wait for all ranks at the end of a step, before the gate runs collectives of its own."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> Non
     """Wait for all ranks after a step, and compare their calls; see `pause`.
 
     Args:
-        number: of the step, from 0.
-        modules: by a prefix of the names of their parameters. The gate gathers gradients that are spread over ranks, which
-            takes all these ranks.
+        number: index of the step, from 0.
+        modules: modules by prefix of their parameters' names. The gate gathers their sharded gradients, which needs all
+            ranks of the mesh.
     """
     pause(f"step {number + 1}", last=number + 1 == steps, held=_sharded_gradients(modules))
 
@@ -25,6 +25,6 @@ def after_step(number: int, steps: int, modules: Mapping[str, nn.Module]) -> Non
 def _sharded_gradients(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for prefix, module in modules.items():
         for name, value in module.named_parameters():
-            mesh = getattr(value.grad, "device_mesh", None)  # None where it is no DTensor, or none at all
+            mesh = getattr(value.grad, "device_mesh", None)  # None without a gradient, or if it is not a DTensor
             if mesh is not None:
                 yield f"gradient of {prefix}{name}", tuple(mesh.mesh.flatten().tolist())

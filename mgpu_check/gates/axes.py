@@ -14,9 +14,10 @@ __all__ = ["shrunk_to_axes"]
 
 
 def shrunk_to_axes(trials: Trials, failed: Trial) -> tuple[Trial, Axes | None]:
-    """Return the failure on the fewest axes that show it, and which axes those are; None if there is one axis only.
+    """Return the failure on the fewest axes that show it, and those axes.
 
-    An axis is named only if the same case fails with it, and passes without it.
+    An axis is named only if the same case fails with it and passes without it. The axes are None if at most one axis is
+    larger than 1, or if the runs on single axes do not determine them.
     """
     mesh = failed.scenario.mesh
     wide = tuple(axis for axis, size in mesh if size > 1)

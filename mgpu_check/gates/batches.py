@@ -1,4 +1,4 @@
-"""The global batches of a scenario, made on every rank from one seed, and what is done to them to provoke."""
+"""Make the global batches of a scenario on every rank from one seed, and change them to provoke mistakes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = [
 ]
 
 _REDRAWS = 32
-"""Most draws of lengths: two samples have equal lengths in one of four cases, where four lengths are possible."""
+"""Most draws of lengths. Two samples with four possible lengths tie in a quarter of the draws, so 32 draws hardly all tie."""
 _IGNORED = -100
-"""What torch's losses take for "no label" unless told otherwise."""
+"""The label that torch's losses ignore by default."""
 
 
 def make_batches(
@@ -33,7 +33,7 @@ def make_batches(
     factor: float,
     seed: int,
 ) -> list[Any]:
-    """Return the global batch of each step. Equal arguments give equal batches, as far as the user's function does."""
+    """Return the global batch of each step. Equal arguments give equal batches if the user's function is deterministic."""
     batches = []
     for step in range(steps):
         seed_everything(1000 * seed + step)
@@ -43,25 +43,25 @@ def make_batches(
 
 
 def samples_in(batch: Any) -> int:
-    """Return the length of the first dimension that the tensors of a batch have in common, mostly.
+    """Return the most frequent length of the first dimension among the tensors of a batch.
 
-    That of the most of them; of the first tensor where none is more frequent. 0 for a batch without tensors.
+    On a tie the first tensor decides. 0 for a batch without tensors that have a dimension.
     """
     lengths = [leaf.shape[0] for leaf in tensors_of(batch) if leaf.dim()]
     return max(lengths, key=lengths.count) if lengths else 0
 
 
 def changed(batch: Any, change: str, *, factor: float = 1024.0, seed: int = 0) -> Any:
-    """Return `batch` with its samples in another order, repeated, of another size, or padded; see `CHANGES`.
+    """Return `batch` with its samples reordered, repeated, scaled or padded; see `CHANGES`.
 
-    Only tensors whose first dimension is that of the samples change. A batch that has nothing to be changed in that
-    way (no floating-point data to scale, no padding) comes back as it is.
+    Only tensors whose first dimension counts the samples change. A batch without anything to change (no floating-point
+    data to scale, no padding) is returned unchanged.
 
-    - "scaled": floating-point values times `factor`, so that limits on norms, or of narrow dtypes, are reached.
-    - "ragged": in labels that have padding (-100), or masks, each sample keeps another part of its positions.
-    - "sorted": by the first value of each sample, so that ranks get samples of different size.
-    - "duplicated": the second half of the samples repeats the first.
-    - "permuted": in random order.
+    - "scaled": multiply floating-point values by `factor`, to reach limits on norms and of narrow dtypes.
+    - "ragged": in masks, and in labels with padding (-100), keep a different number of positions for each sample.
+    - "sorted": sort the samples by their first value, so that ranks get samples of different size.
+    - "duplicated": repeat the first half of the samples as the second half.
+    - "permuted": reorder the samples at random.
     """
     leaves = tensors_of(batch)
     count = samples_in(batch)
@@ -95,9 +95,7 @@ def _order(
 
 
 def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: torch.Generator) -> list[Any]:
-    """Return the same valid length for each sample in all that tells which positions count, by what is valid there
-    already.
-    """
+    """Cut the valid positions of each sample to a random number, the same one in all masks and padded labels."""
     padded = [own and _is_padded(leaf) for leaf, own in zip(leaves, mine, strict=True)]
     longest = max((_most_valid(leaf) for leaf, has in zip(leaves, padded, strict=True) if has), default=0)
     if not longest:
@@ -109,7 +107,7 @@ def _ragged(leaves: Sequence[Any], mine: Sequence[bool], count: int, generator: 
             new.append(leaf)
             continue
         labels, valid = not _is_mask(leaf), _valid(leaf)
-        # Of the positions that count, the first ones; those that count nowhere are left as they are.
+        # Keep the first valid positions of each sample; positions that were never valid do not change.
         beyond = valid & (valid.cumsum(1) > lengths.view(-1, *[1] * (leaf.dim() - 1)))
         new.append(leaf.masked_fill(beyond, _IGNORED if labels else 0))
     return new
@@ -120,12 +118,12 @@ def _valid(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def _most_valid(leaf: torch.Tensor) -> int:
-    """Return the largest number of positions that count in one sample."""
+    """Return the largest number of valid positions in one sample."""
     return int(_valid(leaf).sum(1).max()) if len(leaf) else 0
 
 
 def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tensor:
-    """Return random lengths that add up to unequal numbers on ranks, in blocks and in strides, where that can be drawn."""
+    """Draw lengths whose sums differ between ranks, for batches split in blocks or in strides, if `_REDRAWS` suffice."""
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
     for _ in range(_REDRAWS):
         parts = [
@@ -141,7 +139,7 @@ def _lengths(longest: int, count: int, generator: torch.Generator) -> torch.Tens
 
 
 def has_padding(batch: Any) -> bool:
-    """Return whether some tensor tells which positions of each sample count."""
+    """Return whether some tensor is a mask, or has padded labels."""
     return any(_is_padded(leaf) for leaf in tensors_of(batch))
 
 
@@ -159,6 +157,6 @@ def _is_mask(leaf: torch.Tensor) -> bool:
 
 
 def wider(value: Any) -> Any:
-    """Return `value` with float32 tensors in float64, and complex64 in complex128, in any structure."""
+    """Return `value`, of any structure, with float32 tensors widened to float64 and complex64 to complex128."""
     wide = {torch.float32: torch.float64, torch.complex64: torch.complex128}
     return with_tensors(value, [leaf.to(wide.get(leaf.dtype, leaf.dtype)) for leaf in tensors_of(value)])

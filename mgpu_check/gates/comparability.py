@@ -1,4 +1,4 @@
-"""Keep account of what a gate has compared, and say what it has not."""
+"""Record which parameters a gate compared, and report the others."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Coverage:
         self._missed[where].update(relations.unjudged)
 
     def finish(self, unjudged: Mapping[str, str]) -> None:
-        """See that every trained parameter was compared, at every world size.
+        """Check that every trained parameter was compared at every world size.
 
         Args:
-            unjudged: patterns of names that the user knows not to be compared, with the reasons.
+            unjudged: patterns of parameters that need not be compared, with the reasons.
 
         Raises:
-            NotCompared: some were not.
-            ValueError: a pattern of `unjudged` matches no parameter that was not compared.
+            NotCompared: a trained parameter was not compared.
+            ValueError: a pattern of `unjudged` matches only parameters that were compared, or none at all.
         """
         left: dict[tuple[int, Mesh], dict[str, str]] = {}
         used: set[str] = set()
@@ -79,10 +79,10 @@ class Coverage:
 
 
 def check_unjudged(gate: str, unjudged: Mapping[str, str] | None) -> Mapping[str, str]:
-    """Return the patterns and reasons.
+    """Return `unjudged`, or an empty mapping for None.
 
     Raises:
-        ValueError: it is no mapping from texts to reasons.
+        ValueError: `unjudged` is not a mapping from nonempty patterns to nonempty reasons.
     """
     if unjudged is None:
         return {}

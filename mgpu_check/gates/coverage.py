@@ -1,6 +1,6 @@
-"""Check that the samples of all ranks are those of one rank: each once, and in another order in each epoch.
+"""Check that all ranks together get the samples of one rank, each once, and in a new order in each epoch.
 
-Plain counting: no torch, no ranks.
+This module only counts: it imports no torch and starts no ranks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from mgpu_check.mistakes.samples import Accepted, EpochSamples
 __all__ = ["Coverage", "Epoch", "Visits", "coverage_of", "same_orders", "samples_of"]
 
 ALL_SEEN, ONLY_ONCE, KNOWN, AS_MANY = "all seen", "only once", "known", "as many batches"
-"""Relations: each sample on some rank, on no more than one, and none that one rank does not see; batches on all ranks."""
-_CHANCE = 1e-4  # that a shuffle which works gives the same order twice: below it, it is taken for one that does not
+"""Relations: each sample is on some rank; no sample is on two ranks; every sample is known at world size 1; all ranks have
+as many batches."""
+_CHANCE = 1e-4  # a repeated order proves that a loader does not shuffle, if chance repeats it less often than this
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """The samples that one rank was given in one epoch: for each batch, their identities."""
+    """The samples that one rank got in one epoch, as their identities by batch."""
 
     batches: tuple[tuple[Hashable, ...], ...]
 
@@ -36,14 +37,14 @@ class Epoch:
 
 @dataclass
 class Visits:
-    """The epochs that one rank was given.
+    """The epochs that one rank got.
 
     Attributes:
-        labels: how a sample is shown, by identity.
-        shuffles: a sampler was seen that is to shuffle.
-        workers: the most worker processes that read an IterableDataset.
-        bare: a generator gave lists, tuples or the like, which may be loaders or batches.
-        problem: what of the user's functions cannot be used; nothing where they can.
+        labels: the text that a report shows for a sample, by identity.
+        shuffles: whether the loader has a sampler that should shuffle.
+        workers: the largest number of worker processes that read an IterableDataset.
+        bare: whether a generator yielded lists or tuples, which may be loaders or batches.
+        problem: why the user's functions cannot be used; "" if they can.
     """
 
     epochs: list[Epoch] = field(default_factory=list)
@@ -56,9 +57,9 @@ class Visits:
 
 @dataclass
 class Coverage:
-    """The coverage of one epoch, or of their order.
+    """The coverage of one epoch, or the order of all epochs.
 
-    `details` say what is wrong, in clauses; `ranks` are those at fault, where it is told.
+    `details` describe the defects, a clause each; `ranks` are the ranks at fault, if they are known.
     """
 
     relations: dict[str, bool | None] = field(default_factory=dict)
@@ -74,11 +75,11 @@ def samples_of(
     labels: Mapping[Hashable, str],
     workers: int = 0,
 ) -> EpochSamples:
-    """Return what the ranks were given in one epoch, beside what they should have been given together.
+    """Return the samples that the ranks got in one epoch, with the samples that they should get together.
 
     Args:
-        expected: how often each sample is to be seen; at least one sample.
-        parts: what each rank was given, in rank order.
+        expected: how often each sample should be seen; at least one sample.
+        parts: the epoch of each rank, in rank order.
         workers: worker processes of each rank that read an IterableDataset.
     """
     largest = max((len(batch) for part in parts for batch in part.batches), default=0)
@@ -119,10 +120,9 @@ def coverage_of(samples: EpochSamples) -> Coverage:
 
 
 def same_orders(visits: Sequence[Visits], samples: int) -> tuple[list[int], bool]:
-    """Return the ranks that visit their samples in the same order in all epochs; and whether that can be told from
-    chance.
+    """Return the ranks that visit their samples in the same order in all epochs, and whether chance is excluded.
 
-    Of `samples` that are shuffled, k can come in n!/(n-k)! orders.
+    A rank that draws k of n shuffled samples has n!/(n-k)! possible orders.
     """
     same = [
         rank

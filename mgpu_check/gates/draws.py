@@ -1,4 +1,4 @@
-"""Modes under which a step is measured: random numbers as in float32, and which narrow dtypes it computes in."""
+"""Dispatch modes for measuring a step: draw random numbers as in float32, and note dtypes and draws."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _FILLING = {
 _FROM_NOTHING = (_FACTORIES - {_aten.randn_like, _aten.rand_like}) | _FILLING | {_aten.randperm, _aten.randint}
 
 _SWITCHES = ("p", "dropout", "dropout_p", "train", "training")
-"""Arguments of operators that draw nothing where one of them is 0 or False."""
+"""Arguments of operators that turn off the draw when they are 0 or False."""
 
 
 class DrawsOfFloat32(TorchDispatchMode):
-    """Random float64 numbers are those that float32 code draws from the same seed, widened.
+    """Makes float64 code draw the random numbers that float32 code draws from the same seed, widened.
 
-    How many random bits an operator takes, and in which order, depends on the dtype: of a CPU's normal numbers as of the
-    mask of a GPU's dropout.
+    The dtype decides how many random bits an operator takes, and in which order. This holds for normal numbers on a CPU
+    as for the dropout mask on a GPU.
     """
 
     def __torch_dispatch__(
@@ -89,17 +89,17 @@ def _is_float32(value: Any) -> bool:
 
 
 class Notes(TorchDispatchMode):
-    """Notes in which floating-point dtypes narrower than float32 operators give results, and which draw at random.
+    """Notes the floating-point dtypes narrower than float32 that operators return, and the operators that draw at random.
 
     Attributes:
         seen: the dtypes.
-        drawn: the shapes in which random numbers were drawn, in order.
+        drawn: the shapes of the random draws, in order.
         drew: the operators that drew them.
-        fused: whether a recurrent network was one operator for all steps.
-        numbers: the sum of what was drawn each time, where asked for; None where it depends on more than the generator.
+        fused: whether one operator ran all steps of a recurrent network.
+        numbers: the sum of each draw, if requested; None for a draw that depends on more than the generator.
 
     Args:
-        numbers: keep sums of what is drawn.
+        numbers: keep the sums of the draws.
     """
 
     def __init__(self, *, numbers: bool = False) -> None:
@@ -129,7 +129,7 @@ class Notes(TorchDispatchMode):
 
 
 def _by_generator_alone(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether what an operator draws depends on the generator, and on no values of a tensor that it is given."""
+    """Return whether the draw of an operator depends only on the generator, and on no values of its tensor arguments."""
     packet = func.overloadpacket
     given = args[1:] if packet in _FILLING else args
     return packet in _FROM_NOTHING and not any(isinstance(value, torch.Tensor) for value in given)
@@ -143,7 +143,7 @@ def _sum(drawn: Any) -> float | None:
 
 
 def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether this call of an operator depends on random numbers: dropout with a probability of 0 does not."""
+    """Return whether this call of an operator uses random numbers; dropout with probability 0 does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
     for position, argument in enumerate(func._schema.arguments):
@@ -156,7 +156,7 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def entered(*modes: TorchDispatchMode) -> Iterator[None]:
-    """Enter all of the modes, the last one innermost."""
+    """Enter all modes, the last one innermost."""
     with contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)

@@ -1,4 +1,4 @@
-"""The gate for evaluation: after training, every rank gives the same answer to the same question."""
+"""The gate for evaluation: after training, the models of all ranks give the same answers."""
 
 from __future__ import annotations
 
@@ -40,38 +40,37 @@ def assert_evaluation_agrees(
     sizes: int | Iterable[int] | None = None,
     world_sizes: Iterable[int] | None = None,
 ) -> None:
-    """Assert that, after some steps of training, the models of all ranks answer alike in evaluation mode.
+    """Assert that the models of all ranks give the same answers in evaluation mode after some training steps.
 
-    On each rank: ``build()`` under one seed, `steps` times ``step(model, batch, rank)`` on global batches that are made
-    under one seed, ``model.eval()``, and ``evaluate(model, batch)`` under ``torch.no_grad()`` on one more global batch,
-    the same on all ranks; without TF32. Answers must be equal to the bit, on all ranks. Where parameters and buffers are
-    equal to the bit, answers may differ as rounding errors do; how far those lead is measured on the evaluation (Monte
-    Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997). Each rank answers twice, under seeds that differ between ranks:
-    an answer must not depend on random numbers.
+    Each rank calls ``build()`` under one seed and then ``step(model, batch, rank)`` on `steps` global batches, which are
+    also made under one seed. It then calls ``model.eval()``, and ``evaluate(model, batch)`` under ``torch.no_grad()`` on
+    one more global batch, the same on all ranks, without TF32. The answers of all ranks must be equal bit for bit. If
+    parameters and buffers are equal bit for bit, answers may differ by rounding. The size of those rounding errors is
+    measured on the evaluation (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997). Each rank evaluates twice,
+    under seeds that differ between ranks: an answer must not depend on random numbers.
 
-    DistributedDataParallel with BatchNorm does not have this property by itself: it broadcasts buffers before each forward
-    pass in training, and each rank's running statistics differ again after the last one. Broadcast buffers before
-    evaluation, or convert to SyncBatchNorm; or let `evaluate` do on one rank, or on each rank's share, what the training
-    code does.
+    DistributedDataParallel with BatchNorm does not have this property by itself. It broadcasts buffers before each forward
+    pass in training, so each rank's running statistics differ again after the last pass. Broadcast buffers before
+    evaluation, or convert to SyncBatchNorm. If the training code evaluates on one rank, or on each rank's share, let
+    `evaluate` do the same.
 
     Args:
         ranks: the fixture.
-        step: the user's parallel training step, called on every rank; it takes its share of the global batch itself, and
-            leaves what it has learned in `model`. A class is called with (model, rank) first, and the object then for
-            each batch.
-        build: the model, not yet on a device.
-        batch: ``batch(n)``: a global batch of n samples, with new samples for each step.
-        evaluate: what the model answers: tensors, or mappings or lists of these. Default: ``model(x)`` of the first tensor
-            of the batch, on the device of the model.
-        steps: of training.
-        sizes: of global batches, one or several; default 4 * world size.
-        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
+        step: the user's parallel training step, called on every rank. It takes its share of the global batch itself, and
+            trains `model` in place. A class is called with (model, rank) first; its instance is called for each batch.
+        build: returns the model, not yet on a device.
+        batch: ``batch(n)`` returns a global batch of n samples, with new samples for each step.
+        evaluate: returns the answers of the model: tensors, or mappings or lists of tensors. Default: ``model(x)`` of the
+            first tensor of the batch, on the device of the model.
+        steps: number of training steps.
+        sizes: sizes of global batches, one or several; default 4 * world size.
+        world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
 
     Raises:
-        ScalingMismatch: at the smallest world size and batch where ranks answer otherwise. ``.ranks`` are those that
-            differ from rank 0, or from themselves when asked again.
-        ValueError: an argument is not valid, `build`, `batch` or `evaluate` do not give what they should, or `step` leaves
-            all parameters as they were.
+        ScalingMismatch: answers differ; raised at the smallest world size and batch where they do. ``.ranks`` are the
+            ranks that differ from rank 0, or from their own first answer.
+        ValueError: an argument is not valid; `build`, `batch` or `evaluate` returns something unusable; or `step` changes
+            no parameter.
     """
     __tracebackhide__ = True
     check_count("assert_evaluation_agrees", "steps", steps)
@@ -96,7 +95,7 @@ def assert_evaluation_agrees(
 
 
 def _judge(ranks: RanksFixture, program: Evaluated, size: int) -> None:
-    """Raise if ranks answer otherwise than each other."""
+    """Raise ScalingMismatch if the answers of ranks differ."""
     __tracebackhide__ = True
     compared = _run(ranks, program, size, measure=False)
     if _wrong(compared) and not _of(compared, "parameter", "buffer"):
@@ -135,17 +134,17 @@ def _run(ranks: RanksFixture, program: Any, size: int, *, measure: bool) -> list
 
 
 def _of(compared: Sequence[Compared], *kinds: str) -> list[Compared]:
-    """Return what differs, of these kinds."""
+    """Return the rows of these kinds whose ranks differ."""
     return [row for row in compared if row.kind in kinds and row.wrong]
 
 
 def _wrong(compared: Sequence[Compared]) -> list[Compared]:
-    """Find answers that differ by more than rounding errors may."""
+    """Return the answers that differ by more than rounding explains."""
     return [row for row in _of(compared, "answer", "repeated") if not row.rounding]
 
 
 def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int) -> Evidence:
-    """Return why ranks answer otherwise. What comes first explains what comes later, so no more is told than that."""
+    """Return the evidence for why answers differ. An earlier difference explains later ones, so only it is included."""
     initial, parameters, buffers = (_of(compared, kind) for kind in ("initial", "parameter", "buffer"))
     repeated = _of(wrong, "repeated")
     evidence = Evidence(size)
@@ -159,8 +158,8 @@ def _evidence(compared: Sequence[Compared], wrong: Sequence[Compared], size: int
         evidence = replace(evidence, buffers_apart=_listed(buffers))
     if repeated:
         told = (
-            f"asked again under another seed, rank {repeated[0].wrong[0]} answers otherwise: {repeated[0].detail}; look for "
-            "dropout that is on (model.eval() undone, functional.dropout without training=), or other random numbers"
+            f"rank {repeated[0].wrong[0]} gives another answer under another seed: {repeated[0].detail}; look for dropout "
+            "that is still on (model.eval() undone, functional.dropout without training=), or other random numbers"
         )
         return replace(evidence, answers_change=told)
     if initial or parameters or buffers:
@@ -189,9 +188,9 @@ def _report(compared: Sequence[Compared], wrong: Sequence[Compared], case: dict[
             if row.kind == "answer":
                 relations["repeatable"] = not any(other.name == row.name for other in repeated)
             observables.append(Observable(name, relations, row.detail))
-    # What was learned before what was answered: it is the cause.
+    # Name a wrong parameter or buffer before a wrong answer: it is the cause.
     first = (parameters or buffers or list(wrong))[0]
-    what = "another answer when asked again" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
+    what = "another answer under another seed" if first.kind == "repeated" else f"{first.kind} {first.name!r} differs"
     return Report(
         f"ranks give different answers in evaluation mode: {what} on {named(first.wrong)}"
         + ("" if first.kind == "repeated" else f": {first.detail}"),

@@ -1,4 +1,4 @@
-"""Collect what a trained model answers on a rank, and compare the answers of ranks. In the ranks: it imports torch."""
+"""Collect the answers of a trained model on a rank, and compare them between ranks. Imports torch: for ranks only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The user's functions, and how they are to be called."""
+    """The user's functions, with the numbers of steps and samples."""
 
     step: Callable[..., Any]  # or a class, see `bound`
     build: Callable[[], Any]
@@ -46,14 +46,14 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Compared:
-    """One thing that all ranks should have alike.
+    """A value that should be the same on all ranks, as compared.
 
     Attributes:
-        kind: "initial", "parameter", "buffer", "answer", or "repeated" for what a rank answers when asked again; "batches"
-            and "untouched" tell of functions that cannot be used.
-        wrong: the ranks that differ from rank 0; of "repeated", from themselves.
-        detail: the element that is furthest off, with the values of the ranks.
-        rounding: they differ, and no more than rounding errors may.
+        kind: "initial", "parameter", "buffer" or "answer"; "repeated" for a second answer of the same rank; "batches" and
+            "untouched" for functions that cannot be used.
+        wrong: the ranks that differ from rank 0; for "repeated", from their own first answer.
+        detail: the element with the largest difference, with the values of the ranks.
+        rounding: whether rounding errors explain the difference.
     """
 
     kind: str
@@ -64,10 +64,12 @@ class Compared:
 
 
 def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank: Rank) -> str:
-    """Train on this rank, evaluate, and keep all that is to be compared. Returns what is wrong with the user's functions.
+    """Train and evaluate on this rank, and save the values to compare in `directory`.
+
+    Returns why the user's functions cannot be used, or "" if they can.
 
     Args:
-        measure: find out how far rounding errors may move the answers, too.
+        measure: also measure how far rounding errors may move the answers.
     """
     seed_everything(_SEED)
     model = program.build()
@@ -93,16 +95,16 @@ def train_and_evaluate(program: Evaluated, directory: Path, measure: bool, rank:
     seen["buffer"] = {name: value for name, value in state.items() if name not in parameters}
     model.eval()
     with torch.no_grad(), full_precision():
-        # Of seeds that differ between ranks, and from one time to the next, an answer does not depend.
+        # Evaluation must not depend on the seed: the seed differs between ranks and between the two runs.
         for kind, seed in (("answer", 1000), ("again", 2000)):
             seed_everything(_SEED + seed + rank.index)
             try:
                 seen[kind] = _answer(program, model, held)
             except Opaque as error:
-                return f"of what evaluate(model, batch) returned, {error}"
+                return f"evaluate(model, batch) returned an answer that cannot be compared: {error}"
         seen["granted"] = _granted(program, model, held, rank) if measure else {}
     if not any(isinstance(value, torch.Tensor) for value in seen["answer"].values()):
-        return "evaluate(model, batch) returned no tensor or float; return what the model answers"
+        return "evaluate(model, batch) returned no tensor or float; return the output of the model"
     directory.mkdir(exist_ok=True)
     torch.save(seen, directory / f"{rank.index}.pt")
     return ""
@@ -126,7 +128,7 @@ def _answer(program: Evaluated, model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> dict[str, torch.Tensor]:
-    """Return how far rounding errors may move each element of the answers: by Monte Carlo arithmetic, see `Perturbed`."""
+    """Measure how far rounding errors may move each element of the answers, by Monte Carlo arithmetic; see `Perturbed`."""
     seed_everything(_SEED + 1000 + rank.index)
     usual = {n: v.double() for n, v in _answer(program, model, batch).items() if is_real(v)}
     spread = deviations(sum(value.numel() for value in usual.values()))
@@ -134,7 +136,7 @@ def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> di
 
     def perturbed(sign: int) -> dict[str, Any]:
         seed_everything(_SEED + 1000 + rank.index)
-        # The model answers in its own dtypes: float64 stands for itself, not for a narrower one.
+        # The model runs in its own dtypes, so float64 is perturbed by its own roundoff.
         with Perturbed(sign * spread, generator, unit_roundoff(torch.float64)):
             return _answer(program, model, batch)
 
@@ -142,7 +144,7 @@ def _granted(program: Evaluated, model: nn.Module, batch: Any, rank: Rank) -> di
 
 
 def compare_ranks(directory: Path, size: int) -> list[Compared]:
-    """Compare what `size` ranks have kept. Called on one rank."""
+    """Compare the values that `size` ranks saved. Called on one rank."""
     seen: list[dict[str, Any]] = [torch.load(directory / f"{r}.pt", weights_only=False) for r in range(size)]
     batches = grouped((one["batches"], rank) for rank, one in enumerate(seen))
     found = [] if len(batches) == 1 else [Compared("batches", "batch", tuple(batches[1][1]), "", False)]
@@ -176,7 +178,7 @@ def _compared(
 def _detail(
     values: list[Any], owners: list[str], wrong: tuple[int, ...], granted: torch.Tensor | None
 ) -> tuple[str, bool]:
-    """Return all values where they are furthest apart; and whether that is within what is granted."""
+    """Return the values of all ranks at the largest difference, and whether all differences are within `granted`."""
     if len({_kind(value) for value in values}) > 1 or not isinstance(values[0], torch.Tensor):
         texts = [_kind(value) if isinstance(value, torch.Tensor) else repr(value)[:40] for value in values]
         return _said(texts, owners), False

@@ -1,7 +1,7 @@
-"""Record in a rank what the code under test calls while it runs, as evidence for what is wrong with it.
+"""Record the calls of the code under test in a rank, as evidence for its mistakes.
 
-The interpreter's own profiling hook tells of calls, so that it does not matter by which name, and from where, the code
-under test has imported a function. It is slow, and on only while a failure is looked into.
+The interpreter's profiling hook reports the calls. It sees a function under every name and import. The hook is slow, so
+it is on only while a failure is diagnosed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["noting_seeds", "traced"]
 
 @contextlib.contextmanager
 def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
-    """Write to `trace` what the code under test calls, in this thread and those that it starts."""
+    """Write the calls of the code under test to `trace`, in this thread and in threads that it starts."""
 
     def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
@@ -63,13 +63,13 @@ def traced(model: Any, trace: Trace, rows: Rows) -> Iterator[None]:
         trace.drawn, trace.numbers = tuple(notes.drawn), tuple(notes.numbers)
         sys.setprofile(before)
         threading.setprofile(of_threads)
-        recorder.on = False  # in threads that are still there
+        recorder.on = False  # stops recording in threads that are still alive
         hook.remove()
 
 
 @contextlib.contextmanager
 def noting_seeds(events: list[Event]) -> Iterator[None]:
-    """Note which seeds are set, in this thread, and where."""
+    """Note the seeds that are set in this thread, with their lines."""
 
     def note(frame: types.FrameType, what: str, called: Any) -> None:
         if what == "call" and frame.f_code is _SEED:
@@ -90,7 +90,7 @@ class _Nested(threading.local):
 
 
 class _EventRecorder:
-    """Records events of one rank, as a profile function."""
+    """Profile function that records the events of one rank."""
 
     def __init__(self, model: Any, trace: Trace, rows: Rows) -> None:
         self._trace, self._rows = trace, rows
@@ -98,11 +98,11 @@ class _EventRecorder:
         self._modules = list(modules_of(model).values())
         self._asynchronous: list[tuple[Any, Event, list[tuple[torch.Tensor, int]]]] = []
         self._nested = _Nested()
-        self._following: list[list[RemovableHandle]] = []  # of each backward pass that is under way
+        self._following: list[list[RemovableHandle]] = []  # hooks of each running backward pass
 
     def __call__(self, frame: types.FrameType, what: str, result: Any) -> None:
         if not self.on:
-            sys.setprofile(None)  # in a thread of autograd's, which is there for good
+            sys.setprofile(None)  # autograd's threads never end: detach from them here
             return
         if what == "c_return" and (seeded := _generator_seeded(frame, result)) is not None:
             self._trace.events.append(seeded)
@@ -126,11 +126,11 @@ class _EventRecorder:
                 finish(self, result)
         elif what == "call" and (watched := _WATCHED.get(code)) is not None:
             kind, name, read = watched
-            with contextlib.suppress(Exception):  # evidence that cannot be had is not worth a failure
+            with contextlib.suppress(Exception):  # missing evidence must not fail the run
                 self._trace.events.append(Event(kind, name, site(frame), read(frame.f_locals, self)))
 
     def last(self, kind: str) -> Event:
-        """Return the event of this kind that came last."""
+        """Return the latest event of this kind."""
         return next(event for event in reversed(self._trace.events) if event.kind == kind)
 
     def _wait(self, work: Any, what: str) -> None:
@@ -141,11 +141,11 @@ class _EventRecorder:
                 _note_results(event, [tensor for tensor, _ in versions])
                 continue
             event.details["waited"] = True
-            # Whoever writes to the operand before the wait has not waited for it.
+            # A write to the operand before the wait used it too early.
             event.details["touched"] = any(tensor._version != version for tensor, version in versions)
 
     def _forward(self, frame: types.FrameType, what: str) -> None:
-        """Note the call of a module that no other module calls: with which parameters, and on which samples."""
+        """Note the parameters and samples of an outermost module call."""
         self._nested.depth += 1 if what == "call" else -1
         if what != "call" or self._nested.depth != 1:
             return
@@ -161,9 +161,9 @@ class _EventRecorder:
             self._trace.events.append(Event("model", type(module).__name__, site(frame), said))
 
     def _follow(self, roots: Sequence[Any]) -> list[RemovableHandle]:
-        """Watch the threads in which autograd is about to go back from `roots`: it has one for each GPU.
+        """Watch the threads that run the backward pass from `roots`; autograd has a thread for each GPU.
 
-        They are not Python's, so no profile function reaches them but from within.
+        Python did not start those threads, so only code that runs inside them can set a profile function.
         """
         found = (getattr(root, "node", None) or getattr(root, "grad_fn", None) for root in roots)
         nodes = [node for node in found if node is not None]
@@ -227,7 +227,7 @@ class _EventRecorder:
         return details
 
     def _result_in(self, value: torch.Tensor) -> Result | None:
-        """Return the gradient or parameter in whose memory a tensor is."""
+        """Return the gradient or parameter that starts at the same memory as a tensor."""
         if not value.numel():
             return None
         start = value.data_ptr()
@@ -243,13 +243,13 @@ class _EventRecorder:
             yield from module.named_parameters()
 
     def names_in(self, module: nn.Module) -> tuple[str, ...]:
-        """Name those of the model's parameters that are in `module`, by their names in the model."""
+        """Return the parameters of the model that are in `module`, by their names in the model."""
         inside = {id(parameter) for parameter in module.parameters()}
         return tuple(name for name, parameter in self.parameters() if id(parameter) in inside)
 
 
 def _generator_seeded(frame: types.FrameType, called: Any) -> Event | None:
-    """Return the event where the code under test has called `manual_seed` of a generator of its own."""
+    """Return an event if the code under test called `manual_seed` of a generator of its own."""
     if getattr(called, "__name__", "") != "manual_seed" or not is_under_test(frame):
         return None
     generator = called.__self__
@@ -267,7 +267,7 @@ def _seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
 
 
 def _python_seed(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:
-    return {"seed": int(local["a"])}  # none was given where this fails
+    return {"seed": int(local["a"])}  # fails without a seed, and then nothing is recorded
 
 
 def _backward(local: Mapping[str, Any], recorder: _EventRecorder) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Measure what one device gives for each scenario, on ranks that are alone in their world, and keep it."""
+"""Measure the results of one device for each scenario, on ranks that are alone in their world, and keep them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from mgpu_check.torch_hooks.tensors import digest_of
 __all__ = ["Effort", "Expectations", "key_of"]
 
 _KEPT = 64
-"""Scenarios whose expected results are kept for other world sizes, …"""
+"""Most scenarios whose expected results are kept for other world sizes."""
 _KEPT_ELEMENTS = 100_000_000
-"""… unless they have more elements than that together."""
+"""Most elements of all kept results together: they take less than a gigabyte."""
 
 
 class Effort(Enum):
-    """How thoroughly to measure by how much a right step may be off.
+    """How thoroughly to measure the error that a right step may have.
 
-    In the order in which they are tried: each grants more than the one before, and takes longer.
+    Efforts are tried in this order: each one grants more than the one before, and takes longer.
     """
 
     PROVISIONAL = auto()
-    """A run as it is, and a few that are perturbed in the precision of the step."""
+    """One plain run, and a few runs perturbed in the precision of the step."""
     WIDENED = auto()
     """One more run, which shows what rounding within operators adds."""
     IN_FULL = auto()
@@ -47,10 +47,10 @@ class Effort(Enum):
 
 
 class Expectations:
-    """What one device gives for each scenario of one program.
+    """The results of one device for each scenario of one program.
 
     Attributes:
-        alone: whether the step can run alone in its world, as far as is known.
+        alone: whether the step can run alone in its world; True until it fails there.
     """
 
     def __init__(self, ranks: RanksFixture, program: Program) -> None:
@@ -58,25 +58,25 @@ class Expectations:
         self.alone = True
         self._expected: dict[tuple[object, ...], Expected | RankFailure] = {}
         self._elements: int | None = None
-        """Elements of the results of a step whose runs ranks share; 0 if one rank does them all, None before the first."""
+        """Elements of the results, if ranks share the runs of this step; 0 if one rank does all runs; None before the first."""
 
     def of(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
-        """Return what one device gives; measure it once for all world sizes.
+        """Return the results of one device; measure them once for all world sizes.
 
         Args:
-            deep: measure what each step of an optimizer leaves, too.
-            effort: less than in full, if that is conclusive.
+            deep: also measure the results of each optimizer step.
+            effort: how thoroughly to measure; an inconclusive measurement is repeated in full.
 
         Raises:
             RankFailure: the reference, or the step, fails on one device.
-            ValueError: what `build` gives is no model.
+            ValueError: `build` does not return a model.
         """
         of_size = scenario.world_size if wants_world_size(self._program.reference) else 0
         case = key_of(replace(scenario, world_size=of_size))
         known = self._expected.get((case, deep))
         if known is None and effort is not Effort.IN_FULL:
             known = self._provisional((case, "provisionally"), scenario, effort)
-        if known is None:  # or a provisional measurement is not conclusive
+        if known is None:  # not measured yet, or the provisional measurement is inconclusive
             known = self._kept((case, deep), scenario, measure, deep)
         assert known is not None
         if isinstance(known, RankFailure):
@@ -120,7 +120,7 @@ class Expectations:
         except (RankDied, RankHang):
             if self._program.reference is None or not self.alone:
                 raise
-            # Code for several ranks need not bear to be alone: where there is a reference, it need not be.
+            # Parallel code may hang or die at world size 1; with a reference it need not run there.
             self.alone = False
             return self._measured(scenario, measuring, *how)
         if measuring is measure_provisionally and found is not None and self._elements is None:
@@ -130,7 +130,7 @@ class Expectations:
         return found
 
     def _measured_together(self, scenario: Scenario) -> Expected | None:
-        """Return what `measure_provisionally` returns, from runs that ranks share; None if one rank has to do them all."""
+        """Return the result of `measure_provisionally` from runs shared by ranks; None if one rank has to do all runs."""
         elements = self._elements
         if not elements or (self._program.reference is not None and scenario.change):
             return None
@@ -139,7 +139,7 @@ class Expectations:
         arguments = [(self._program, scenario, runs, elements) for runs in shares]
         try:
             done = self._ranks._run_apart(measure_in_parts, arguments)
-        except RankDied:  # where memory does for one, it need not do for several
+        except RankDied:  # memory may suffice for one rank and not for several
             self._elements = 0
             return None
         parts = {
@@ -154,12 +154,12 @@ class Expectations:
 
 
 def key_of(scenario: Scenario) -> tuple[object, ...]:
-    """Return a key that differs between scenarios: batches that were drawn count by their bits."""
+    """Return a key that differs between scenarios; drawn batches enter with the digests of their tensors."""
     return scenario, tuple(digest_of(leaf) for leaf in tensors_of(scenario.batches))
 
 
 def _elements_of(known: Expected | RankFailure) -> int:
-    """Return how many elements a kept result has: values, exact ones, and tolerances."""
+    """Return the number of elements of a kept result: its values, exact values and tolerances."""
     if isinstance(known, RankFailure):
         return 0
     return 3 * sum(value.numel() for value in known.single.values.values())

@@ -1,4 +1,4 @@
-"""What is known of a step that does not scale: facts by type. `gates.telling` puts them into words."""
+"""Facts about a step that does not scale, as typed records. `gates.telling` formats them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Axes:
     """The axes of a mesh that a failure needs.
 
     Attributes:
-        needed: the failure needs each of them ("all"), or any one of them ("any").
-        passing: axes with which alone the step passes.
-        others: the axes whose size does not matter.
+        needed: the axes that the failure needs.
+        how: whether it needs all of them together ("all"), or any one of them ("any").
+        passing: axes on which the step passes if only that axis is larger than 1.
+        others: axes whose size does not matter.
     """
 
     needed: tuple[str, ...]
@@ -39,8 +40,8 @@ class FirstWrong:
     """The first optimizer step that is wrong on a rank.
 
     Attributes:
-        step: from 1.
-        result: the first wrong result, in the order of the model; None if the rank does not make the step.
+        step: number of the step, from 1.
+        result: the first wrong result, in the order of the model; None if the rank skips the step.
     """
 
     step: int
@@ -53,10 +54,10 @@ class Failure:
     """A step that does not scale, in its smallest case.
 
     Attributes:
-        name: of the step.
-        case: what the smallest case consists of: name -> value.
-        findings: the mistakes that explain it, the likeliest first.
-        incomplete: parts of the diagnosis that have failed, a line each.
+        name: name of the step.
+        case: the smallest case, as name -> value.
+        findings: the mistakes that explain the failure, the likeliest first.
+        incomplete: failed parts of the diagnosis, a line each.
     """
 
     name: str
@@ -70,9 +71,9 @@ class NoReturn(Failure):
     """Ranks that did not return.
 
     Attributes:
-        account: how the call ended on each rank; None where nothing but the error is known.
-        lines: what the error says.
-        hung: the time was up; otherwise a rank has raised, or died.
+        account: how the call ended on each rank; None if only the error is known.
+        lines: the lines of the error message.
+        hung: True if the time ran out; False if a rank raised or died.
     """
 
     account: Account | None
@@ -81,24 +82,24 @@ class NoReturn(Failure):
 
     @property
     def stacks(self) -> list[str]:
-        """Where each rank is, a block of text each."""
+        """The stack of each rank, a block of text each."""
         return [] if self.account is None else self.account.blocks()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch(Failure):
-    """Ranks that returned, and left something else than one device.
+    """Ranks that returned with other results than one device.
 
     Attributes:
         size: the world size, or the number of devices of a single process.
-        relations: what holds of each result, and what does not.
-        expected: what one device leaves.
-        patterns: what the first wrong values look like, a line each.
-        axes, first, parting, module, factor: see their types; None where unknown. The factor is the one number by which
-            all that differs is off.
-        of_update: the gradients are right, and the parameters are not.
-        wrong_alone: the step differs from the reference at world size 1 already.
-        repeated: a second run came to its end.
+        relations: the relations that hold and fail for each result.
+        expected: the results of one device.
+        patterns: descriptions of the first wrong values, a line each.
+        axes, first, parting, module: see their types; None if unknown.
+        factor: the one factor that explains all differences; None if unknown.
+        of_update: the gradients are right and the parameters are wrong.
+        wrong_alone: the step already differs from the reference at world size 1.
+        repeated: a second run completed.
     """
 
     size: int

@@ -1,7 +1,7 @@
 """Flatten a state or an answer to tensors, numbers and texts by dotted name. Imports torch.
 
-Two values that differ must not come out the same: what cannot be taken apart is refused. So it goes further than
-`torch_hooks.nested`: into objects, generators and arrays, by their state.
+Two different values must not flatten to the same result, so a value that cannot be taken apart is refused. Unlike
+`torch_hooks.nested`, this module also takes apart objects, generators and arrays, by their state.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _WITHOUT_STATE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunct
 
 
 class Opaque(ValueError):
-    """Something holds what cannot be compared."""
+    """A value holds an object that cannot be compared."""
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU; of a tensor that is spread over ranks (a DTensor) this rank's part."""
+    """Return a copy of a tensor on the CPU; for a DTensor, a copy of this rank's part."""
     local = tensor.detach()
     return copied(local.to_local() if hasattr(local, "to_local") else local)
 
@@ -47,10 +47,10 @@ def flattened(
         value: tensors, arrays, numbers, texts; mappings, sequences and sets of these; objects with ``state_dict()``,
             dataclasses, and other objects by their attributes.
         take: makes a copy of a tensor on the CPU.
-        strict: otherwise what cannot be taken apart is known by its type alone.
+        strict: refuse values that cannot be taken apart. If False, such a value is replaced by the name of its type.
 
     Raises:
-        Opaque: `strict`, and something cannot be taken apart, or two things have one name.
+        Opaque: `strict`, and a value cannot be taken apart or two entries have the same name.
     """
     return _flattened(value, name, take, strict, ())
 
@@ -69,7 +69,7 @@ def _flattened(
     if _is_numpys(value) and hasattr(value, "dtype") and value.dtype.kind in "biufc":
         try:
             return {name: torch.as_tensor(value).clone()}
-        except TypeError:  # of a dtype that torch has not, such as longdouble: repr has all digits
+        except TypeError:  # torch lacks the dtype, such as longdouble: repr has all digits
             return {name: repr(value.tolist())}
     if id(value) in outside:
         return _opaque(value, name, strict, "which holds itself")
@@ -98,7 +98,7 @@ def _opaque(value: Any, name: str, strict: bool, why: str) -> dict[str, Any]:
 
 
 def _parts(value: Any) -> list[tuple[str, Any]] | None:
-    """Return the parts of a value; None where it is one thing. An empty key adds nothing to the name."""
+    """Return the parts of a value by key; None if it has no parts. An empty key adds nothing to the name."""
     pairs: Iterable[tuple[Any, Any]]
     if isinstance(value, (*_WITHOUT_STATE, enum.Enum, os.PathLike, range, bytearray, set, frozenset)):
         return None
@@ -131,15 +131,15 @@ def _parts(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _text(value: Any) -> str | None:
-    """Return a text that differs where values do; None where there is none."""
+    """Return a text that differs between different values; None if no text can guarantee that."""
     if isinstance(value, _WITHOUT_STATE):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
-    if isinstance(value, set | frozenset):  # in no order
+    if isinstance(value, set | frozenset):  # sorted, because a set has no order
         texts = [_text(part) for part in value]
         return None if None in texts else repr(sorted(text for text in texts if text is not None))
     text, kind = repr(value), cast(Any, type(value))
     if kind.__repr__ is object.__repr__ or _ADDRESS.search(text) or _holds_tensors(value):
-        return None  # tensors are shown with four digits, and not all of their elements
+        return None  # repr of a tensor has four digits, and leaves out elements
     return text
 
 

@@ -1,6 +1,6 @@
-"""Try one case of a gate on ranks with different hash seeds, as torchrun starts them, where the code under test uses sets.
+"""Try one case of a gate on ranks with different hash seeds, as torchrun starts them, if the code under test uses sets.
 
-The ranks of a gate are forks of one interpreter: what iterates over a set of texts does so in one order on all of them.
+The ranks of a gate are forks of one interpreter, so all of them iterate over a set of texts in the same order.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ def with_seeds_apart(
 ) -> None:
     """Judge a case again with different hash seeds, if the code under test uses sets.
 
-    A failure counts that comes twice, while the same case passes once more with one seed. A hang is not waited for twice.
+    A failure counts only if it occurs twice, and if the same case passes in between with one seed. A hang counts at once,
+    because waiting for it twice takes too long.
 
     Args:
-        gate: the function that the user has called.
-        functions: the user's own, which ranks call.
+        gate: the gate that the user called.
+        functions: the user's functions that ranks call.
         case: the case, for the report.
-        judge: looks at the case on given ranks, and raises what is wrong; it has passed.
+        judge: runs the case on the given ranks and raises an error if it fails; it has passed with one hash seed.
 
     Raises:
-        ScalingMismatch: the case fails only where hash seeds differ.
-        RankHang: the same, where ranks do not return.
-        CheckFailure: it fails with one seed, too, when it is judged again.
+        ScalingMismatch: the case fails only with different hash seeds.
+        RankHang: ranks do not return, only with different hash seeds.
+        CheckFailure: the case also fails with one seed when it is judged again.
     """
     __tracebackhide__ = True
     if ranks._seeds_apart or not (used := sets_used(functions)):
         return
     if seed := hash_seeds.given(os.environ):
         ranks._remark(
-            f"{gate}: different hash seeds on ranks were not tried, because {hash_seeds.VARIABLE}={seed} gives all one"
+            f"{gate}: different hash seeds on ranks were not tried, because {hash_seeds.VARIABLE}={seed} fixes the seed"
         )
         return
     apart = cast(RanksFixture, _Apart(ranks))
@@ -60,11 +61,11 @@ def with_seeds_apart(
         return
     judge(ranks)
     if not isinstance(failed, RankHang) and _failure(judge, apart) is None:
-        return  # it fails now and then, whatever the seeds
+        return  # the failure is intermittent, and does not depend on the seeds
     what = (str(failed).splitlines() or [type(failed).__name__])[0]
     told = (
-        f"the case is right where all ranks have one hash seed, and with one seed for each rank {what[:_LONGEST]}; sets are "
-        f"used in {few(used, _SHOWN)}"
+        f"the case passes if all ranks share one hash seed; with a seed for each rank, {what[:_LONGEST]}; sets are used in "
+        f"{few(used, _SHOWN)}"
     )
     report = Report(
         f"{gate}: ranks with different hash seeds fail, as they have them under torchrun: {what}",

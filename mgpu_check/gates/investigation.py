@@ -1,4 +1,4 @@
-"""From a failure to what is known of it: look again, weigh the evidence against known mistakes, gather the facts."""
+"""Diagnose a failure: run it again, match the evidence with known mistakes, and gather the facts."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mgpu_check.numerics.diagnosis import diagnose
 __all__ = ["failure_of", "no_return_of"]
 
 _LIKELY = 2
-"""Causes that a report names."""
+"""Most causes that a report names."""
 
 
 def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes | None = None) -> Failure:
-    """Return what is known of a trial that failed; runs the step a few more times.
+    """Diagnose a failed trial; this runs the step a few more times.
 
-    An error of the diagnosis leaves its part out, and is kept in `incomplete`.
+    If a part of the diagnosis raises an error, the part is left out and the error is kept in `incomplete`.
 
     Args:
         sizes: world sizes of the gate.
-        axes: which axes of the mesh the failure needs.
+        axes: the axes of the mesh that the failure needs.
     """
     if failed.relations is None:
         assert failed.error is not None
@@ -67,10 +67,10 @@ def failure_of(trials: Trials, failed: Trial, sizes: Sequence[int], axes: Axes |
 
 
 def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang) -> NoReturn:
-    """Return what is known of ranks that did not return: they hung, have raised, or died.
+    """Diagnose ranks that did not return because they hung, raised or died.
 
     Args:
-        name: of the step.
+        name: name of the step.
     """
     account, attempts = account_of(error), Attempts()
     hung = isinstance(error, RankHang)
@@ -96,8 +96,8 @@ def no_return_of(name: str, scenario: Scenario, error: RankFailure | RankHang) -
 
 
 def _first_wrong(tensors: Tensors) -> FirstWrong | None:
-    """Return the first optimizer step, and in it the first result in the order of the model, that is wrong on a rank."""
-    # Gradients first: where ranks update parameters of their own, the others follow after the optimizer's step.
+    """Return the first wrong optimizer step, with its first wrong result in the order of the model."""
+    # Gradients first: if each rank updates its own parameters, it gets the others only after the optimizer step.
     for of_gradients in (True, False):
         for step, exact in enumerate(tensors.expected.snapshots):
             allowed = tensors.expected.allowances[step]
@@ -114,14 +114,14 @@ def _first_wrong(tensors: Tensors) -> FirstWrong | None:
 
 
 def _is_of_update(tensors: Tensors) -> bool:
-    """Return whether gradients were judged and are right, and parameters are wrong."""
+    """Return whether gradients were compared and are right, and parameters are wrong."""
     held = tensors.relations.held
     gradients = [name for name in held if name.kind == "grads"]
     return bool(gradients) and not tensors.wrong("grads", "returned") and bool(tensors.wrong("params"))
 
 
 def _patterns(tensors: Tensors) -> list[str]:
-    """Describe what the first wrong values look like, where no known mistake explains them: a flipped bit, say."""
+    """Describe patterns in the first wrong values, such as a flipped bit."""
     found: list[str] = []
     for name in tensors.names[:1]:
         for rank in tensors.relations.wrong[name][:1]:

@@ -1,4 +1,4 @@
-"""Find the trained parameters that were not judged, and say why."""
+"""Find the trained parameters that were not judged, with the reasons."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from mgpu_check.mistakes.results import Result
 __all__ = ["unjudged"]
 
 _WIDE = 0.1
-"""Of the values: a tolerance that is wider lets a factor of 2, or a missing rank, pass."""
+"""Widest tolerance, as a fraction of the values: a wider one may accept a factor of 2, or a missing rank."""
 _SMALL = 1e-2
-"""Of the largest gradient: a gradient below that may be nothing but rounding errors, such as that of a bias before a norm."""
+"""Fraction of the largest gradient below which a gradient may be rounding errors only, as for a bias before a norm."""
 _ENOUGH = 4096
 """Elements to sample from a large tensor for its magnitude."""
 
@@ -26,15 +26,15 @@ def unjudged(
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
 ) -> dict[str, str]:
-    """Return the trained parameters whose gradient and value were both not compared with one device, and why.
+    """Return the trained parameters with neither gradient nor value compared with one device, and the reasons.
 
-    A tolerance that was measured, and is wider than a tenth of the values, decides nothing.
+    A measured tolerance wider than a tenth of the values decides nothing.
     """
     if not {"grads", "params"} & set(kinds):
         return {}
     single = expected.single
     if expected.by_reference and not {"grads", "params"} & single.touched:
-        return {}  # what it returns is all that the user has to compare with
+        return {}  # the reference leaves no gradients or parameters, only returned values to compare with
     trained = single.trained.union(*(one.trained for one in seen))
     flat = any(
         name.kind == "returned" and value.dim() == 1 and value.numel() > 1 for name, value in seen[0].values.items()
@@ -56,13 +56,13 @@ def unjudged(
             if accounted or any(one.of == name and one.kind == "returned" for one in relations.held):
                 continue
             if Result("grads", name) not in single.values and Result("params", name) not in single.values:
-                continue  # the built model does not have it
+                continue  # not in the built model
             found[name] = why or "no rank leaves a gradient or a value of it"
     return found
 
 
 def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
-    """Return why the tolerance of a result proves nothing; "" if it does."""
+    """Return why the tolerance of a result is too wide to prove anything; "" if it is narrow enough."""
     exact, allowed = expected.exact.get(result), expected.tolerance.get(result)
     if exact is None or allowed is None or not exact.numel():
         return ""
@@ -79,7 +79,7 @@ def _wide(expected: Expected, result: Result, largest: dict[str, float]) -> str:
 
 
 def _size(value: torch.Tensor) -> float:
-    """Return the root mean square of the finite values, of large tensors that of some."""
+    """Return the root mean square of the finite values; large tensors are sampled."""
     some = value.reshape(-1)[:: max(1, value.numel() // _ENOUGH)]
     finite = some[some.isfinite()].double()
     return float(finite.square().mean().sqrt()) if finite.numel() else 0.0

@@ -1,4 +1,4 @@
-"""The gate for data loading: over all ranks, each epoch gives each sample once."""
+"""The gate for data loading: in each epoch, all ranks together get each sample once."""
 
 from __future__ import annotations
 
@@ -37,38 +37,41 @@ def assert_loader_covers(
 ) -> None:
     """Assert that the loaders of all ranks together give each sample once per epoch.
 
-    Which samples there are is found by running the same code at world size 1. A sample is known by its content: all leaves
-    of a batch (tensors, arrays, lists of texts or numbers) have one row per sample along dim 0. At each world size must
-    hold, for every epoch:
+    A run of the same code at world size 1 gives the expected samples. A sample is identified by its content: all leaves of
+    a batch (tensors, arrays, lists of texts or numbers) have one row per sample along dim 0. At each world size and in
+    every epoch these relations must hold:
 
-    - *all seen*, *only once*: each sample on exactly one rank; *known*: none that world size 1 does not give;
-    - *as many batches* on all ranks: in a loop with collectives, a rank that has more waits forever;
-    - *repeatable*: run again under the same seeds, each rank is given the same samples (looked at for the smallest size);
+    - *all seen*, *only once*: each sample is on exactly one rank; *known*: world size 1 gives every sample, too;
+    - *as many batches*: all ranks have as many; in a loop with collectives, a rank with more batches waits forever;
+    - *repeatable*: a second run under the same seeds gives each rank the same samples (checked at the smallest size).
 
-    and over the epochs, where the order at world size 1 changes or a sampler is seen that is to shuffle:
+    If the order at world size 1 changes between epochs, or the loader has a sampler that should shuffle, then also:
 
-    - *epochs differ*: no rank visits its samples in the same order in all of them.
+    - *epochs differ*: no rank visits its samples in the same order in all epochs.
 
     Args:
         ranks: the fixture.
-        make_loader: called on every rank with its `Rank`, as training code makes it. Returns the loader, any iterable of
-            batches, which is iterated once per epoch as it is; or is a generator function that yields the loader (not
-            its batches) once per epoch: ``for epoch in range(epochs): sampler.set_epoch(epoch); yield loader``. The seeds of all ranks
-            are the same when it is called.
-        epochs: how many to look at; from 2 on, their orders are compared.
-        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
-        padding: accept that samples are repeated so that all ranks have as many samples, or full batches: at most
+        make_loader: called on every rank with its `Rank`; it makes the loader as training code does. It returns the
+            loader, any iterable of batches, which is iterated once per epoch without further calls. Or it is a generator
+            function that yields the loader (not its batches) once per epoch:
+            ``for epoch in range(epochs): sampler.set_epoch(epoch); yield loader``. All ranks have the same seeds when it
+            is called.
+        epochs: number of epochs to check; from 2 on, their orders are compared.
+        world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
+        padding: accept repeated samples that give all ranks as many samples, or full batches: at most
             world size * batch size - 1 of them, with as many samples on each rank.
         dropped: accept that at most world size * batch size - 1 samples of an epoch are on no rank (``drop_last``).
         uneven: accept different numbers of batches, as in an evaluation without collectives in its loop.
-        key: ids of the samples of a batch, hashable and comparable between processes (a tensor of ids will do): where
-            samples are augmented at random, padded to the longest of their batch, or batches have no rows.
+        key: returns the ids of the samples of a batch, hashable and comparable between processes (a tensor of ids is
+            accepted). Needed if samples are augmented at random or padded to the longest of their batch, or if batches
+            have no rows.
 
     Raises:
-        ScalingMismatch: at the smallest world size at which anything of that does not hold; also at world size 1, where
-            each worker process of a loader reads the whole of an IterableDataset. ``.ranks`` are those at fault.
-        ValueError: an argument is not valid, or world size 1 does not say what the samples are: it gives none, or others in
-            each epoch.
+        ScalingMismatch: a relation does not hold; raised at the smallest world size where it fails. World size 1 is
+            checked, too, if worker processes read an IterableDataset, since each may read all of it. ``.ranks`` are the
+            ranks at fault.
+        ValueError: an argument is not valid, or world size 1 does not determine the samples: it gives no samples, or
+            different ones in each epoch.
     """
     __tracebackhide__ = True
     check_count("assert_loader_covers", "epochs", epochs, ", and 2 or more to compare their orders")
@@ -111,10 +114,10 @@ def assert_loader_covers(
 
 
 def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
-    """Return how often each sample is to be seen in an epoch: as often as by one rank.
+    """Return how often each sample should be seen in an epoch: as often as at world size 1.
 
     Raises:
-        ValueError: one rank sees nothing, or other samples in each epoch.
+        ValueError: world size 1 gives no samples, or different samples in each epoch.
     """
     counts = [epoch.counts for epoch in alone.epochs]
     union = counts[0].copy()
@@ -134,7 +137,7 @@ def _expected(alone: Visits, dropped: bool) -> Counter[Hashable]:
         others = (counts[differ] - counts[0]).total() or (counts[0] - counts[differ]).total()
         raise ValueError(
             f"at world size 1, epoch {differ} of make_loader differs from epoch 0 in {others} of {union.total()} samples, "
-            "so which samples there are cannot be told; where samples are augmented at random, pass key=, a "
+            "so the set of samples is not known; where samples are augmented at random, pass key=, a "
             "function from a batch to the ids of its samples; where drop_last drops others each time, pass dropped=True; "
             "where a sampler draws with replacement, as WeightedRandomSampler does, pass epochs=1: all ranks together must "
             "then draw what one draws in one epoch"
@@ -150,7 +153,7 @@ def _check(
     accepted: Accepted,
     shuffled: bool,
 ) -> None:
-    """Raise if anything is wrong at this world size."""
+    """Raise ScalingMismatch if a relation fails at this world size."""
     __tracebackhide__ = True
     labels = {sample: text for visit in (*visits, alone) for sample, text in visit.labels.items()}
     workers = max(visit.workers for visit in visits)
@@ -191,7 +194,7 @@ def _check(
 
 
 def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Visits], number: int) -> None:
-    """Add whether each rank is given the same samples when all is run again under the same seeds."""
+    """Add to `coverage` whether a second run under the same seeds gives each rank the same samples."""
     others = [
         rank
         for rank, (first, second) in enumerate(zip(visits, again, strict=True))
@@ -210,7 +213,7 @@ def _repeatable(coverage: Coverage, visits: Sequence[Visits], again: Sequence[Vi
 
 
 def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
-    """Return whether the order changes from epoch to epoch, where it should."""
+    """Return whether the order changes from epoch to epoch, if it should."""
     same, told = same_orders(visits, samples)
     result = Coverage({_EPOCHS_DIFFER: None if not shuffled or (same and not told) else not same})
     if result.relations[_EPOCHS_DIFFER] is False:
@@ -218,5 +221,5 @@ def _order(visits: Sequence[Visits], samples: int, shuffled: bool) -> Coverage:
         result.details.append(f"{who}: the same order in each of {len(visits[0].epochs)} epochs")
         result.ranks.update(same)
     elif shuffled and same:
-        result.details.append("too few samples or epochs to tell")
+        result.details.append("unknown: with so few samples or epochs, a shuffle may repeat an order by chance")
     return result

@@ -1,4 +1,4 @@
-"""Record in a rank what each module of the model gives, and the gradient that comes back to it."""
+"""Record in a rank the output of each module of the model, and the gradient of that output."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mgpu_check.torch_hooks.tensors import copied
 __all__ = ["noting_outputs"]
 
 _MOST = 1 << 16
-"""Elements of an output: to compare larger ones row by row would take longer than the step."""
+"""Most elements of a recorded output: comparing a larger one row by row would take longer than the step."""
 
 
 @contextlib.contextmanager
 def noting_outputs(modules: Mapping[str, nn.Module], trace: Trace) -> Iterator[None]:
-    """Write the first output of each module to `trace`, in the order of calls, and the gradient of that output."""
+    """Write the first output of each module to `trace`, in the order of calls, with its gradient."""
     names = {
         id(part): prefix + name
         for prefix, module in modules.items()

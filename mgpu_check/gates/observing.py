@@ -1,4 +1,4 @@
-"""Run the user's step in a rank, and record all that it leaves."""
+"""Run the user's step in a rank, and record all results: gradients, parameters, buffers, states and returned values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from mgpu_check.torch_hooks.tensors import digest_of, plain_copy
 __all__ = ["Around", "observe"]
 
 Around = Callable[[Any, Sequence[Any]], contextlib.AbstractContextManager[None]]
-"""Of the model, and of the batches as the steps get them."""
+"""Called with the model, and with the batches as the steps get them."""
 
 
 def observe(
@@ -52,19 +52,20 @@ def observe(
     alter: Callable[[Any], Any] | None = None,
     around: Around = lambda model, batches: contextlib.nullcontext(),
 ) -> Observation:
-    """Build the model, make the batches, and run the step, or the reference, on each of them in turn.
+    """Build the model, make the batches, and run the step (or the reference) on each batch in turn.
 
     Args:
-        double: in float64: the model and the batches are widened, and it is the default dtype.
-        deep: keep what each step of an optimizer leaves; "gradients" for these only, "nonlinear" for these before optimizers
-            that are not linear in them.
-        traced: make a step that is a class inside of `around`, and note the seeds that `build` sets.
+        of_reference: run the reference instead of the step.
+        double: run in float64: widen the model and the batches, and make float64 the default dtype.
+        deep: keep the gradients and parameters of each optimizer step; "gradients" for gradients only, "nonlinear" for
+            gradients of optimizers that are not linear in them.
+        traced: create a step that is a class inside `around`, and note the seeds that `build` sets.
         digests: compute checksums of the values.
-        initial: keep what the model was built with, which tells what was touched.
-        nudge: called with the number of the optimizer's step, the name, and the gradient, which it may change for the
-            time of that step.
-        alter: done to each batch.
-        around: entered around the steps, not around building the model and the batches.
+        initial: keep the initial values of the model, which show what the step touched.
+        nudge: called with the number of the optimizer step, the name and the gradient. It may change the gradient; the
+            change is undone after that step.
+        alter: applied to each batch.
+        around: context around the steps, but not around building the model and the batches.
     """
     if scenario.mesh:
         rank = dataclasses.replace(rank, mesh=mesh_of(rank, scenario.mesh))
@@ -94,7 +95,7 @@ def observe(
     again = functools.partial(_built_again, program, scenario, double)
     holdings = Holdings(modules, rank, program.placement, coordinates_of(rank), again)
     make = functools.partial(_call, program, model, rank, of_reference, scenario.world_size)
-    # A class may draw random numbers as it is made: in float64 the same ones, too.
+    # The constructor of a class may draw random numbers: in float64 it must draw the same ones.
     with _default_dtype(double), DrawsOfFloat32() if double else contextlib.nullcontext():
         call = None if traced else make()
     seed_everything(scenario.seed + 1)
@@ -103,10 +104,10 @@ def observe(
         holdings, modules, seen, deep, nudge, rank.size > 1, traced or program.reference is not None
     )
     with _default_dtype(double), recorder, around(model, batches):
-        call = call or make()  # what it calls as it is made belongs to the trace, and not to what is measured
+        call = call or make()  # traced: the calls of the constructor belong to the trace
         for number, batch in enumerate(batches):
             if number:
-                gc.collect()  # a dead DistributedDataParallel would still answer to the next backward
+                gc.collect()  # the hooks of a dropped DistributedDataParallel would still run in the next backward
             returned = call(batch)
             after_step(number, len(batches), modules)
             if returned is not None:
@@ -136,7 +137,7 @@ def _built(program: Program, scenario: Scenario) -> Any:
 
 
 def _built_again(program: Program, scenario: Scenario, double: bool) -> dict[str, nn.Module]:
-    """Return the modules as they were built, for their values; the state of random numbers stays as it is."""
+    """Build the modules again for their initial values, without changing the state of random numbers."""
     with torch.random.fork_rng(devices=[]):
         seed_everything(scenario.seed)
         modules = modules_of(_built(program, scenario))
@@ -188,7 +189,7 @@ def _take_state(seen: Observation, modules: Mapping[str, nn.Module], held: Seque
 
 
 def _before(initial: Mapping[str, torch.Tensor], one: Held) -> tuple[torch.Tensor | None, bool]:
-    """Return what a tensor was built with, None if that is not kept; and whether it belongs to the model as it was built."""
+    """Return the initial value of a tensor (None if it was not kept), and whether it belongs to the model as built."""
     if one.slices is None:
         before = initial.get(one.whole or one.label)
         return before, before is not None
@@ -206,7 +207,7 @@ def _normalizes(module: nn.Module) -> bool:
 
 
 def _take(seen: Observation, name: Result, value: Any) -> None:
-    """Take down a returned value, part by part."""
+    """Record a returned value, part by part."""
     if (parts := entries(value)) is not None:
         for key, part in parts:
             _take(seen, dataclasses.replace(name, of=f"{name.of}.{key}" if name.of else str(key)), part)
@@ -241,7 +242,7 @@ def _default_dtype(double: bool) -> Iterator[None]:
 
 
 def _digest_of_all(batches: list[Any]) -> str:
-    """Compute a digest of the tensors; of plain values and arrays, too, where nothing else is in the batches."""
+    """Compute a digest of the tensors in the batches; without tensors, a digest of plain values and arrays."""
     tensors = tensors_of(batches)
     return ",".join(map(digest_of, tensors)) if tensors else _text(batches)
 

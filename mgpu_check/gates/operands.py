@@ -1,4 +1,4 @@
-"""What is noted of tensors that the code under test hands to collectives and models, while a failure is looked into."""
+"""Describe the tensors that the code under test passes to collectives and models, while a failure is diagnosed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mgpu_check.torch_hooks.tensors import as_real, digest_of, name_of
 __all__ = ["Rows", "contents", "facts", "in_function", "is_under_test", "layout", "line_of", "site", "sums_of"]
 
 _KEPT = 64
-"""Elements up to which the values themselves are kept."""
+"""Largest number of elements whose values are kept."""
 _FRAMES = 4
-"""Callers of the code under test in which a tensor is looked for that shares memory with an operand."""
+"""Frames of the code under test that are searched for a tensor that shares memory with an operand."""
 
 
 def facts(
@@ -30,10 +30,12 @@ def facts(
     frame: types.FrameType,
     named: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> dict[str, Any]:
-    """Return what there is to know of an operand as the collective is entered.
+    """Describe an operand as the collective starts: dtype, shape, layout, autograd history and the result that it holds.
 
     Args:
-        named: the parameters of the model; "upstream" names those that the operand depends on.
+        result_in: returns the gradient or parameter that a tensor shares memory with.
+        frame: the frame of the collective.
+        named: the parameters of the model; "upstream" names the ones that the operand depends on.
     """
     said: dict[str, Any] = {
         "dtype": name_of(value.dtype),
@@ -54,13 +56,13 @@ def facts(
 
 
 def contents(value: torch.Tensor) -> dict[str, Any]:
-    """Return the sum and the norm of a tensor, in float64; and its values where they are few."""
+    """Return the sum and the norm of a tensor in float64, and the values of a small tensor."""
     flat = _flat(value)
     return {"sum": float(flat.sum()), "norm": float(flat.norm())} | _few_values(value)
 
 
 def _few_values(value: torch.Tensor) -> dict[str, list[float]]:
-    """Return the values of a tensor, in float64, where they are few."""
+    """Return the values of a small tensor in float64, or nothing for a large one."""
     numbers = as_real(value)
     return {"values": _flat(value).tolist()} if numbers.numel() <= _KEPT else {}
 
@@ -70,15 +72,16 @@ def _flat(value: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, float]:
-    """Return the sum of each tensor, by which ranks can tell whether they hold the same; not of a DTensor, of which each
-    holds its own part.
+    """Return the sum of each tensor, so that ranks can compare their values.
+
+    DTensors are left out, because each rank holds its own part.
     """
     whole = [(name, value.detach()) for name, value in named if not hasattr(value, "full_tensor")]
     return {name: float(as_real(value).double().sum()) for name, value in whole}
 
 
 class Rows:
-    """The samples of the global batches, known again by their values wherever a model is given some of them."""
+    """The samples of the global batches, recognized by their values in the inputs of models."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         of_leaves: dict[int, list[tuple[str, tuple[int, int]]]] = {}
@@ -88,13 +91,11 @@ class Rows:
                 if leaf.dim() > 1 and len(leaf) == count:
                     rows = ((digest_of(row), (step, index)) for index, row in enumerate(leaf))
                     of_leaves.setdefault(number, []).extend(rows)
-        # Samples that are equal cannot be told apart.
+        # A leaf with equal rows cannot identify its samples.
         self._known = [dict(rows) for rows in of_leaves.values() if len(dict(rows)) == len(rows)]
 
     def samples(self, given: torch.Tensor) -> list[tuple[int, int]] | None:
-        """Return which samples these are, as (batch, index); None where they are not, or not all, rows of one tensor of
-        the batches.
-        """
+        """Return the samples in `given` as (batch, index); None if its rows are not all rows of one leaf of the batches."""
         if given.dim() < 2:
             return None
         digests = [digest_of(row) for row in given.detach().cpu()]
@@ -105,14 +106,14 @@ class Rows:
 
 
 def layout(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the dimensions of more than one element from the outermost in memory to the innermost."""
+    """Return the dimensions with more than one element, from the outermost in memory to the innermost."""
     sized = [dim for dim, size in enumerate(value.shape) if size > 1]
     strides = value.stride()
     return tuple(sorted(sized, key=lambda dim: strides[dim], reverse=True))
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Return whether the elements fill a stretch of memory, in whatever order of dimensions."""
+    """Return whether the elements fill a stretch of memory without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1
@@ -124,9 +125,9 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None:
-    """Return the tensor that has the autograd history of these values; None without a history.
+    """Return the tensor with the autograd history of an operand; None without a history.
 
-    It is the operand itself, or a tensor of the code under test that the operand was detached from.
+    That tensor is the operand itself, or a tensor of the code under test that the operand was detached from.
     """
     if value.dim() < 1 or not value.numel() or not (value.is_floating_point() or value.is_complex()):
         return None
@@ -140,7 +141,7 @@ def _history(value: torch.Tensor, frame: types.FrameType) -> torch.Tensor | None
 
 
 def _upstream(value: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, ...]:
-    """Name the parameters that a tensor depends on."""
+    """Return the names of the parameters that a tensor depends on."""
     nodes, known, leaves = [value.grad_fn], {value.grad_fn}, set()
     while nodes:
         node = nodes.pop()
@@ -152,7 +153,7 @@ def _upstream(value: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) ->
 
 
 def in_function(frame: types.FrameType) -> bool:
-    """Return whether a frame is inside of an autograd function, which has a backward pass of its own."""
+    """Return whether a frame is inside a `torch.autograd.Function`, which has its own backward pass."""
     caller, left = frame.f_back, _FRAMES
     while caller is not None and left:
         left -= is_under_test(caller)
@@ -163,7 +164,7 @@ def in_function(frame: types.FrameType) -> bool:
 
 
 def _held_above(frame: types.FrameType) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the local variables of the code under test, and of its callers."""
+    """Yield the tensors among the local variables of the nearest frames of the code under test."""
     caller, left = frame.f_back, _FRAMES
     while caller is not None and left:
         if is_under_test(caller):
@@ -183,11 +184,11 @@ def site(frame: types.FrameType | None) -> str:
 
 
 def line_of(frame: types.FrameType) -> str:
-    """Return the line at which a frame is: "train.py:40"."""
+    """Return the current line of a frame: "train.py:40"."""
     return f"{relative(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def is_under_test(frame: types.FrameType) -> bool:
-    """Return whether a frame is one of the code under test, and not of torch, another package or the gate."""
+    """Return whether a frame belongs to the code under test, not to an installed package or to the gate."""
     file = frame.f_code.co_filename
     return not is_engine(file) and not is_installed(file) and not file.startswith("<")

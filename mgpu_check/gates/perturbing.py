@@ -1,4 +1,4 @@
-"""What is done to a step so that its rounding shows: its batch is moved, and its operators are perturbed."""
+"""Perturb a step so that its rounding shows: move its batch, and perturb its operators."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ ROUNDOFF = unit_roundoff(torch.float32)
 
 
 def generator_of(seed: int) -> torch.Generator:
-    """Return a generator of the CPU's."""
+    """Return a CPU generator with this seed."""
     return torch.Generator().manual_seed(seed)
 
 
 def moved(batch: Any, spread: float, generator: torch.Generator) -> Any:
-    """Return the floating-point tensors of a batch, each element some roundoffs larger or smaller."""
+    """Return the batch with each element of its floating-point tensors moved by `spread` roundoffs, up or down."""
     with Perturbed(spread, generator, ROUNDOFF, counts=True):
         return with_tensors(
             batch,
@@ -43,12 +43,12 @@ def perturbed(
     copies: bool,
     fused: bool,
 ) -> Iterator[None]:
-    """Perturb the parameters, and then what operators give, for the time of the context.
+    """Perturb the parameters, and then the results of operators inside the context.
 
     Args:
         spread, generator, coherent: see `Perturbed`.
-        copies: perturb what is copied, or sent, too.
-        fused: the step calls operators that stand for a whole recurrent network: take them apart.
+        copies: also perturb copied and sent tensors during the step.
+        fused: the step calls operators that run a whole recurrent network: take them apart.
     """
     apart = unfused() if fused else contextlib.nullcontext()
     mode = Perturbed(spread, generator, ROUNDOFF, counts=True, coherent=coherent)

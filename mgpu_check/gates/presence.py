@@ -1,4 +1,4 @@
-"""Find out which values of DTensors all ranks of their mesh have, before the gate gathers them."""
+"""Find the values of DTensors that all ranks of their mesh have, before the gate gathers them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["least_anywhere"]
 
 
 def least_anywhere(counts: Sequence[tuple[torch.Tensor, int]]) -> list[int]:
-    """Return for each tensor the least count that a rank of its mesh gives; the own count for a tensor that is no DTensor.
+    """Return for each tensor the smallest count among the ranks of its mesh; without a mesh, its own count.
 
-    Gathering a gradient or a state is a collective: a rank that skipped its step would let the others wait.
+    Gathering a gradient or a state is a collective: if one rank skipped its step, the others would wait forever.
 
     Args:
-        counts: on all ranks of a mesh the same DTensors, in the same order.
+        counts: tensors with a count each; all ranks of a mesh pass the same DTensors in the same order.
     """
     found = [count for _, count in counts]
     by_mesh: dict[int, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Call what the user hands to the gate."""
+"""Call the functions that the user passes to a gate."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ __all__ = [
 
 
 class Unusable(ValueError):
-    """The user's function or batch does not fit what the gate needs of it."""
+    """A function or batch of the user does not meet the needs of the gate."""
 
 
 def raise_unusable(gate: str, failure: Exception) -> None:
-    """Raise a ValueError if a rank has failed because of what the user hands to the gate."""
+    """Raise a ValueError if a rank failed because the user's functions cannot be used."""
     if isinstance(failure.__cause__, Unusable):
         raise ValueError(f"{gate}: {failure.__cause__}") from None
 
 
 @dataclass(frozen=True)
 class Program:
-    """The functions and options that the user gives.
+    """The functions and options of the user.
 
     Attributes:
         step: ``step(model, batch, rank)``; or a class that is called with (model, rank) first.
         build: makes the model.
-        batch: ``batch(n)``; None where batches are drawn.
+        batch: ``batch(n)``; None if batches are drawn from a strategy.
         reference: ``reference(model, batch)`` on one device, or None.
-        single_process: one process drives all devices, as with nn.DataParallel.
-        gate: the function that the user has called, for messages.
-        placement: which slices of which parameters ranks hold; see `numerics.placement.declared.by_user`.
+        single_process: whether one process drives all devices, as with nn.DataParallel.
+        gate: the gate that the user called, for messages.
+        placement: the slices of parameters that ranks hold; see `numerics.placement.declared.by_user`.
         returned_by: the ranks whose returned values count: "last", or a function of coordinates in the mesh; None for all.
     """
 
@@ -62,20 +62,23 @@ class Program:
 
 
 def bound(step: Callable[..., Any], model: Any, rank: Rank) -> Callable[[Any], Any]:
-    """Return what is to be called for each batch; call a class, or a partial of one, with (model, rank) first."""
+    """Return a function to call for each batch. A class, or a partial of a class, is called with (model, rank) first."""
     made = step(model, rank) if isinstance(_innermost(step), type) else step
     return lambda batch: made(model, batch, rank)
 
 
 def bound_reference(reference: Callable[..., Any], model: Any, world_size: int) -> Callable[[Any], Any]:
-    """Return the same of a reference, with the world size if it asks for that; a class is called with the model first."""
+    """Return a function to call for each batch. A class is called with the model first.
+
+    The world size is passed if the reference has a parameter `world_size`.
+    """
     given = {"world_size": world_size} if wants_world_size(reference) else {}
     made = reference(model) if is_class(reference) else reference
     return lambda batch: made(model, batch, **given)
 
 
 def wants_world_size(reference: Callable[..., Any] | None) -> bool:
-    """Return whether a reference has a parameter of that name."""
+    """Return whether a reference has a parameter `world_size`."""
     if reference is None:
         return False
     called: Callable[..., Any] = vars(_innermost(reference))["__call__"] if is_class(reference) else reference
@@ -83,7 +86,7 @@ def wants_world_size(reference: Callable[..., Any] | None) -> bool:
 
 
 def is_class(step: Callable[..., Any]) -> bool:
-    """Return whether `step` makes the object that is called for each batch."""
+    """Return whether `step` is a class, or a partial of a class, whose instance is called for each batch."""
     return isinstance(_innermost(step), type)
 
 
@@ -100,10 +103,10 @@ def _innermost(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def modules_of(model: Any) -> dict[str, nn.Module]:
-    """Return the modules by prefix of names; several where `build` returns several.
+    """Return the modules that `build` returned, by the prefix of their parameters' names.
 
     Raises:
-        Unusable: there is none, or one whose parameters have no values.
+        Unusable: `build` returned no module, or a module with a parameter on the meta device.
     """
     found: dict[str, nn.Module] = {}
     if isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""Decide which relations hold between what ranks have left, and what one device has."""
+"""Decide which relations hold between the results of ranks and of one device."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def relations_of(
     kinds: Collection[str],
     tolerance: float | Mapping[str, float] | None,
 ) -> Relations:
-    """Compare what each rank has left with what one device has, and ranks with each other.
+    """Compare the results of each rank with one device, and the ranks with each other.
 
     Args:
-        seen: in rank order; without values on ranks other than 0 where those are many and equal.
-        kinds: what to look at, of `results.KINDS`.
-        tolerance: what the user grants, as a fraction of the largest magnitude of a tensor: for all, or by name; None
-            for what was measured.
+        seen: in rank order. Ranks other than 0 may lack values, if the results are large.
+        kinds: the kinds to compare, of `results.KINDS`.
+        tolerance: the user's tolerance, as a fraction of the largest magnitude of a tensor, for all tensors or by name;
+            None for the measured one.
     """
     relations = Relations()
     first = seen[0]
@@ -73,13 +73,13 @@ def repeats(
     again: Sequence[Observation],
     tolerance: float | Mapping[str, float] | None,
 ) -> None:
-    """Add to `relations` whether a second run has left the same."""
+    """Add to `relations` whether a second run gives the same results."""
     for name, held in relations.held.items():
         if name == RANDOM:
             held[REPEATS] = all(one.rng == other.rng for one, other in zip(seen, again, strict=True))
             continue
         if name in expected.undetermined:
-            continue  # rounding decides it, and some kernels add up in no fixed order
+            continue  # rounding decides the result, and some kernels sum in no fixed order
         same = [
             one.digests.get(name) == other.digests.get(name)
             or close(one.values.get(name), other.values.get(name), allowed_for(expected, name, tolerance))
@@ -94,17 +94,17 @@ def repeats(
 def close(one: torch.Tensor | None, other: torch.Tensor | None, allowed: torch.Tensor | float) -> bool:
     """Return whether two values are equal within `allowed`.
 
-    Without a value, which large ones are on ranks other than 0: no.
+    False if a value is missing: ranks other than 0 do not send large values.
     """
     if one is None or other is None or one.shape != other.shape:
         return False
     if isinstance(allowed, torch.Tensor) and allowed.shape != one.shape:
-        allowed = 0.0  # neither has the shape of what one device has
+        allowed = 0.0  # neither value has the shape of the result of one device, so no tolerance applies
     return difference(one, other, allowed) is None
 
 
 def _take_texts(relations: Relations, expected: Expected, seen: Sequence[Observation]) -> None:
-    """Compare whatever was returned that is no number: equal, or not."""
+    """Compare returned values that are not numbers, for equality."""
     for name in {**expected.single.others, **seen[0].others}:
         text = expected.single.others.get(name)
         wrong = [rank for rank, one in enumerate(seen) if one.others.get(name) != text]
@@ -115,8 +115,9 @@ def _take_texts(relations: Relations, expected: Expected, seen: Sequence[Observa
 
 
 def _take_starts(relations: Relations, seen: Sequence[Observation]) -> None:
-    """See that ranks start alike, of parameters that are not compared otherwise: those to which all ranks apply one and the
-    same gradient are copies of each other.
+    """Compare the initial values of parameters that are not compared otherwise.
+
+    Parameters that get the same gradient on all ranks are copies of each other, so their values must be equal.
     """
     for name in seen[0].stepped:
         result = Result("params", name)
@@ -127,19 +128,20 @@ def _take_starts(relations: Relations, seen: Sequence[Observation]) -> None:
         if len({values for values, _ in known}) > 1:
             relations.held[result] = {AGREE: False}
             relations.split.append(result)
-            relations.details[result] = "ranks apply the same gradient to different values, which are no copies"
+            relations.details[result] = "ranks apply the same gradient to different values, so they are not copies"
 
 
 def _take_random_state(relations: Relations, seen: Sequence[Observation]) -> None:
-    """Compare random state: ranks may draw from streams of their own, on purpose; that is told, and only a second run
-    must do the same.
+    """Group ranks by the state of their random numbers.
+
+    Ranks may use different streams on purpose, so differences are only reported. A second run must repeat them.
     """
     relations.streams = [list(ranks) for _, ranks in grouped((one.rng, rank) for rank, one in enumerate(seen))]
     relations.held[RANDOM] = {}
 
 
 def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -> str:
-    """Return why ranks' values of a result cannot be put together; "" if they can."""
+    """Return why the ranks' parts of a result cannot be assembled; "" if they can."""
     right = expected.single.values.get(name)
     if right is None or name.kind not in _DIVIDED:
         return ""
@@ -156,7 +158,7 @@ def _not_placed(expected: Expected, seen: Sequence[Observation], name: Result) -
 
 
 def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
-    """Return the kinds that are not compared with one device, and why."""
+    """Return the kinds that are not compared with one device, with the reasons."""
     out: dict[str, str] = {}
     told = _account(first)
     if told:
@@ -165,23 +167,23 @@ def _left_out(expected: Expected, first: Observation) -> dict[str, str]:
         gradients = [first.values.get(Result("grads", name)) for name in told]
         parameters = [first.values.get(Result("params", name)) for name in told]
         of_parameters = _tells(told, parameters)
-        # Returned gradients tell nothing of parameters; neither the one nor the other tells how the rest is kept.
+        # Returned gradients do not replace parameters. If neither matches the model, its own state is not comparable.
         if of_parameters or (not _tells(told, gradients) and "params" in first.touched):
             out["params"] = f"parameters; {why}"
             out["optimizer"] = f"the optimizer's state; {why}"
     elif expected.by_reference and _returns_gradients(expected.single):
-        out["grads"] = "gradients; the reference returns those that are to be compared"
+        out["grads"] = "gradients; the reference returns the gradients to compare"
     if expected.by_reference:
         for kind, what in (("grads", "gradients"), ("params", "parameters")):
             if kind in first.touched - expected.single.touched:
-                out.setdefault(kind, f"{what}; the reference leaves them as they were")
+                out.setdefault(kind, f"{what}; the reference does not change them")
         if first.optimizers != expected.single.optimizers:
             out.setdefault("optimizer", "the optimizers' state; the reference has another number of optimizers")
     return out
 
 
 def _returns_gradients(reference: Observation) -> bool:
-    """Return whether something that it returns has the very bits of a gradient that it leaves."""
+    """Return whether the reference returns a tensor that equals a gradient of its model bit for bit."""
     held = {
         kind: [value for name, value in reference.values.items() if name.kind == kind and value.numel() > 1]
         for kind in ("returned", "grads")
@@ -192,13 +194,12 @@ def _returns_gradients(reference: Observation) -> bool:
 
 
 def _account(first: Observation) -> dict[str, torch.Tensor]:
-    """Return what the step returns as its account of gradients or parameters, by the parameter; empty if it returns
-    none.
+    """Return the gradients or parameters that the step returns, by parameter; empty if it returns none of them.
 
-    Tensors under the names of parameters, or one tensor that is all of them, one after the other.
+    The step returns tensors under the names of parameters, or one flat tensor of all parameters in order.
     """
     parameters = {name.of: value for name, value in first.values.items() if name.kind == "params"}
-    # Of several steps the last.
+    # Later entries overwrite earlier ones, so the last step counts.
     returned = {name.of: value for name, value in first.values.items() if name.kind == "returned"}
     named = {name: returned[name] for name in parameters if name in returned}
     if named:
@@ -212,7 +213,7 @@ def _account(first: Observation) -> dict[str, torch.Tensor]:
 
 
 def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether the account has the very bits of what is left in the model."""
+    """Return whether the returned tensors equal the values in the model bit for bit."""
     return all(
         value is not None and value.shape == one.shape and torch.equal(value, one)
         for one, value in zip(told.values(), values, strict=True)
@@ -220,7 +221,7 @@ def _tells(told: Mapping[str, torch.Tensor], values: Sequence[torch.Tensor | Non
 
 
 def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, float] | None) -> torch.Tensor | float:
-    """Return how far a value may be off: what the user grants, or what was measured."""
+    """Return the tolerance of a result: the user's, or the measured one."""
     exact = expected.exact.get(name)
     if exact is None:
         return 0.0
@@ -231,7 +232,7 @@ def allowed_for(expected: Expected, name: Result, given: float | Mapping[str, fl
     allowed = relative * float(finite.abs().max()) if finite.numel() else 0.0
     if not expected.provisional:
         return allowed
-    # One half for the errors of the values that it is compared with, where what is known of rounding says that it will do.
+    # The provisional reference has errors of its own. They get half of the tolerance, if that exceeds the known rounding.
     return 0.5 * allowed if 2 * float(expected.tolerance[name].max()) <= allowed else 0.0
 
 
@@ -258,9 +259,9 @@ def _parity(
             continue
         value = one.values.get(name)
         if value is None:
-            continue  # that it differs from rank 0's is said as such
+            continue  # `_agreement` reports that it differs from rank 0
         if name in one.own and value.shape == right.shape:
-            value = torch.where(one.own[name], value, right.to(value.dtype))  # others answer for what they hold
+            value = torch.where(one.own[name], value, right.to(value.dtype))  # judge only elements that the rank holds
         if value.shape != right.shape:
             found[rank] = f"has shape {list(value.shape)}, expected {list(right.shape)}"
         elif (off := difference(value, right, allowed)) is not None:
@@ -282,7 +283,7 @@ def _agreement(
     if len({one.digests.get(name) for one in seen}) == 1:
         return True
     if name in seen[0].broadcast:
-        return None  # rank 0's count: the next forward sends them
+        return None  # the next forward pass broadcasts rank 0's buffers, so only they count
     values = [one.values.get(name) for one in seen]
     if all(close(value, values[0], allowed) for value in values):
         return True

@@ -1,4 +1,4 @@
-"""Conclude from what differs after a resumed run what was not restored. Plain counting: no torch, no ranks."""
+"""Find out what a resumed run did not restore, from the entries that differ. Imports no torch and starts no ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOADED = "loaded as saved"
 
 
 class Entries:
-    """The entries of the state, as each rank has compared them."""
+    """The entries of the state, as compared on each rank."""
 
     def __init__(self, rows: Sequence[Sequence[Row]]) -> None:
         self.size = len(rows)
@@ -33,7 +33,7 @@ class Entries:
 
     @property
     def irreproducible(self) -> str:
-        """The entries in which two uninterrupted runs differ by more than rounding, and how; empty where in none."""
+        """A description of the entries in which two uninterrupted runs differ by more than rounding; "" if there are none."""
         differing = {
             name: [rank for rank, row in rows.items() if not row.repeats] for name, rows in self.by_name.items()
         }
@@ -45,7 +45,7 @@ class Entries:
 
     @property
     def state_moves(self) -> bool:
-        """True if any entry that can be compared has changed since the earlier state."""
+        """Whether any comparable entry has changed since the earlier state."""
         return any(
             row.moved and row.same is not None
             for name, rows in self.by_name.items()
@@ -55,12 +55,12 @@ class Entries:
 
     @cached_property
     def wrong(self) -> dict[Entry, list[int]]:
-        """Entries that are not what they should be, without generators -> the ranks where."""
+        """The wrong entries, except generators, with the ranks where they are wrong."""
         return {name: self.ranks_wrong(name) for name in self.by_name if not name.generator and self.ranks_wrong(name)}
 
     @property
     def wrong_generators(self) -> dict[Entry, list[int]]:
-        """The same of generators."""
+        """The wrong generators, with the ranks where they are wrong."""
         return {name: self.ranks_wrong(name) for name in self.by_name if name.generator and self.ranks_wrong(name)}
 
     @property
@@ -69,7 +69,7 @@ class Entries:
 
     @property
     def first_wrong(self) -> tuple[Entry, str, list[int]]:
-        """Name, how it differs, on which ranks."""
+        """The first wrong entry: its name, a description of the difference, and the ranks."""
         name, ranks = next(iter(self.wrong.items()))
         return name, self.by_name[name][ranks[0]].detail, ranks
 
@@ -77,28 +77,28 @@ class Entries:
         return [rank for rank, row in self.by_name.get(name, {}).items() if row.same is False]
 
     def drawn(self, name: Entry) -> bool:
-        """Return whether the later steps draw from this generator, on any rank."""
+        """Return whether the later steps draw from this generator on any rank."""
         return any(row.moved for row in self.by_name[name].values())
 
     def parted(self, name: Entry) -> bool:
-        """Return whether ranks differ, which should agree."""
+        """Return whether ranks differ that should agree."""
         rows = self.by_name[name].values()
         return len({row.expected for row in rows}) == 1 and len({row.got for row in rows}) > 1
 
     def is_rank_0s(self, name: Entry) -> bool:
-        """Return whether wrong ranks have what is right for rank 0."""
+        """Return whether the wrong ranks have the value that is right for rank 0."""
         rows = self.by_name[name]
         wrong = self.ranks_wrong(name)
         return 0 not in wrong and 0 in rows and all(rows[rank].got == rows[0].expected != "" for rank in wrong)
 
 
 def explained(ends: Entries, loaded: Entries | None, attempts: Attempts) -> tuple[list[Observable], list[Finding]]:
-    """Return what is to be shown of each entry, and the likely causes.
+    """Return the table row of each entry, and the likely causes.
 
     Args:
-        attempts: keeps what has failed of the diagnosis.
-        ends: the states at the end of the resumed run, against those of the uninterrupted one.
-        loaded: the states right after loading, against those that were saved; None where that could not be seen.
+        attempts: keeps the failures of the diagnosis.
+        ends: compares the end of the resumed run with the uninterrupted run.
+        loaded: compares the states right after loading with the saved ones; None if loading could not be observed.
     """
     observables = []
     drawn = [name for name in ends.by_name if name.generator and ends.drawn(name)]
@@ -113,7 +113,7 @@ def explained(ends: Entries, loaded: Entries | None, attempts: Attempts) -> tupl
             relations[_LOADED] = _holds(loaded, name)
             detail = detail or _detail(loaded, name, "after loading ")
         observables.append(Observable(str(name), relations, detail))
-    # What was lost tells more than what came of it; a report shows a few only.
+    # Show entries that were lost in loading first: they are the cause, and a report shows only a few rows.
     observables.sort(key=lambda observable: observable.relations.get(_LOADED) is not False)
     evidence = attempts.of("the evidence", None, _evidence, ends, loaded, drawn)
     return observables, [] if evidence is None else findings_of_checkpoint(evidence, attempts)
@@ -150,5 +150,5 @@ def _detail(entries: Entries, name: Entry, when: str = "") -> str:
     wrong = entries.ranks_wrong(name)
     if not wrong:
         return next((row.detail for row in entries.by_name.get(name, {}).values() if row.same is None), "")
-    what = "go on otherwise" if name.generator else entries.by_name[name][wrong[0]].detail
+    what = "other numbers follow" if name.generator else entries.by_name[name][wrong[0]].detail
     return f"{when}{named(wrong)}: {what}"

@@ -1,4 +1,4 @@
-"""The gate for checkpoints: a run that is interrupted and resumed goes on as if it had not been."""
+"""The gate for checkpoints: a resumed run continues like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["assert_resume_continues"]
 
 _SEED, _OTHER_SEED = 20, 2_000_003
-# Rounding errors that are added, in unit roundoffs: no random one of a million is 6 standard deviations off. In pairs of
-# both directions.
+# Size of the added rounding errors in unit roundoffs: among a million random errors, hardly any exceeds 6 standard
+# deviations. They are added in pairs of opposite directions.
 _SPREAD, _PAIRS = 6.0, 2
 
 
@@ -35,47 +35,51 @@ def assert_resume_continues(
     world_sizes: Iterable[int] | None = None,
     tolerance: float | None = None,
 ) -> None:
-    """Assert that training `steps` steps, saving, loading, and training `steps` more is training 2 * `steps` in one go.
+    """Assert that a run of `steps` steps, saved and resumed for `steps` more, equals one run of 2 * `steps` steps.
 
-    At each world size `train` runs, on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 * steps in
-    the directory where that has saved. All generators (torch on CPU and devices, Python, NumPy where imported) are
-    seeded alike before the runs that begin at 0, and otherwise before the resumed one, so that random numbers which
-    matter have to be restored too, and what is made anew (data, permutations) has to be made from seeds of its own.
+    At each world size `train` runs on all ranks: from 0 to 2 * steps, twice; from 0 to steps; and from steps to 2 * steps in
+    the directory of that checkpoint. All generators (torch on CPU and devices, Python, and NumPy if imported) get the same
+    seeds before the runs from 0, and other seeds before the resumed run. So random numbers that matter must be restored,
+    and data or permutations that are made again must be made from seeds of their own.
 
-    Every entry of the state that the resumed run ends with must be, on each rank, that of the uninterrupted run. Bits are
-    compared first. Where they differ, floating-point numbers may be off as far as rounding errors lead, for code that is
-    right may round otherwise after a start: DistributedDataParallel reduces in other buckets in its first step. How far
-    is measured on four more uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D.
-    S. Parker, UCLA CSD-970002, 1997). Where two uninterrupted runs do not agree to the bit, 8 times their largest difference
-    in a tensor is granted, too. Where they differ by more than rounding explains (2^-10 of the largest magnitude in a
-    tensor, or 16 unit roundoffs of its dtype if that is more), or in what is no floating-point number, training cannot be
-    repeated, and nothing is told: seed what it draws from, and do not return what is no part of it, as a time of day.
+    On each rank, every entry of the final state must equal that of the uninterrupted run. Bits are compared first. If they
+    differ, floating-point numbers may be off by rounding errors. Correct code may round differently after a start:
+    DistributedDataParallel reduces in other buckets in its first step. The size of the errors is measured on four more
+    uninterrupted runs, with random rounding errors in each operator (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002,
+    1997). If two uninterrupted runs differ in some bits, 8 times their largest difference in a tensor is granted, too.
 
-    The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank; `train`
-    and what it refers to travel anew with each call, globals of the test's module and of conftests included. Globals of
-    modules that ranks import, as of an installed package, stay: `train` must not keep state there.
+    Training is not repeatable if those two runs differ by more than rounding explains: 2^-10 of the largest magnitude in a
+    tensor, or 16 unit roundoffs of its dtype if that is more; or if they differ in an entry that is not floating-point.
+    The gate then gives no verdict and raises ValueError. Seed every generator that training draws from, and do not return
+    values that are not part of the state, such as a time of day.
 
-    Generators are not judged by themselves, since many a loader draws a seed that it does not use. Those from which steps
-    draw are named where results differ; return their states from `train` to have them held.
+    The resumed run is a new call in the same processes. Seeds and torch's global settings are those of a fresh rank.
+    `train` and the objects that it refers to are sent again with each call, including globals of the test's module and of
+    conftests. Globals of modules that ranks import, as of an installed package, stay: `train` must not keep state there.
+
+    Generators alone are not judged, since many a loader draws a seed that it does not use. If results differ, the report
+    names the generators that the steps draw from. Return their states from `train` to have them compared.
 
     Args:
         ranks: the fixture.
         train: ``train(rank, directory, start, stop)`` trains from step `start` to before step `stop`. If `start` is above
-            0 it loads what an earlier call has saved in `directory` (a `pathlib.Path`, one for all ranks); at the end it
-            saves there, over what is there. Returns a mapping of names to what makes up the state: tensors on any device,
-            numbers, texts, lists and mappings of these, dataclasses, or objects with ``state_dict()``: model, optimizer,
-            scheduler, scaler, sampler; others by their attributes. Of a DTensor each rank's own part is held.
-            After a failure it is also called with `start` equal to `stop`, to see what loading restores.
-        steps: how many to train before and after; enough that an epoch ends, if the position in the data is to be seen.
-        world_sizes: those to look at; default the powers of two from 2 on, and ``ranks.size``.
-        tolerance: how far an element may be off, as a fraction of the largest magnitude in its tensor, from 0 to below 1,
-            in place of what is measured.
+            0, it loads the checkpoint of an earlier call from `directory` (a `pathlib.Path`, the same for all ranks). At
+            the end it saves there, and overwrites an earlier checkpoint. It returns the state as a mapping from names to
+            tensors on any device, numbers, texts, lists and mappings of these, dataclasses, or objects with
+            ``state_dict()``: model, optimizer, scheduler, scaler, sampler. Other objects count by their attributes. Each
+            rank compares its own part of a DTensor. After a failure `train` is also called with `start` equal to `stop`, to
+            see what loading restores.
+        steps: number of steps before and after the interruption. An epoch must end within them to test the position in
+            the data.
+        world_sizes: world sizes to check; default the powers of two from 2 on, and ``ranks.size``.
+        tolerance: largest error of an element, as a fraction of the largest magnitude in its tensor, from 0 to below 1. It
+            replaces the measured tolerance.
 
     Raises:
-        ScalingMismatch: at the smallest world size at which the resumed run ends otherwise. ``.ranks`` are those where it
-            does.
-        ValueError: an argument is not valid, `train` returns no mapping, or what cannot be compared, the later steps
-            change nothing, or two uninterrupted runs do not end alike.
+        ScalingMismatch: the resumed run ends with another state; raised at the smallest world size where it does.
+            ``.ranks`` are the ranks where the state differs.
+        ValueError: an argument is not valid; `train` returns no mapping, or a value that cannot be compared; the later
+            steps change nothing; or two uninterrupted runs differ.
     """
     __tracebackhide__ = True
     check_count("assert_resume_continues", "steps", steps)
@@ -121,18 +125,17 @@ def _check(
     if ends.irreproducible:
         raise ValueError(
             f"two uninterrupted runs of steps 0 to {2 * steps} differ by more than rounding in {ends.irreproducible}; so "
-            "nothing can be told of a resumed one. Seed each generator that train makes (torch.Generator(), "
-            "numpy.random.default_rng()), and do not return what is no part of the state, as a time of day"
+            "a resumed run cannot be judged. Seed each generator that train makes (torch.Generator(), "
+            "numpy.random.default_rng()), and do not return values that are not part of the state, such as a time of day"
         )
     if not ends.state_moves:
         raise ValueError(
-            f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so that nothing can be "
-            "told; train from step start to step stop, and return the model and the optimizer"
+            f"train returns the same state after steps 0 to {2 * steps} as after steps 0 to {steps}, so a resumed run cannot "
+            "be judged; train from step start to step stop, and return the model and the optimizer"
         )
     remarks = []
     if ends.wrong and tolerance is None:
-        # Code that is right may round otherwise after a start: DistributedDataParallel reduces in other buckets in its
-        # first step than in later ones.
+        # Correct code may round differently after a start: DistributedDataParallel uses other buckets in its first step.
         try:
             perturbed = [
                 run(0, 2 * steps, name := f"perturbed {signs}{sign}", f"of {name}", _SEED, spread=spread, signs=signs)
@@ -142,18 +145,18 @@ def _check(
             ends = compared(resumed, whole, perturbed)
         except (RankFailure, RankHang, ValueError) as error:
             remarks.append(
-                f"compared to the bit, for how far rounding errors lead could not be measured: {_first(error)}"
+                f"compared bit for bit, because the size of rounding errors could not be measured: {_first(error)}"
             )
     if not ends.wrong:
         return
     loaded = None
     try:
-        # Without steps in between nothing keeps one rank from saving while another loads.
+        # Without steps in between, one rank may save while another still loads: each gets its own copy.
         for rank in range(size):
             shutil.copytree(root / "saved", root / "apart" / str(rank))
         loaded = compared(run(steps, steps, "loaded", "apart", _OTHER_SEED, apart=True), [half])
     except (RankFailure, RankHang, ValueError) as error:
-        # What does not hold is known already; this is only to say why.
+        # The failure is already proven; this run only explains it.
         call = f"train(rank, directory, {steps}, {steps})"
         remarks.append(f"what loading restores could not be seen: {call}: {_first(error)}")
     attempts = Attempts()

@@ -1,6 +1,6 @@
-"""How far rounding may lead from what one program gives on one device.
+"""Measure how far rounding may move the results of a program on one device.
 
-What the perturbed runs change is not determined by the precision of the step; see `mgpu_check.numerics.steps`.
+The precision of the step does not determine a result that the perturbed runs change; see `mgpu_check.numerics.steps`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 RUNS = (0, 1, -1)
-"""The runs of a provisional measurement: as it is (0), and perturbed in two opposite directions (1 and -1)."""
+"""The runs of a provisional measurement: unperturbed (0), and perturbed in two opposite directions (1 and -1)."""
 
 
 def measured_provisionally(
@@ -36,10 +36,10 @@ def measured_provisionally(
 ) -> Provisional | None:
     """Run the step, or the reference, three or four times in its own precision; see `numerics.steps.granted_at_least`.
 
-    None if that is not conclusive, and `measured` has to be used.
+    Return None if these runs are inconclusive: then use `measured`.
 
     Args:
-        threads: how many a large model may have.
+        threads: number of threads that a large model may use.
         notes: see `measured`.
     """
     return Runs(rank, program, scenario, of_reference, threads).provisional(notes)
@@ -48,21 +48,20 @@ def measured_provisionally(
 def measured_in_part(
     rank: Rank, program: Program, scenario: Scenario, of_reference: bool, run: int, elements: int
 ) -> Part:
-    """Do one of the runs of `measured_provisionally`, of a step that is known to be simple, with one thread.
+    """Do one run of `measured_provisionally` with one thread, for a step that is known to be simple.
 
     Args:
         run: one of `RUNS`.
-        elements: about as many as the results have.
+        elements: approximate number of elements of the results.
     """
     return Runs(rank, program, scenario, of_reference, 1).part(run, elements)
 
 
 def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
-    """Return what `measured_provisionally` returns, from a part for each of `RUNS`, in their order; None if they are not
-    conclusive.
+    """Join the parts for all `RUNS`, in their order, to the result of `measured_provisionally`; None if inconclusive.
 
     Args:
-        elements: as `measured_in_part` was given.
+        elements: the argument that `measured_in_part` got.
     """
     seen = [part.seen for part in parts if part.seen is not None and part.simple]
     if len(seen) < len(RUNS) or not all(left_alike(seen[0], other) for other in seen[1:]):
@@ -73,16 +72,14 @@ def joined(parts: Sequence[Part], elements: int) -> Provisional | None:
 
 
 def slightly_moved(rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> Observation:
-    """Run the step, or the reference, as it is, on a batch whose elements are moved by one roundoff: what is rounded is
-    rounded otherwise.
-    """
+    """Run the step, or the reference, unperturbed on a batch moved by one roundoff, so that sums round differently."""
     return Runs(rank, program, scenario, of_reference, threads).slightly_moved()
 
 
 def rounding_seen(single: Observation, again: Observation) -> dict[Result, float] | None:
-    """Return how large errors of a run as it is are, by what `slightly_moved` leaves; see `numerics.steps.errors_seen`.
+    """Return the errors of an unperturbed run, from the results of `slightly_moved`; see `numerics.steps.errors_seen`.
 
-    None where the two have not left the same things.
+    None if the two runs left results of other names or shapes, are finite in other places, or took other steps.
     """
     return errors_seen(wide(single.values), wide(again.values)) if alike(single, again) else None
 
@@ -90,12 +87,12 @@ def rounding_seen(single: Observation, again: Observation) -> dict[Result, float
 def measured(
     rank: Rank, program: Program, scenario: Scenario, of_reference: bool, deep: bool, threads: int, notes: Notes
 ) -> Measured:
-    """Run the step, or the reference, as often as it takes to find how exactly it is determined.
+    """Run the step, or the reference, as often as needed to measure the tolerance of its results.
 
     Args:
-        deep: measure what each step of an optimizer leaves, too.
-        threads: how many a large model may have.
-        notes: gets the dtypes and random numbers of the run as it is.
+        deep: also measure the results of each optimizer step.
+        threads: number of threads that a large model may use.
+        notes: receives the dtypes and random numbers of the unperturbed run.
     """
     runs = Runs(rank, program, scenario, of_reference, threads)
     runs.as_it_is(notes, deep)
@@ -106,7 +103,7 @@ def measured(
     if runs.narrow:
         runs.perturb(2 * pairs, coherent=True)
     if nudge := runs.undecided():
-        # What they are moved by is the same each time; in large models, where all is slow, once will do.
+        # Every nudge moves gradients by the same amounts, so one pair suffices for large, slow models.
         for pair in range(1 if runs.large else pairs):
             runs.perturb(pairs + pair, nudge)
     return runs.measured(deep)

@@ -1,4 +1,4 @@
-"""Run one case of the step in a rank as it is, and choose what of it goes back to the pytest process."""
+"""Run one case of the step in a rank, and choose the results that go back to the pytest process."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from mgpu_check.rank_side.rank import Rank
 __all__ = ["run_step", "run_traced", "run_traced_alone"]
 
 _SMALL = 100_000
-"""Elements up to which the values of every rank travel; above, those of rank 0, and the others' checksums."""
+"""Elements up to which every rank sends its values; above, only rank 0 does, and the others send checksums."""
 
 
 def run_step(rank: Rank, program: Program, scenario: Scenario, whole: bool = False) -> Observation:
-    """Return the step on this rank; with the values of every rank where `whole`."""
+    """Run the step on this rank and return its results; with `whole`, every rank sends all values."""
     with full_precision():
         seen = observe(_placed(rank, program, scenario), program, scenario)
     if not whole and sum(value.numel() for value in seen.values.values()) > _SMALL:
-        seen.initial = {}  # it tells of mistakes, for which all is taken down once more
+        seen.initial = {}  # only the diagnosis needs it, and that runs the step again
         if rank.index and not seen.pieces and not seen.unused:
             seen.values = {}
     return seen
 
 
 def run_traced(rank: Rank, program: Program, scenario: Scenario) -> tuple[Observation, Trace]:
-    """Return the step on this rank, with what each optimizer step leaves, and what the step has called."""
+    """Run the step on this rank, and return its results (also after each optimizer step) with the calls it made."""
     return _traced(_placed(rank, program, scenario), program, scenario, of_reference=False)
 
 
 def run_traced_alone(rank: Rank, program: Program, scenario: Scenario) -> Trace:
-    """Return what the reference calls, or the step at world size 1 where there is none."""
+    """Return the calls of the reference; without a reference, the calls of the step at world size 1."""
     return _traced(rank, program, scenario, of_reference=program.reference is not None)[1]
 
 

@@ -1,4 +1,4 @@
-"""The runs of one program, in a rank alone in its world: as it is, in float64, and with rounding errors made large."""
+"""Run one program in a rank that is alone in its world: unperturbed, in float64, and with enlarged rounding errors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mgpu_check.torch_hooks.threads import some_threads
 __all__ = ["LARGE", "Measured", "Part", "Provisional", "Runs", "alike", "left_alike", "wide"]
 
 LARGE = 1_000_000
-"""Elements of results from which a step is large, and fewer perturbations must do: each draws a random sign for every
-intermediate value."""
+"""Elements of results from which a step counts as large. Large steps get fewer perturbations, since each needs a random
+sign for every intermediate value."""
 _OF_PARTS = 4.0
 """Factor for tolerances in a narrow dtype: ranks round their own parts, which may be larger than the sum that one device
 rounds."""
@@ -35,12 +35,12 @@ rounds."""
 
 @dataclass(frozen=True)
 class Measured:
-    """One program on one device: its run, and the values of each stage (optimizer steps where asked for, then the end).
+    """One program on one device: its run, and the values of each stage (optimizer steps if requested, then the end).
 
     Attributes:
-        undetermined: names of results that are no floating-point numbers, and that rounding changes.
+        undetermined: results of other than floating-point dtypes that rounding changes.
         precise: whether the exact values were computed in float64.
-        remarks: what could not be measured.
+        remarks: measurements that failed, for the report.
     """
 
     single: Observation
@@ -52,7 +52,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Provisional:
-    """One program on one device as it is, and the least by which a right result may be off."""
+    """The unperturbed run of one program on one device, with a tolerance within which a result is surely right."""
 
     single: Observation
     tolerance: dict[Result, torch.Tensor]
@@ -63,10 +63,10 @@ class Part:
     """One of the runs of a provisional measurement.
 
     Attributes:
-        seen: what it has left; None if it fails with perturbed numbers, or leaves what is not finite.
-        simple: whether these runs are enough: a recurrent network in one operator, and an optimizer that is not linear in
-            the gradient, need others.
-        drawn, narrow: see `Notes`; of the run as it is only.
+        seen: the results; None if the perturbed run fails, or if a result is not finite.
+        simple: whether these runs suffice. A recurrent network in one operator, and an optimizer that is not linear in
+            the gradient, need more.
+        drawn, narrow: `Notes.drawn` and `Notes.seen`; empty for perturbed runs.
     """
 
     seen: Observation | None
@@ -79,7 +79,7 @@ class Runs:
     """The runs of one program for one scenario.
 
     Attributes:
-        narrow: whether it computes in dtypes narrower than float32.
+        narrow: whether the program computes in dtypes narrower than float32.
     """
 
     def __init__(self, rank: Rank, program: Program, scenario: Scenario, of_reference: bool, threads: int) -> None:
@@ -106,7 +106,7 @@ class Runs:
         @contextlib.contextmanager
         def with_threads(model: Any, batches: Sequence[Any]) -> Iterator[None]:
             elements = sum(part.numel() for module in modules_of(model).values() for part in module.parameters())
-            large = 2 * elements >= LARGE  # there are gradients, too
+            large = 2 * elements >= LARGE  # twice: each parameter has a gradient
             with some_threads(self._threads, large), around(model, batches):
                 yield
 
@@ -121,7 +121,7 @@ class Runs:
         return self.elements >= LARGE
 
     def provisional(self, notes: Notes) -> Provisional | None:
-        """Run as it is, and perturbed in the same precision; see `measured_provisionally`."""
+        """Run unperturbed, and perturbed in the same precision; see `measured_provisionally`."""
         self._deep = "nonlinear"
         single = self._once(notes, digests=False)
         self._singles = [single]
@@ -157,11 +157,14 @@ class Runs:
         return Part(seen, simple, tuple(notes.drawn), frozenset(notes.seen))
 
     def slightly_moved(self) -> Observation:
-        """Run as it is on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
+        """Run unperturbed on a batch that is moved by one roundoff; see `rounding.slightly_moved`."""
         return self._run(deep=self._deep, alter=lambda batch: moved(batch, 1.0, generator_of(0)))
 
     def _against_signs(self) -> Callable[[int], Nudge] | None:
-        """Return what turns the sign of each gradient whose sign rounding decides, None if there is none; see `undecided`."""
+        """Return a nudge that flips each gradient whose sign rounding decides; None without such gradients.
+
+        See `undecided` for the reason.
+        """
         slack = []
         for index, stage in enumerate(self._exact.snapshots):
             granted = self._granted(index)
@@ -171,7 +174,7 @@ class Runs:
         return _nudge_by(slack, lambda direction: 1)
 
     def _granted(self, index: int | None) -> dict[Result, torch.Tensor]:
-        """Return the least by which right results may be off, at the end or before an optimizer's step."""
+        """Return tolerances within which results are surely right, at the end (None) or at an optimizer step."""
 
         def of(seen: Observation) -> dict[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
@@ -179,10 +182,10 @@ class Runs:
         return granted_at_least(wide(of(self._exact)), [wide(of(one)) for one in self._moved], ROUNDOFF, self._spread)
 
     def as_it_is(self, notes: Notes, deep: bool) -> None:
-        """Run twice in the precision of the step: the errors are those that another order of the same sums has."""
+        """Run twice in the precision of the step; the second batch is moved, so that the same sums round differently."""
         self._deep = deep
         single = self._once(notes, digests=True)
-        # The gradients of each optimizer step are needed to tell which parameters they do not decide.
+        # `undecided` needs the gradients of each optimizer step.
         self._deep = deep or ("gradients" if single.optimizer_steps else False)
         self._singles = [single, self.slightly_moved()]
         self._spread = deviations(self.elements)
@@ -206,13 +209,13 @@ class Runs:
         except Exception:
             self._precise = False
         else:
-            # Where float64 has operators of its own, as attention does on GPUs, it draws other numbers.
+            # float64 may use other operators (attention on GPUs) that draw other numbers: then it is no reference.
             self._precise = alike(single, exact) and notes.drew == self._drew
         if self._precise:
             self._exact = exact
         elif self._deep == "gradients":
             self._exact = self._run(deep=self._deep)
-        # Autocast leaves float64 alone: what is computed in a narrow dtype is perturbed in that dtype only.
+        # Autocast ignores float64. If the step computes in a narrow dtype only in float32 runs, perturb those.
         self._in_double = self._precise and (bool(notes.seen) or not self.narrow)
 
     def perturb(
@@ -223,7 +226,7 @@ class Runs:
         coherent: bool = False,
         directions: Sequence[int] = (1, -1),
     ) -> None:
-        """Run twice, perturbed in opposite directions."""
+        """Run perturbed once in each direction, and keep the results that are comparable with the exact run."""
         for direction in directions:
             found = self._perturbed(pair, direction, None if nudge is None else nudge(direction), coherent)
             if found is not None and alike(self._exact, found):
@@ -232,7 +235,7 @@ class Runs:
     def _perturbed(
         self, pair: int, direction: int, nudge: Nudge | None = None, coherent: bool = False
     ) -> Observation | None:
-        """Run perturbed; None where that fails."""
+        """Run perturbed; None if the run raises an error."""
         generator, by = generator_of(pair + 1), direction * self._spread
         try:
             return self._run(
@@ -249,16 +252,15 @@ class Runs:
                     fused=self._fused,
                 ),
             )
-        except Exception as error:  # a perturbed count is none, for instance
+        except Exception as error:  # for instance, a perturbed count is no longer an integer
             self._failure = error
             return None
 
     def undecided(self) -> Callable[[int], Nudge] | None:
-        """Return what moves gradients within their tolerance, in either direction; None if nowhere that changes their
-        sign.
+        """Return a nudge that moves gradients within their tolerance, by direction; None if it changes no sign.
 
-        Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even where the
-        gradient is nothing but rounding errors.
+        Optimizers that divide by the size of the gradient take a whole step in the direction of its sign, even if the
+        gradient is only rounding errors.
         """
         slack: list[dict[Result, torch.Tensor]] = []
         for index in range(len(self._exact.snapshots)):
@@ -273,7 +275,7 @@ class Runs:
         return _nudge_by(slack, lambda direction: direction)
 
     def measured(self, deep: bool) -> Measured:
-        """Return what follows from all runs together."""
+        """Return the measurement from all runs together."""
         with some_threads(self._threads, self.large):
             return self._measured(deep)
 
@@ -289,18 +291,19 @@ class Runs:
         if self._failure is not None:
             said = next(iter(str(self._failure).splitlines()), "")
             remarks.append(
-                f"tolerances may be too narrow: the step fails with perturbed numbers: {type(self._failure).__name__}: {said}"
+                f"tolerances may be too narrow: a perturbed run of the step failed: {type(self._failure).__name__}: {said}"
             )
         if not self._moved:
             remarks.append(
-                "tolerances may be too narrow: they are of one run, because no perturbed one has left results to compare"
+                "tolerances may be too narrow: they come from unperturbed runs, because no perturbed run left comparable "
+                "results"
             )
         indices = range(len(exact.snapshots)) if deep else ()
         stages = [self._assess(index) for index in indices]
         return Measured(self._singles[0], [*stages, self._assess(None)], undetermined, self._precise, remarks)
 
     def _assess(self, index: int | None) -> Measurement[Result]:
-        """Assess what was left at the end, or after an optimizer step."""
+        """Assess the results at the end (None), or after an optimizer step."""
 
         def stage(seen: Observation) -> Mapping[Result, torch.Tensor]:
             return seen.values if index is None else seen.snapshots[index]
@@ -309,7 +312,7 @@ class Runs:
         reference = {name: stage(self._exact)[name].double() for name in names}
 
         def usable(several: Sequence[Observation]) -> list[dict[Result, torch.Tensor]]:
-            # Infinities and NaN that the step has on one device are compared as such, and measured as if they were zero.
+            # Infinities and NaN on one device are compared as such; they are measured as zeros.
             held = [stage(one) for one in several if index is None or index < len(one.snapshots)]
             return [
                 {
@@ -329,8 +332,9 @@ class Runs:
 def _nudge_by(
     slack: Sequence[Mapping[Result, torch.Tensor]], factor: Callable[[int], int]
 ) -> Callable[[int], Nudge] | None:
-    """Return a nudge that adds `slack`, times the factor for the direction, to the gradients of each step; None if all of it
-    is zero.
+    """Return a nudge that adds `slack` times the factor of the direction to the gradients of each step.
+
+    Return None if `slack` is all zero.
     """
     if not any(bool(value.any()) for of_step in slack for value in of_step.values()):
         return None
@@ -346,20 +350,20 @@ def _nudge_by(
 
 
 def wide(values: Mapping[Result, torch.Tensor]) -> dict[Result, torch.Tensor]:
-    """Return the values that are floating-point numbers, narrow ones in float32."""
+    """Return the floating-point values, with narrow dtypes widened to float32."""
     floating = {name: value for name, value in values.items() if value.is_floating_point()}
     return {name: value.float() if value.element_size() < 4 else value for name, value in floating.items()}
 
 
 def alike(one: Observation, other: Observation) -> bool:
-    """Return whether two runs have left the same things, finite in the same places, after as many steps."""
+    """Return whether two runs left results of the same names and shapes, finite in the same places, after as many steps."""
     return left_alike(one, other) and all(
         _finite_alike(value, other.values[name]) for name, value in one.values.items()
     )
 
 
 def left_alike(one: Observation, other: Observation) -> bool:
-    """Return whether two runs have left results of the same names and shapes, after as many steps."""
+    """Return whether two runs left results of the same names and shapes after as many optimizer steps."""
     if one.values.keys() != other.values.keys() or one.optimizer_steps != other.optimizer_steps:
         return False
     return all(value.shape == other.values[name].shape for name, value in one.values.items())

@@ -1,4 +1,4 @@
-"""Collect the samples that a rank's loader gives in each epoch. In the ranks: it imports torch."""
+"""Collect the samples that a rank's loader gives in each epoch. Imports torch: for ranks only."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _BATCHES = "; if it yields batches, return a loader, or a list of the batches, i
 
 
 class _Misuse(Exception):
-    """`make_loader` or `key` does not give what is asked for.
+    """`make_loader` or `key` returns something that the gate cannot use.
 
     Attributes:
-        of_batches: perhaps because batches were yielded, and not loaders.
+        of_batches: whether the reason may be that batches were yielded instead of loaders.
     """
 
     def __init__(self, message: str, *, of_batches: bool = False) -> None:
@@ -40,10 +40,10 @@ class _Misuse(Exception):
 
 
 def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, rank: Rank) -> Visits:
-    """Iterate this rank's loader once per epoch, and return what it gave.
+    """Iterate this rank's loader once per epoch, and return its samples.
 
     Args:
-        inline: where a loader has worker processes that read an IterableDataset, read it in this process instead.
+        inline: read an IterableDataset in this process, and not in worker processes of the loader.
     """
     visits = Visits()
     made = make_loader(rank)
@@ -59,11 +59,12 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
                     f"{len(visits.epochs)}; return the loader itself, not iter(loader)"
                 )
             visits.epochs.append(epoch)
-        # Of a single epoch nothing else tells a list of batches from a batch that is a list.
+        # With one epoch, only a second yield shows whether the lists are loaders or batches.
         more = next(made, None) if visits.bare and epochs == 1 else None
         if more is not None and not _epoch(more, key, {}).counts & visits.epochs[0].counts:
             raise _Misuse(
-                "make_loader(rank) yielded twice, though epochs is 1, and no sample both times", of_batches=True
+                "make_loader(rank) yielded twice, though epochs is 1, and the two yields have no sample in common",
+                of_batches=True,
             )
     except _Misuse as misuse:
         visits.problem = str(misuse) + (_BATCHES if visits.bare or misuse.of_batches else "")
@@ -73,7 +74,7 @@ def visit(make_loader: MakeLoader, epochs: int, key: Key | None, inline: bool, r
 
 
 def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
-    """Return what a loader gives in one epoch. Add to `labels` how its samples are shown."""
+    """Return the samples of a loader in one epoch. Add the texts that a report shows for them to `labels`."""
     batches = []
     for batch in loader:
         samples = list(_samples(batch, key))
@@ -83,7 +84,7 @@ def _epoch(loader: Any, key: Key | None, labels: dict[Hashable, str]) -> Epoch:
 
 
 def _loaders(made: Any, epochs: int) -> Iterator[Any]:
-    """Yield the loader of each epoch: what a generator yields, or always the same."""
+    """Yield the loader of each epoch: each loader that a generator yields, or always the same one."""
     if not isinstance(made, types.GeneratorType):
         for _ in range(epochs):
             yield _iterable(made, "make_loader(rank) returned a", yielded=False)
@@ -110,7 +111,7 @@ def _iterable(loader: Any, where: str, *, yielded: bool) -> Any:
 
 
 def _shuffles(loader: Any) -> bool:
-    """Return whether a sampler is seen that is to visit the samples in another order in each epoch."""
+    """Return whether the loader has a sampler that should visit the samples in a new order in each epoch."""
     found = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))]
     found += [getattr(part, "sampler", None) for part in found]
     return any(
@@ -120,7 +121,7 @@ def _shuffles(loader: Any) -> bool:
 
 
 def _workers(loader: Any) -> int:
-    """Count the worker processes that each read an IterableDataset of their own."""
+    """Return the number of worker processes that each read their own copy of an IterableDataset."""
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return loader.num_workers
     return 0
@@ -136,7 +137,7 @@ def _without_workers(loader: Any) -> Any:
 
 
 def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
-    """Yield each sample of a batch: what tells it from others, and how it is shown."""
+    """Yield the identity of each sample of a batch, and the text that a report shows for it."""
     if key is not None:
         for given in key(batch):
             identity = _plain_id(given)
@@ -147,7 +148,7 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
     if len(lengths) != 1:
         raise _Misuse(
             f"a batch of type {type(batch).__name__} has leaves of {sorted(lengths)} rows along dim 0, so its samples "
-            "cannot be told apart; pass key=, a function from a batch to the ids of its samples"
+            "cannot be separated; pass key=, a function from a batch to the ids of its samples"
             if lengths
             else f"a batch of type {type(batch).__name__} has no tensor with rows; pass key=, a function from a batch "
             "to the ids of its samples"
@@ -160,7 +161,7 @@ def _samples(batch: Any, key: Key | None) -> Iterator[tuple[Hashable, str]]:
 
 
 def _is_column(node: Any) -> bool:
-    """Return whether texts and numbers of a batch, one for each sample, are one leaf."""
+    """Return whether a node is a list of texts or numbers, one per sample; it then counts as one leaf."""
     return (
         isinstance(node, list | tuple)
         and bool(node)
@@ -169,7 +170,7 @@ def _is_column(node: Any) -> bool:
 
 
 def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
-    """Yield the rows of a leaf of a batch, each as bytes and as a text; nothing for what is not one thing per sample."""
+    """Yield the rows of a leaf of a batch, each as bytes and as a text; nothing for a leaf without rows."""
     if isinstance(leaf, list | tuple):
         yield [(repr(part).encode() + b"\0", repr(part)) for part in leaf]
     elif type(leaf).__module__ == "numpy" and hasattr(leaf, "dtype") and leaf.dtype.kind in "biufc":
@@ -179,7 +180,7 @@ def _columns(leaf: Any) -> Iterator[Sequence[tuple[bytes, str]]]:
             yield _rows(plain(leaf))
     elif not (leaf is None or isinstance(leaf, str | bytes | int | float)):
         raise _Misuse(
-            f"a batch holds a {type(leaf).__name__}, whose samples cannot be told apart; pass key=, a function from a "
+            f"a batch holds a {type(leaf).__name__}, whose samples cannot be separated; pass key=, a function from a "
             "batch to the ids of its samples"
         )
 
@@ -191,7 +192,7 @@ def _rows(tensor: torch.Tensor) -> list[tuple[bytes, str]]:
     real = as_real(tensor)
     data = bytes_of(real)
     width = len(data) // count if count else 0
-    # Of the same bytes, those of another dtype or shape are another sample.
+    # The same bytes in another dtype or shape are another sample.
     kind = f"{tensor.dtype}{tuple(tensor.shape[1:])}".encode()
     flat = tensor.reshape(count, -1)[:, :_SHOWN_VALUES].tolist() if real.numel() else [[]] * count
     more = real[:1].numel() > _SHOWN_VALUES
@@ -209,9 +210,7 @@ def _values(values: list[Any], *, scalar: bool, more: bool) -> str:
 
 
 def _plain_id(given: Any) -> Hashable:
-    """Return an id that equals itself in another process: tensors and NumPy's scalars hash by identity, or are no plain
-    values.
-    """
+    """Return an id that compares equal in another process: tensors, which hash by identity, become plain values."""
     if hasattr(given, "tolist"):
         given = given.tolist()
         given = _tuples(given)

@@ -1,4 +1,4 @@
-"""The gate in one call: the same step on one device and on several trains the same model."""
+"""The gate for training steps: a step on several ranks trains the same model as on one device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _AS_IN = {
 }
 _EXAMPLES = 24
 _MOST_SHRINKS = 40
-"""Cases that are run to find a smaller one, once one has failed."""
+"""Most cases that are run after a failure to find a smaller failing case."""
 
 
 def assert_step_scales(
@@ -59,55 +59,56 @@ def assert_step_scales(
     returned_by: Callable[[Mapping[str, int]], bool] | str | None = None,
     unjudged: Mapping[str, str] | None = None,
 ) -> None:
-    """Assert that a training step on several ranks does what it does on one device.
+    """Assert that a training step on several ranks gives the same results as on one device.
 
-    The step runs on every rank of each world size drawn, on the same global batch, from the same seed. All that it leaves
-    is compared with one device: gradients, parameters, buffers, the optimizer's state, what it returns. Ranks must agree
+    The step runs on every rank of each world size drawn, on the same global batch, from the same seed. Its results are
+    compared with one device: gradients, parameters, buffers, the optimizer's state and returned values. Ranks must agree
     with each other, and a second run must repeat the first. Tensors are compared within a tolerance that is measured on the
-    step itself (`mgpu_check.numerics.steps`): the reference is computed in float64, and perturbed by rounding errors.
+    step itself (`mgpu_check.numerics.steps`): the reference runs in float64, and again with random rounding errors.
 
     Args:
         ranks: the fixture of that name.
         step: ``step(model, batch, rank) -> mapping of named tensors or numbers, or None``: the parallel step, called on
-            every rank with the global batch, of which it takes its part. `model` and `batch` are on the CPU, as they are
-            built; the step moves them to ``rank.device``, or stays on the CPU. What it returns must be the same on all
-            ranks. What it returns under the names of parameters, or as one flat tensor of all, stands for the gradients
-            that it leaves. A class is called with (model, rank) first, and keeps what must outlive one step: an optimizer, the
-            wrapped model.
-        build: ``build() -> nn.Module``, or a tuple or mapping of them; called on every rank under the same seed.
-        batch: ``batch(n)``: a global batch of n samples, called on every rank under the same seed: tensors in any
-            structure, their first dimension that of the samples. Or a Hypothesis strategy of global batches.
-        reference: ``reference(model, batch)``, what one device does; it returns what `step` does. Default: the step
-            itself at world size 1. A class is called with the model first, and the object with (model, batch) for each
-            step. A parameter called `world_size` is given the world size under test, for references
-            that go through the batch shard by shard.
-        world_sizes: those to try; default the powers of two up to ``ranks.size``, and it.
-        sizes: batch sizes: a strategy of integers, an integer, several, "divisible" for multiples of the world size, or a
-            function from the world size to a strategy. Default: divisible by it and not, below it, at it and above.
-        observe: what is compared, of "grads", "params", "buffers", "optimizer", "returned" and "rng".
-        tolerance: granted instead of the measured one: a fraction of the largest magnitude of each tensor, for all or by
-            name.
-        max_examples: cases to try, about; default 24.
+            every rank with the global batch; it takes its own part. `model` and `batch` are on the CPU, as built; the step
+            moves them to ``rank.device``, or stays on the CPU. Returned values must be the same on all ranks. Tensors
+            returned under the names of parameters, or one flat tensor of all parameters, replace the gradients of the
+            model in the comparison. A class is called with (model, rank) first, and keeps objects that outlive one step:
+            an optimizer, the wrapped model.
+        build: ``build() -> nn.Module``, or a tuple or mapping of modules; called on every rank under the same seed.
+        batch: ``batch(n)`` returns a global batch of n samples, called on every rank under the same seed: tensors in any
+            structure, with the samples along their first dimension. Or a Hypothesis strategy of global batches.
+        reference: ``reference(model, batch)`` computes the step on one device, and returns the same names as `step`.
+            Default: the step itself at world size 1. A class is called with the model first, and its instance with
+            (model, batch) for each step. A parameter called `world_size` gets the world size under test, for references
+            that process the batch shard by shard.
+        world_sizes: world sizes to try; default the powers of two up to ``ranks.size``, and ``ranks.size``.
+        sizes: batch sizes: a strategy of integers, an integer, several integers, "divisible" for multiples of the world
+            size, or a function from the world size to a strategy. Default: sizes below, at and above the world size,
+            divisible by it and not.
+        observe: the kinds to compare, of "grads", "params", "buffers", "optimizer", "returned" and "rng".
+        tolerance: replaces the measured tolerance: a fraction of the largest magnitude of each tensor, for all tensors or
+            by name.
+        max_examples: approximate number of cases to try; default 24.
         single_process: one process drives all devices, as with nn.DataParallel: the step runs in one process, and
             ``rank.size`` is the number of devices.
-        meshes: meshes to try, in place of world sizes: ``[{"dp": 2, "tp": 2}, {"pp": 4}]``. ``rank.mesh`` is the
+        meshes: meshes to try instead of world sizes: ``[{"dp": 2, "tp": 2}, {"pp": 4}]``. ``rank.mesh`` is the
             `DeviceMesh`. A failure names the axes that it needs.
-        placement: which slice of which parameter a rank holds, where that cannot be found out: a mapping from patterns of
-            names, or a function ``(name, rank)``. A slice is given by the dimension that is chunked over all ranks, by a
-            mapping from axes of the mesh to dimensions, as "whole", or as an index of the whole tensor; a tuple of a name
-            and one of these where the parameter has another name on one device. Default: DTensor, FSDP1, the attributes
-            that Megatron sets, and the values before the first step tell.
-        returned_by: the ranks whose returned values count: "last" for those of the last stage (axis "pp", or the last
-            rank), or a function of the coordinates, ``lambda at: at["tp"] == 0``. Default: all ranks.
-        unjudged: parameters that need not be compared, by pattern, with the reason of each.
+        placement: the slice of each parameter that a rank holds, if the gate cannot find it out: a mapping from patterns
+            of names to slices, or a function ``(name, rank)``. A slice is a dimension that is chunked over all ranks, a
+            mapping from axes of the mesh to dimensions, "whole", or an index of the whole tensor. If the parameter has
+            another name on one device, give a tuple of that name and a slice. Default: found from DTensor, FSDP1, the
+            attributes that Megatron sets, and the values before the first step.
+        returned_by: the ranks whose returned values count: "last" for the last stage (axis "pp", or the last rank), or a
+            function of the coordinates, ``lambda at: at["tp"] == 0``. Default: all ranks.
+        unjudged: parameters that need not be compared: a mapping from patterns to reasons.
 
     Raises:
-        NotCompared: nothing is known to be wrong, but a parameter that is trained was not compared with one device.
-        ScalingMismatch: a relation does not hold; names the smallest case, every observable with its relations, and the
-            likely mistake. `.ranks` holds the ranks, `.mistakes` the classes.
+        NotCompared: no error was found, but a trained parameter was not compared with one device.
+        ScalingMismatch: a relation does not hold. The message names the smallest case, every result with its relations,
+            and the likely mistake. `.ranks` holds the ranks at fault, `.mistakes` the classes.
         RankHang: ranks did not return in time.
-        ValueError: an argument is wrong, or the step cannot be compared: it fails on one device, or `batch` gives other
-            batches when it is called again under the same seed.
+        ValueError: an argument is wrong, or the step cannot be compared: it fails on one device, or `batch` returns
+            another batch when it is called again under the same seed.
     """
     __tracebackhide__ = True
     program = Program(
@@ -135,13 +136,13 @@ def assert_metric_scales(
     tolerance: float | Mapping[str, float] | None = None,
     max_examples: int | None = None,
 ) -> None:
-    """Assert that a metric over several ranks is that of one device, for every number of samples.
+    """Assert that a metric over several ranks equals the metric on one device, for all numbers of samples tried.
 
-    ``metric(model, batch, rank)`` evaluates this rank's part of the global batch, and returns the metric of all of it: the
-    same on every rank. All arguments are those of `assert_step_scales`; what is left in the model is not looked at.
+    ``metric(model, batch, rank)`` evaluates this rank's part of the global batch, and returns the metric of the whole
+    batch, the same on every rank. The arguments are those of `assert_step_scales`. Changes to the model are ignored.
 
     Raises:
-        ScalingMismatch: the metric differs from that of one device, or between ranks.
+        ScalingMismatch: the metric differs from one device, or between ranks.
         ValueError: see `assert_step_scales`; or the metric returns nothing.
     """
     __tracebackhide__ = True
@@ -188,7 +189,7 @@ def _assert_scales(
             report, stacks = report_of(failure), failure.stacks
             late = RankHang("\n\n".join([str(report), *stacks]), ranks=hang.ranks)
             late.mistakes = report.mistakes
-            raise late from None  # another one: the engine rewrites its own when it is shown
+            raise late from None  # a new error, because the engine rewrites its own when it is shown
         if failed is not None:
             failed, axes = shrunk_to_axes(trials, failed)
             report = report_of(failure_of(trials, failed, [size for size, mesh in worlds if not mesh], axes))
@@ -207,7 +208,7 @@ def _check_arguments(
     for name in ("step", "build", "batch", "reference"):
         value = getattr(program, name)
         if value is not None and (not callable(value) or isinstance(value, nn.Module)):
-            raise ValueError(f"{gate}: {name}={value!r:.80} is no function; give one, as in {_AS_IN[name]}")
+            raise ValueError(f"{gate}: {name}={value!r:.80} is not a function; give a function, as in {_AS_IN[name]}")
     if isinstance(observe, str) or not isinstance(observe, Collection) or not set(observe) or set(observe) - set(KINDS):
         raise ValueError(f"{gate}: observe={observe!r}; choose some of {', '.join(KINDS)}")
     check_tolerance(gate, tolerance)
@@ -221,9 +222,7 @@ def _check_arguments(
 
 
 def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: int) -> Trial | None:
-    """Return the smallest failure that Hypothesis finds among some scenarios; None where all are right, or there are
-    none.
-    """
+    """Return the smallest failure that Hypothesis finds among some scenarios; None if all pass, or none can be drawn."""
     found: list[Trial] = []
     left = _MOST_SHRINKS
 
@@ -231,7 +230,7 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
         max_examples=examples,
         database=None,
         deadline=None,
-        derandomize=True,  # a gate says the same of the same code each time
+        derandomize=True,  # a gate must give the same verdict for the same code each time
         phases=(Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),
         report_multiple_bugs=False,
@@ -249,18 +248,18 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
         except RankHang:
             if not found:
                 raise
-            left = 0  # each would take the whole deadline
+            left = 0  # stop shrinking: each hang takes the whole deadline
             return
         if trial is not None:
             found.append(trial)
             raise _Failed
 
-    with with_reporter(lambda text: None):  # the gate has a better account of the failing example
+    with with_reporter(lambda text: None):  # the gate reports the failing example in more detail
         try:
             try_one()
         except Unsatisfiable:
             return None
-        except (_Failed, Flaky):  # a step that fails now and then fails
+        except (_Failed, Flaky):  # an intermittent failure is a failure
             if not found:
                 raise
             return found[-1]
@@ -268,4 +267,4 @@ def _search(trials: Trials, scenarios: st.SearchStrategy[Scenario], examples: in
 
 
 class _Failed(AssertionError):
-    """A scenario has failed; Hypothesis looks for a smaller one."""
+    """A scenario failed; Hypothesis then searches for a smaller one."""

@@ -1,4 +1,4 @@
-"""One case on which the gate tries a step."""
+"""Describe one case that the gate runs a step on."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from mgpu_check.gates.meshes import Mesh, described
 __all__ = ["CHANGES", "Scenario"]
 
 CHANGES = ("scaled", "ragged", "sorted", "duplicated", "permuted")
-"""What can be done to a batch; see `mgpu_check.gates.batches`."""
+"""The ways to change a batch; see `mgpu_check.gates.batches`."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One case.
+    """One case: the ranks, the batches and the seed of a run.
 
     Attributes:
         world_size: number of ranks.
-        samples: in each global batch; in the first, where batches are drawn.
-        steps: how often the step is called, each time with another batch.
-        change: one of `CHANGES`, or "" for batches as they are made.
-        factor: of "scaled" batches.
-        seed: of everything random.
-        batches: those that were drawn, where the user gives a strategy.
-        mesh: axes of the mesh and their sizes, where the user gives meshes.
-        apart: the elements of parameters are made distinct, so that slices of them are told by their values.
+        samples: samples in each global batch; in the first one if batches are drawn.
+        steps: number of calls of the step, each with another batch.
+        change: one of `CHANGES`, or "" for unchanged batches.
+        factor: factor of "scaled" batches.
+        seed: seed of all random numbers.
+        batches: the drawn batches, if the user gives a strategy.
+        mesh: axes of the mesh and their sizes, if the user gives meshes.
+        apart: whether elements of parameters are made distinct, so that their values identify slices.
     """
 
     world_size: int
@@ -41,12 +41,12 @@ class Scenario:
 
     @property
     def place(self) -> tuple[int, Mesh]:
-        """World size, and mesh."""
+        """World size and mesh."""
         return self.world_size, self.mesh
 
     @property
     def described(self) -> dict[str, object]:
-        """Its description in words, for a report."""
+        """The description of the case for a report, as name -> value."""
         case: dict[str, object] = {"world size": self.world_size}
         if self.mesh:
             case["mesh"] = described(self.mesh)

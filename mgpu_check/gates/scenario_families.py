@@ -1,4 +1,4 @@
-"""The kinds of cases that a step is tried on, from those that are most likely to be right to those that provoke."""
+"""Define the families of cases that a step is tried on, from ordinary cases to provoking ones."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mgpu_check.gates.scenario import CHANGES, Scenario
 __all__ = ["SEVERAL_STEPS", "Family", "Sizes", "families"]
 
 Sizes = st.SearchStrategy[int] | int | Iterable[int] | str | Callable[[int], "st.SearchStrategy[int]"] | None
-"""Batch sizes to try, as a user says it."""
+"""Batch sizes to try, as a user specifies them."""
 
 SEVERAL_STEPS = "several steps"
-"""The family that is of no use where the step leaves the model as it is."""
+"""The family that is skipped if the step does not change the model."""
 
 _KINDS = ("divisible", "uneven", "below")
 _DIVISIBLE = "divisible"
 _SEEDS = 3
 _MOST_STEPS = 3
 _MOST_PER_RANK = 4
-"""Samples of each rank, in batches whose size is left to the gate."""
+"""Most samples per rank in batch sizes that the gate chooses."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Scenarios of one kind, and how many of them are tried."""
+    """Scenarios of one kind, with the number of examples to try."""
 
     name: str
     scenarios: st.SearchStrategy[Scenario]
@@ -44,16 +44,16 @@ def families(
     drawn: st.SearchStrategy[Any] | None,
     max_examples: int,
 ) -> list[Family]:
-    """Return the kinds of scenarios, from those that are most likely to be right to those that provoke.
+    """Return the families of scenarios, from ordinary cases to provoking ones.
 
     Args:
-        worlds: world sizes to try, each with the mesh that divides it; () for none.
+        worlds: world sizes to try, each with the mesh that divides it, or with ().
         sizes: batch sizes; None for sizes below, at and above the world size, divisible by it and not.
-        drawn: strategy of batches, which then bring their size with them.
-        max_examples: of all families together, about.
+        drawn: strategy of batches, which bring their own sizes.
+        max_examples: approximate number of examples of all families together.
 
     Raises:
-        ValueError: `sizes` is none of what `Sizes` says.
+        ValueError: `sizes` is not a valid `Sizes`.
     """
     of = _sizes(sizes)
 
@@ -80,7 +80,7 @@ def families(
         return Scenario(world_size, samples, count, change, seed=seed, batches=batches, mesh=mesh)
 
     shares: list[tuple[str, st.SearchStrategy[Scenario], float]] = []
-    for world in worlds:  # each for itself, so that none is left to chance
+    for world in worlds:  # one family per world, so that every world is tried
         if drawn is not None:
             shares.append(("batches as drawn", scenario(among=(world,)), 0.45 / len(worlds)))
             continue
@@ -88,7 +88,7 @@ def families(
         for kind, share in (("divisible", 0.5),) if sizes == _DIVISIBLE else kinds:
             shares.append((kind, scenario(kind, among=(world,)), share / len(worlds)))
     shares.sort(key=lambda entry: _KINDS.index(entry[0]) if entry[0] in _KINDS else 0)
-    # Hypothesis begins with the first size, and so small a family may end there: each has another first size.
+    # Hypothesis starts with the first size, and a small family may try no other: give each family another first size.
     shares.append((SEVERAL_STEPS, scenario(steps=(2, _MOST_STEPS), first=2), 0.15))
     for number, change in enumerate(CHANGES):
         shares.append((change, scenario(changes=(change,), first=1 + (number + 2) % _MOST_PER_RANK), 0.08))
@@ -96,9 +96,9 @@ def families(
 
 
 def _sizes(sizes: Sizes) -> Callable[[int, str, int], st.SearchStrategy[int]]:
-    """Return a function to sizes, perhaps to an empty strategy.
+    """Return a function to a strategy of sizes, which may be empty.
 
-    Its arguments: the world size, the kind, and the samples per rank of the first divisible size.
+    The arguments are the world size, the kind, and the samples per rank of the first divisible size.
     """
     if sizes is None:
         return _any_size
@@ -111,7 +111,7 @@ def _sizes(sizes: Sizes) -> Callable[[int, str, int], st.SearchStrategy[int]]:
 
 
 def _any_size(world: int, kind: str, first: int) -> st.SearchStrategy[int]:
-    """Return sizes of a kind, where the user leaves them to the gate."""
+    """Return the gate's own sizes of a kind; all kinds but "below" for ""."""
     per_rank = [first, *(count for count in range(1, _MOST_PER_RANK + 1) if count != first)]
     divisible = st.sampled_from([count * world for count in per_rank])
     if kind == "divisible":

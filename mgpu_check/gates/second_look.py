@@ -1,4 +1,4 @@
-"""Run a case that failed a few more times, with everything on record: what the rules of mistakes are given."""
+"""Run a failed case a few more times and record everything, as evidence for the rules of mistakes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _SMALL = 2.0**-10
 _FURTHER = 2
 _LARGE = 1_000_000
 _ENDS = (CheckFailure, RankHang)
-"""How a run may end, of which a look then learns nothing."""
+"""Errors after which a run gives no evidence."""
 
 
 def as_seen(failed: Trial, relations: Relations) -> Tensors:
-    """Return what is known of a failure before anything is run again."""
+    """Return the evidence of a failure before further runs."""
     case, nothing = failed.scenario, Hypotheses([], [])
     return Tensors(case.world_size, case.samples, case.steps, failed.expected, relations, failed.seen, (), nothing)
 
@@ -41,10 +41,10 @@ class SecondLook:
 
     Args:
         sizes: world sizes of the gate.
-        attempts: keeps the looks that have failed; what they would have shown is missing.
+        attempts: keeps the runs that failed; their evidence is missing.
 
     Attributes:
-        repeated: a second run came to its end.
+        repeated: whether a second run completed.
     """
 
     def __init__(self, trials: Trials, failed: Trial, sizes: Sequence[int], attempts: Attempts) -> None:
@@ -58,7 +58,7 @@ class SecondLook:
         self.repeated = True
 
     def taken(self) -> Tensors:
-        """Return the case with all that the further runs show."""
+        """Run the case again in several ways, and return all evidence."""
         attempts, case = self._attempts, self._scenario
         attempts.of("the traced run", None, self._trace)
         attempts.of("the run once more", None, self._repeat)
@@ -90,7 +90,7 @@ class SecondLook:
         )
 
     def _trace(self) -> None:
-        """Run the case with its calls on record; keep what was seen before if it does not fail in the same way again."""
+        """Run the case and record its calls. Its results replace the earlier ones only if it fails again."""
         trials, case = self._trials, self._scenario
         size = 1 if trials.program.single_process else case.world_size
         try:
@@ -104,7 +104,7 @@ class SecondLook:
             self._seen, self._relations = seen, relations
 
     def _trace_alone(self) -> Trace | None:
-        """Return what one device calls, for what ranks are compared with."""
+        """Return the calls of one device, to compare the ranks with."""
         try:
             alone: Trace = self._trials.ranks.run(run_traced_alone, self._trials.program, self._scenario, size=1)[0]
         except _ENDS:
@@ -127,7 +127,7 @@ class SecondLook:
         return found
 
     def _with_other_seeds(self, windows: int) -> list[Tensors]:
-        """Return the same case with other random numbers: what explains the failure must explain what is seen there, too."""
+        """Return the evidence of the same case with other seeds; a mistake must explain these results, too."""
         trials, case = self._trials, self._scenario
         found: list[Tensors] = []
         if case.batches:
@@ -139,7 +139,7 @@ class SecondLook:
             except _ENDS:
                 continue
             if expected.single.batch == self._expected.single.batch:
-                return found  # the user's own seeds rule: it is the same case again
+                return found  # the user's code sets its own seeds, so the case would only repeat
             if sum(value.numel() for value in seen[0].values.values()) > _LARGE:
                 return found
             hypotheses = self._hypotheses(other, windows)
@@ -151,7 +151,7 @@ class SecondLook:
         return found
 
     def _when_small(self) -> bool | None:
-        """Return whether the step is right for the same batch scaled down, so that no limit on a norm is reached."""
+        """Return whether the step is right for a scaled-down batch, which reaches no limit on a norm."""
         if self._scenario.change not in ("", "scaled"):
             return None
         small = replace(self._scenario, change="scaled", factor=_SMALL)
@@ -161,7 +161,7 @@ class SecondLook:
             return None
 
     def _repeat(self) -> None:
-        """Find out whether a second run leaves the same."""
+        """Compare the case with a second run, and add the relation to each result."""
         try:
             again = self._trials.on_ranks(self._scenario, whole=True)
         except _ENDS:
@@ -170,7 +170,7 @@ class SecondLook:
         repeats(self._relations, self._expected, self._seen, again, self._trials.tolerance)
 
     def _at_another_size(self) -> tuple[int, Observation] | None:
-        """Return what rank 0 leaves at the next other world size; note for each result whether it is the same there."""
+        """Return the results of rank 0 at the smallest other world size; note for each result whether it is the same."""
         case = self._scenario
         other = min((size for size in self._sizes if size not in (1, case.world_size)), default=None)
         if other is None:
@@ -188,7 +188,7 @@ class SecondLook:
         return other, there
 
     def _in_other_order(self) -> None:
-        """Find out whether it matters which rank a sample lands on, where it does not matter to one device."""
+        """Note for each result whether permuted samples change it, if they do not change it on one device."""
         case, trials = self._scenario, self._trials
         if case.batches or case.change or case.samples < 2:
             return
@@ -203,7 +203,7 @@ class SecondLook:
                 held["any order"] = close(there[0].values.get(name), self._seen[0].values.get(name), 2 * allowed)
 
     def _as_permuted(self, name: Result, one: Expected, other: Expected) -> torch.Tensor | float | None:
-        """Return how far a result may be off in another order; None where the order matters on one device."""
+        """Return the tolerance of a result in another order; None if the order changes the result on one device."""
         exact, moved = one.exact.get(name), other.exact.get(name)
         if exact is None or moved is None or exact.shape != moved.shape:
             return None

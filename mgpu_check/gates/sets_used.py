@@ -1,8 +1,8 @@
-"""Find where code under test may depend on the order of a set, by its bytecode.
+"""Find places where code under test may depend on the order of a set, from its bytecode.
 
-It looks at the functions that the user hands to a gate, and at the functions and classes of the user's own modules that those
-name. What it does not see: sets that an installed package makes and returns, functions that are looked up by a text
-(`getattr`), and objects whose class nobody names.
+The search covers the functions that the user passes to a gate, and the functions and classes of the user's own modules
+that they name. It misses sets that an installed package returns, functions that are looked up by a string (`getattr`), and
+objects whose class is not named.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _INSTRUCTIONS = frozenset({"BUILD_SET", "SET_ADD", "SET_UPDATE"})
 _NAMES = frozenset({"set", "frozenset", "hash", "__hash__"})
 _VIEWS = frozenset({"keys", "items"})
 _OPERATIONS = frozenset({"&", "|", "-", "^", "&=", "|=", "-=", "^="})
-"""Of the keys of a mapping they make a set."""
+"""Operators that make a set from the keys or items of a mapping."""
 
 
 def sets_used(functions: Iterable[object]) -> list[str]:
-    """Return where sets are made, or hashes are taken: "names (train.py:7)", in the order in which they are reached."""
+    """Return the functions that make sets or take hashes: "names (train.py:7)", in the order of discovery."""
     found: dict[str, None] = {}
     for code in _reached(functions):
         line = _line_of_set(code)
@@ -55,10 +55,10 @@ def _line_of_set(code: types.CodeType) -> int | None:
 
 
 def _reached(functions: Iterable[object]) -> Iterator[types.CodeType]:
-    """Yield the code of functions, and of all that they name, as far as it is the user's own; each once."""
+    """Yield the code of the user's own functions, and of all functions and classes that they name, each once."""
     waiting = list(functions)
     seen: set[int] = set()
-    kept: list[object] = []  # so that nothing that is seen gives its id to another
+    kept: list[object] = []  # keeps objects alive, so that no id is reused
     while waiting:
         one = waiting.pop(0)
         if id(one) in seen:
@@ -99,7 +99,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _named(function: Callable[..., Any], names: set[str]) -> Iterator[object]:
-    """Yield what a function names: globals, what it closes over, its defaults, and attributes of modules."""
+    """Yield the objects that a function names: globals, its closure, its defaults, and attributes of modules."""
     there = _unwrapped(function)
     spaces = [there.__globals__]
     for name in names:
@@ -112,7 +112,7 @@ def _named(function: Callable[..., Any], names: set[str]) -> Iterator[object]:
         try:
             yield cell.cell_contents
         except ValueError:
-            continue  # it is not filled yet
+            continue  # the cell is still empty
     yield from there.__defaults__ or ()
 
 

@@ -1,4 +1,4 @@
-"""Take the state of a training run on each rank, keep it in files, and compare it there. Imports torch."""
+"""Save the state of a training run on each rank, and compare the saved states there. Imports torch."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["Entry", "Part", "Row", "Train", "compare", "digest_of_value", "is_re
 Train = Callable[[Rank, Path, int, int], Any]
 
 _ENTRIES, _GENERATORS = "entries", "generators"
-"""Keys of a file: what `train` has returned, and the states of generators."""
+"""Keys of a file: the state that `train` returned, and the states of generators."""
 
-# Of two runs, the largest difference is a poor estimate of how far a third may be off; each may be off on its own side.
+# Two runs estimate poorly how far a third may be off, and both runs may err in opposite directions.
 _ROOM = 8.0
-# Rounding errors of the run that is held, and of that which it is held against.
+# The resumed run and the uninterrupted run each have rounding errors.
 _BOTH = 2.0
-# Between two runs that start alike, rounding explains this part of the largest magnitude in an entry; in dtypes that are
-# so narrow that this is hardly more than their unit roundoff, some of those. More comes of random numbers.
+# Rounding explains this fraction of the largest magnitude in an entry between two equal runs. In narrow dtypes that is
+# hardly a unit roundoff, so some roundoffs are granted instead. A larger difference is due to random numbers.
 _EXPLAINED, _ROUNDOFFS = 2.0**-10, 16.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the state: what `train` has returned under a name, or the state of a generator."""
+    """An entry of the state: a value that `train` returned under a name, or the state of a generator."""
 
     name: str
     generator: bool = False
@@ -55,10 +55,10 @@ class Row:
     """The comparison of one entry of the state, on one rank.
 
     Attributes:
-        same: whether it is what it should be; None where two uninterrupted runs do not say what that is.
-        repeats: two uninterrupted runs agree, but for rounding; of generators that is not asked.
-        got, expected: digests, "" where there is no such entry.
-        moved: it differs from what it was at the earlier step.
+        same: whether the entry has the expected value; None if two uninterrupted runs disagree about that value.
+        repeats: whether two uninterrupted runs agree up to rounding; always True for generators.
+        got, expected: digests; "" for a missing entry.
+        moved: whether the entry has changed since the earlier step.
     """
 
     entry: Entry
@@ -72,13 +72,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the training, and how it is run.
+    """A part of the training: its steps, seed, checkpoint directory and perturbation.
 
     Attributes:
-        directory: of the checkpoint.
-        apart: each rank has a checkpoint of its own, in `directory` under its index.
-        spread: of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
-        signs: seed of their signs.
+        directory: directory of the checkpoint.
+        apart: whether each rank has its own checkpoint, in `directory` under its index.
+        spread: size of the rounding errors that are added to each operator, in unit roundoffs; see `Perturbed`.
+        signs: seed of the signs of those errors.
     """
 
     start: int
@@ -91,25 +91,28 @@ class Part:
 
 
 def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
-    """Run a part of the training, and keep the state that it returns. Returns what is wrong with that."""
+    """Run a part of the training, and save the state that it returns.
+
+    Returns why that state cannot be used, or "" if it can.
+    """
     seed_everything(part.seed)
     generator = torch.Generator().manual_seed(part.signs)
-    # Training runs in the dtypes in which it is written: float64 stands for itself, not for a narrower one.
+    # Training runs in its own dtypes, so float64 is perturbed by its own roundoff.
     perturbed = Perturbed(part.spread, generator, unit_roundoff(torch.float64)) if part.spread else nullcontext()
     with perturbed:
         state = train(rank, part.directory / str(rank.index) if part.apart else part.directory, part.start, part.stop)
     pause(f"steps {part.start} to {part.stop}", last=True)
-    # Before anything else here could draw: the generators as training leaves them.
+    # Read the generators before code of the gate can draw from them.
     generators = _generators(rank)
     if not isinstance(state, Mapping):
         return (
-            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping of names to what "
-            "makes up the state: tensors, numbers, state dicts, or objects with state_dict()"
+            f"train(rank, directory, {part.start}, {part.stop}) returned a {type(state).__name__}; return a mapping from names "
+            "to the parts of the state: tensors, numbers, state dicts, or objects with state_dict()"
         )
     try:
         flat = flattened(state)
     except Opaque as error:
-        return f"of what train returns, {error}"
+        return f"train returned a state that cannot be compared: {error}"
     if not flat:
         return "train returned an empty mapping; return the model and the optimizer, at least"
     torch.save({_ENTRIES: flat, _GENERATORS: generators}, kept(file, rank))
@@ -117,19 +120,19 @@ def train_and_keep(train: Train, part: Part, file: Path, rank: Rank) -> str:
 
 
 def kept(directory: Path, rank: Rank) -> Path:
-    """Return the file in which the state of a rank is kept."""
+    """Return the file of a rank's state; make the directory if it is missing."""
     directory.mkdir(exist_ok=True)
     return directory / f"{rank.index}.pt"
 
 
 def load(directory: Path, rank: Rank) -> dict[Entry, Any]:
-    """Load what was kept there."""
+    """Load the saved state of a rank."""
     state: dict[str, dict[str, Any]] = torch.load(kept(directory, rank), weights_only=False)
     return {Entry(name, kind == _GENERATORS): value for kind, values in state.items() for name, value in values.items()}
 
 
 def _generators(rank: Rank) -> dict[str, str]:
-    """Return a digest of each generator that code draws from without being told to."""
+    """Return a digest of each global generator, which code draws from by default."""
     states = {"torch (CPU)": digest_of(torch.get_rng_state()), "Python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available():
         states["torch (device)"] = digest_of(torch.cuda.get_rng_state(rank.device))
@@ -148,12 +151,12 @@ def _digest(text: str) -> str:
 def compare(
     got: Path, runs: list[Path], earlier: Path, perturbed: list[Path], tolerance: float | None, rank: Rank
 ) -> list[Row]:
-    """Compare the state kept in `got` with that of `runs`, which should all be the same, entry by entry.
+    """Compare the state saved in `got` with the states of `runs`, which should all be equal, entry by entry.
 
     Args:
-        runs: one or two.
-        earlier: a state that is not expected to be the same: what is as it was there, nothing has changed since.
-        perturbed: runs with rounding errors, which tell how far those lead.
+        runs: one or two runs.
+        earlier: the state at an earlier step; an entry that equals it has not changed since.
+        perturbed: runs with added rounding errors, which show how far rounding moves each entry.
         tolerance: see `assert_resume_continues`.
     """
     new, old = load(got, rank), load(earlier, rank)
@@ -169,7 +172,7 @@ def compare(
             same: bool | None = None
             detail = _difference(second.get(entry), first.get(entry), 0.0, None)
         elif entry not in new or entry not in first:
-            same, detail = False, "is missing" if entry in first else "is there, where it should not be"
+            same, detail = False, "is missing" if entry in first else "is there, but not in an uninterrupted run"
         else:
             granted = _ROOM * noise + _BOTH * moves.get(entry, 0.0)
             detail = _difference(new[entry], first[entry], granted, tolerance)
@@ -181,7 +184,7 @@ def compare(
 
 
 def digest_of_value(value: Any) -> str:
-    """Return a digest that is equal for equal values; "" for what is not there."""
+    """Return a digest that is equal for equal values; "" for None."""
     if value is None:
         return ""
     if isinstance(value, torch.Tensor):
@@ -190,7 +193,7 @@ def digest_of_value(value: Any) -> str:
 
 
 def _noise(one: Any, other: Any) -> float | None:
-    """Return the largest difference between two runs that should be the same; None where they cannot be compared."""
+    """Return the largest difference of an entry between two runs that should be equal; None if it is not comparable."""
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return 0.0 if type(one) is type(other) and one == other else None
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -205,9 +208,7 @@ def _noise(one: Any, other: Any) -> float | None:
 
 
 def _explained(value: Any, tolerance: float) -> float:
-    """Return how far two runs may be apart in this entry before it is more than rounding, or than what the user
-    tolerates.
-    """
+    """Return the largest difference of two runs in this entry that rounding or the user's tolerance explains."""
     if (
         not isinstance(value, torch.Tensor)
         or not value.numel()
@@ -220,12 +221,12 @@ def _explained(value: Any, tolerance: float) -> float:
 
 
 def is_real(value: Any) -> bool:
-    """Return whether it is a tensor of floating-point numbers."""
+    """Return whether a value is a tensor of real floating-point numbers."""
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
 
 
 def _difference(got: Any, expected: Any, granted: torch.Tensor | float, tolerance: float | None) -> str:
-    """Describe how they differ by more than is granted; nothing where they do not."""
+    """Describe a difference that exceeds `granted`; "" if there is none."""
     if not isinstance(got, torch.Tensor) or not isinstance(expected, torch.Tensor):
         same = type(got) is type(expected) and got == expected
         return "" if same else f"got {_cut(got)}, expected {_cut(expected)}"

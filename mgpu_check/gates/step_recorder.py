@@ -1,4 +1,4 @@
-"""Record in a rank which optimizers step, on what, and which buffers DistributedDataParallel broadcasts."""
+"""Record in a rank the optimizers that step, with their tensors, and the buffers that DistributedDataParallel broadcasts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Nudge = Callable[[int, Result, torch.Tensor], None]
 
 @dataclass(frozen=True)
 class _Copy:
-    """A gradient or value of a parameter at an optimizer's step."""
+    """A copy of the gradient or value of a parameter at an optimizer step."""
 
     kind: Kind
     of: torch.Tensor
@@ -35,11 +35,11 @@ class _Copy:
 
 
 class StepRecorder:
-    """Records, while it is entered, which optimizers step, and what DistributedDataParallel broadcasts.
+    """Context that records the optimizers that step, and the buffers that DistributedDataParallel broadcasts.
 
     Args:
-        several: other ranks exist, so the first step of each optimizer is compared with theirs.
-        all_parameters: compare all parameters, and not only those outside of the model.
+        several: there are other ranks, so the first step of each optimizer is compared with theirs.
+        all_parameters: compare all parameters, not only parameters outside of the model.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StepRecorder:
             self._steps.append([*self._gradients, *(_Copy("params", one, plain_copy(one)) for one in rest)])
 
     def _take_first_step(self, optimizer: Optimizer) -> None:
-        """Take down which values and gradients the optimizer finds, of gradients that tell ranks apart."""
+        """Record the values and gradients at an optimizer's first step, if the gradients can distinguish ranks."""
         names = {id(value): name for name, value in self._parameters()}
         which = f" of optimizer {len(self._optimizers)}" if self._optimizers else ""
         for index, group in enumerate(optimizer.param_groups):
@@ -122,10 +122,10 @@ class StepRecorder:
             }
 
     def take_steps(self, held: dict[int, Held]) -> None:
-        """Take down what each optimizer step has left.
+        """Record the results of each optimizer step.
 
         Args:
-            held: by id of the tensor.
+            held: the tensors that this rank holds, by id.
         """
         for copies in self._steps:
             whole: dict[Result, torch.Tensor] = {}
@@ -139,7 +139,7 @@ class StepRecorder:
         self._steps.clear()
 
     def take_optimizers(self, held: dict[int, Held]) -> None:
-        """Take down what the optimizers hold that have stepped."""
+        """Record the state of the optimizers that have stepped."""
         seen = self._seen
         seen.optimizers = len(self._optimizers)
         partly = self._states_of_some_ranks(held)
@@ -162,7 +162,7 @@ class StepRecorder:
         self._optimizers.clear()
 
     def _states_of_some_ranks(self, held: dict[int, Held]) -> set[int]:
-        """Return the ids of the DTensors whose states cannot be gathered, because some ranks have none."""
+        """Return the ids of the DTensors whose states cannot be gathered, because some ranks lack them."""
         divided = [one.tensor for one in held.values() if hasattr(one.tensor, "device_mesh") and not one.local]
         states = [[optimizer.state.get(one, {}) for optimizer in self._optimizers.values()] for one in divided]
         counts = [sum(isinstance(value, torch.Tensor) for state in some for value in state.values()) for some in states]
@@ -173,14 +173,14 @@ class StepRecorder:
 def put(
     values: dict[Result, torch.Tensor], pieces: list[Piece], kind: Kind, text: str, one: Held, value: torch.Tensor
 ) -> None:
-    """Put a result of a tensor that a rank holds among the whole results, or among the pieces.
+    """Add a result of a tensor that a rank holds to the whole results, or to the pieces.
 
     Args:
-        text: name of the result, with {} in place of the name of the parameter.
-        value: in the shape of the tensor; or in another one, as the number of steps that an optimizer has for it.
+        text: name of the result, with {} for the name of the parameter.
+        value: in the shape of the tensor, or in another shape, such as an optimizer's count of steps.
     """
     if one.copy and kind == "params":
-        kind, text = "optimizer", "own copy of {}"  # parameters are those that the model computes with
+        kind, text = "optimizer", "own copy of {}"  # the optimizer's copy; the model computes with another tensor
     if one.slices is None:
         values[Result(kind, text.format(one.whole or one.label))] = value
         return
@@ -193,12 +193,12 @@ def put(
 
 
 def _unnamed(position: int, group: int) -> str:
-    """Return what stands for the name of an optimizer's parameter that is none of the model's."""
+    """Return a name for a parameter of an optimizer that is not in the model."""
     return f"parameter {position} of group {group}"
 
 
 def _tells_ranks_apart(parameter: torch.Tensor) -> bool:
-    """Return whether a gradient that is the same on all ranks was made so: one of equal elements may be by chance."""
+    """Return whether equal gradients on all ranks prove a reduction; constant or one-element ones may be equal by chance."""
     gradient = parameter.grad
     if (
         gradient is None

@@ -1,4 +1,4 @@
-"""Try a case that was right once more, with different hash seeds on the ranks."""
+"""Try a case that passed once more, with different hash seeds on the ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["try_seeds"]
 
 
 def try_seeds(trials: Trials) -> None:
-    """Try the first case of several ranks that was right; see `with_seeds_apart`."""
+    """Try the first case that passed on several ranks; see `with_seeds_apart`."""
     __tracebackhide__ = True
     program, passed = trials.program, trials.passed
     if passed is None or program.single_process:
@@ -26,7 +26,7 @@ def try_seeds(trials: Trials) -> None:
 
 
 def _described(failed: Trial) -> str:
-    """Describe the first of what is wrong."""
+    """Describe the first wrong result."""
     if failed.relations is None:
         return str(failed.error)
     relations = failed.relations

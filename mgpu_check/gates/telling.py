@@ -1,4 +1,4 @@
-"""Put what is known of a failure into words."""
+"""Format the facts of a failure as a report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mgpu_check.processes.rank_lists import few, grouped, named
 __all__ = ["report_of"]
 
 _SHOWN = 8
-"""Ranks, or groups of them, whose values are told."""
+"""Most ranks, or groups of ranks, whose values a report shows."""
 
 
 @singledispatch
@@ -89,7 +89,7 @@ def _axes(axes: Axes) -> str:
 
 
 def _known(failure: Mismatch) -> Iterator[str]:
-    """Yield what is known of a failure that no mistake explains."""
+    """Yield the facts of a failure that no known mistake explains."""
     if failure.of_update:
         yield "gradients are right; what the optimizer makes of them is not"
     if failure.module is not None:

@@ -29,18 +29,18 @@ from mgpu_check.torch_hooks.threads import some_threads
 __all__ = ["Trial", "Trials"]
 
 _PATIENCE = 2
-"""After how many more provisional measurements that were too little than were enough they are given up."""
+"""Provisional measurements are given up when inconclusive ones outnumber conclusive ones by this many."""
 
 
 @dataclass
 class Trial:
-    """A scenario that has failed.
+    """A scenario that failed.
 
     Attributes:
-        expected: what one device gives.
-        relations: what does not hold; None where ranks did not return.
-        seen: what each rank has left.
-        error: what ranks have raised.
+        expected: the results of one device.
+        relations: the relations that hold and fail; None if ranks did not return.
+        seen: the results of each rank.
+        error: the error that ranks raised, or None.
     """
 
     scenario: Scenario
@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are wrong; all where all are."""
+        """The ranks with wrong results; all ranks if no rank is known to be wrong."""
         if self.error is not None:
             return self.error.ranks
         assert self.relations is not None
@@ -63,16 +63,16 @@ class Trials:
     """The trials of one program, each scenario once.
 
     Args:
-        kinds: what is compared.
-        tolerance: what the user grants; None for what is measured.
-        name: of the step.
+        kinds: the kinds of results to compare.
+        tolerance: the user's tolerance; None for the measured one.
+        name: name of the step.
 
     Attributes:
-        completed: world size or mesh -> how many scenarios were compared there.
-        passed: the first of several ranks that was right.
-        current: that which is tried, or was tried last.
-        trains: the step has changed the model, so that a second one is another.
-        latest: seconds that the latest run on ranks took.
+        completed: number of scenarios that were compared, by world size and mesh.
+        passed: the first scenario on several ranks that passed.
+        current: the current scenario, or the latest one.
+        trains: whether the step changes the model, so that a second step differs from the first.
+        latest: duration of the latest run on ranks, in seconds.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Trials:
         return key_of(scenario) in self._outcomes
 
     def run(self, scenario: Scenario) -> Trial | None:
-        """Try a scenario; None where all relations hold, or one device cannot do it either."""
+        """Try a scenario; return None if all relations hold, or if one device cannot run it either."""
         self.current = scenario = self._placed(scenario)
         key = key_of(scenario)
         if key not in self._outcomes:
-            # Of large tensors what is compared here takes long where threads wait for processors that others use.
+            # Comparing large tensors is slow if threads wait for processors that others use.
             with some_threads(torch.get_num_threads()):
                 outcome = self._run(scenario)
-                if self._apart and not scenario.apart:  # slices were not told apart by their values
+                if self._apart and not scenario.apart:  # the values were ambiguous: several slices matched
                     self.current = scenario = replace(scenario, apart=True)
                     outcome = self._run(scenario)
             self._outcomes[key] = outcome
@@ -138,7 +138,7 @@ class Trials:
             if expected.provisional and (relations.holds or effort is Effort.WIDENED):
                 self._score += 1 if relations.holds else -1
             if relations.holds or not expected.provisional:
-                break  # otherwise it is measured better how far a right step may be off
+                break  # otherwise measure the tolerance with more effort
         assert expected is not None
         self.completed[scenario.place] += 1
         if relations.holds and self.passed is None and scenario.world_size > 1:
@@ -146,7 +146,7 @@ class Trials:
         return None if relations.holds else Trial(scenario, expected, relations, runs[0])
 
     def _suitable(self, scenario: Scenario, effort: Effort) -> Expected | None:
-        """Return what one device gives; None where the batch is not one that the step is meant for."""
+        """Return the results of one device; None if the step is not meant for this batch."""
         expected = self.expected(scenario, effort=effort if self._score > -_PATIENCE else Effort.IN_FULL)
         if scenario.change and not self._counts(scenario, expected):
             return self._suitable(scenario, Effort.IN_FULL) if expected.provisional else None
@@ -161,22 +161,22 @@ class Trials:
         return expected
 
     def _tried(self, scenario: Scenario, expected: Expected, runs: list[Sequence[Observation]]) -> Relations:
-        """Compare what the ranks leave with what one device gives, and with what they leave again.
+        """Compare the results of the ranks with one device, and with a second run.
 
         Args:
-            runs: what ranks have left in runs of the scenario; what is missing is run, and added. A second run is kept as the first is:
-                what comes out otherwise now and then may not do so again.
+            runs: the results of the runs of this scenario so far. Missing runs are made and added. The second run is kept,
+                too, because an intermittent difference may not occur again.
         """
         if not runs:
             runs.append(self.on_ranks(scenario))
         self._check(expected, runs[0])
         relations = self.compared(expected, runs[0])
-        final = not expected.provisional  # otherwise more may be granted to what rank 0 has
+        final = not expected.provisional  # a better measurement may still accept the values of rank 0
         if not relations.holds and not _have_values(runs) and (final or relations.split):
-            # Checksums tell that ranks differ, values by how much.
+            # Checksums only show that ranks differ; values show by how much.
             runs[:] = [self.on_ranks(scenario, whole=True)]
             relations = self.compared(expected, runs[0])
-        told_apart = scenario.apart or not self._apart  # otherwise it is tried again, with distinct values
+        told_apart = scenario.apart or not self._apart  # if False, the scenario is tried again with distinct values
         if relations.holds and told_apart:
             self.coverage.add(scenario, expected, relations)
         if relations.holds and (len(runs) > 1 or scenario.place not in self._repeated):
@@ -201,10 +201,11 @@ class Trials:
         self._refusals.setdefault(scenario.place, why)
 
     def _check(self, expected: Expected, seen: Sequence[Observation]) -> None:
-        """See that there is something to compare, of the same batch.
+        """Check that there are results to compare, and that all come from the same batch.
 
         Raises:
-            ValueError: saying what the user's functions do.
+            ValueError: the batches differ, the returned names differ, nothing is observed, or `tolerance` has an unknown
+                name.
         """
         gate, first, single = self.program.gate, seen[0], expected.single
         if {one.batch for one in seen} != {single.batch}:
@@ -223,8 +224,8 @@ class Trials:
                 )
         if not any(name.kind in self.kinds for name in (*first.values, *first.others)):
             raise ValueError(
-                f"{gate}: {self.name} leaves nothing of {', '.join(sorted(self.kinds))} to be compared; return "
-                "named tensors or numbers from it, or observe something else"
+                f"{gate}: {self.name} leaves no results of kind {', '.join(sorted(self.kinds))} to compare; return named "
+                "tensors or numbers from it, or choose other kinds with observe="
             )
         known = {str(name) for name in (*first.values, *single.values)}
         unknown = [name for name in self.tolerance if name not in known] if isinstance(self.tolerance, Mapping) else []
@@ -235,7 +236,7 @@ class Trials:
             )
 
     def _not_a_number(self, expected: Expected) -> Result | None:
-        """Return the first result of one device that is NaN, with which everything and nothing agrees."""
+        """Return the first result of one device that has a NaN, or None; a NaN is no reference."""
         single = expected.single
         for name, value in single.values.items():
             if name.kind in self.kinds and value.is_floating_point() and bool(value.isnan().any()):
@@ -243,15 +244,13 @@ class Trials:
         return None
 
     def _counts(self, scenario: Scenario, expected: Expected) -> bool:
-        """Return whether a changed batch is one that the step is meant for: one device can do it, and does what is
-        expected.
-        """
+        """Return whether the step is meant for a changed batch: its results on one device are finite and as expected."""
         if scenario.change == "scaled" and not expected.finite:
             return False
         return expected.own is None or self.compared(expected, [expected.own]).holds
 
     def compared(self, expected: Expected, seen: Sequence[Observation]) -> Relations:
-        """Return which relations hold between what ranks have left and what one device has."""
+        """Return the relations between the results of ranks and of one device."""
         return relations_of(expected, seen, self.kinds, self.tolerance)
 
     def on_ranks(self, scenario: Scenario, whole: bool = False) -> list[Observation]:
@@ -263,9 +262,9 @@ class Trials:
         return self.assembled(scenario, seen)
 
     def assembled(self, scenario: Scenario, seen: Sequence[Observation]) -> list[Observation]:
-        """Return what ranks have left, with what they divide among each other put together.
+        """Return the results of ranks, with divided results assembled from their pieces.
 
-        A parameter that a rank has used in any case is one that it holds in all of them.
+        A rank that used a parameter in some case of this world size or mesh counts as a holder of it in all of them.
         """
         known = self._holders.setdefault(scenario.place, {})
         now = holders_of(seen)
@@ -277,15 +276,15 @@ class Trials:
         return assembled(seen, {name: known[name] for name in now}, returns)
 
     def expected(self, scenario: Scenario, deep: bool = False, effort: Effort = Effort.IN_FULL) -> Expected:
-        """Return what one device gives; see `Expectations.of`."""
+        """Return the results of one device; see `Expectations.of`."""
         return self._expectations.of(scenario, deep, effort)
 
     def finish(self, places: Sequence[tuple[int, Mesh]], unjudged: Mapping[str, str]) -> None:
-        """See that something was compared, at each world size or mesh, and every parameter that is trained.
+        """Check that each world size or mesh was compared, and every trained parameter.
 
         Raises:
-            ValueError: nothing could be.
-            NotCompared: some parameters were not.
+            ValueError: no case was compared at some world size or mesh, or the step has no effect.
+            NotCompared: some trained parameters were not compared.
         """
         gate = self.program.gate
         for place in places:
@@ -308,7 +307,7 @@ class Trials:
         self.coverage.finish(unjudged)
 
     def _placed(self, scenario: Scenario) -> Scenario:
-        """Return it with the factor for scaling that suits the step."""
+        """Return the scenario with the largest scaling factor that the step can take, and with `apart` as now known."""
         scenario = replace(scenario, apart=self._apart)
         if scenario.change != "scaled" or scenario.batches:
             return scenario
@@ -318,14 +317,14 @@ class Trials:
                 factor = (
                     self.ranks.run(largest_factor, self.program, plain, size=1)[0] if self._expectations.alone else None
                 )
-            except (RankFailure, RankHang):  # as code for several ranks may, such as a pipeline
+            except (RankFailure, RankHang):  # code for several ranks, such as a pipeline, may fail at world size 1
                 factor = None
             self._factor = factor or scenario.factor
         return replace(scenario, factor=self._factor)
 
 
 def _returns(returned_by: Callable[[Mapping[str, int]], bool] | str, scenario: Scenario, rank: int) -> bool:
-    """Return whether what a rank returns counts."""
+    """Return whether the returned values of a rank count."""
     if callable(returned_by):
         place = place_in(scenario.mesh, rank) if scenario.mesh else {"rank": rank, "size": scenario.world_size}
         return bool(returned_by(place))

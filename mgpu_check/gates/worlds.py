@@ -1,4 +1,4 @@
-"""The world sizes that a gate runs at, and what gates ask of their arguments."""
+"""Choose the world sizes of a gate, and check arguments that gates share."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ class RanksFixture(Protocol):
 
     @property
     def _seeds_apart(self) -> bool:
-        """Whether ranks have different hash seeds anyway."""
+        """Whether ranks already have different hash seeds."""
         ...
 
     def _remark(self, line: str) -> None:
-        """Have a line in the summary of the run, once."""
+        """Add a line to the summary of the run, once."""
         ...
 
     @property
     def _at_once(self) -> int:
-        """How many calls `_run_apart` can make at the same time."""
+        """The number of calls that `_run_apart` can make at the same time."""
         ...
 
     def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world; return the
-        results in their order.
+        """Run ``fn(*args)`` for each of `arguments` at the same time, each on a rank that is alone in its world.
+
+        Return the results in the order of `arguments`.
         """
         ...
 
@@ -57,16 +58,17 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
     """Return the world sizes to compare with one rank, in ascending order, each once.
 
     Args:
-        world_sizes: those that the user names, each 1 to `ranks.size`; None for the powers of two from 2 on, and
-            `ranks.size`, which covers most codes that work for some sizes only.
+        world_sizes: the user's choice, each from 1 to `ranks.size`. None for the powers of two from 2 on, and `ranks.size`:
+            these cover most code that works only for some sizes.
 
     Raises:
-        ValueError: `world_sizes` is empty, or has what is no int in that range; or it is None, and there is one rank only.
+        ValueError: `world_sizes` is empty, or has a value that is not an int in that range; or it is None and there is only
+            one rank.
     """
     if world_sizes is None:
         if ranks.size < 2:
             raise ValueError(
-                "ranks.size is 1, and there is nothing to compare one rank with; run pytest with --gpus=2 or more "
+                "ranks.size is 1, but a gate compares one rank with several; run pytest with --gpus=2 or more "
                 "(--simulate where there are no devices)"
             )
         return sorted({ranks.size, *(2**k for k in range(1, ranks.size.bit_length()) if 2**k <= ranks.size)})
@@ -86,10 +88,10 @@ def world_sizes_of(ranks: RanksFixture, world_sizes: Iterable[int] | None) -> li
 
 
 def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int] | None:
-    """Return numbers of samples, in ascending order, each once; None for those that the gate chooses.
+    """Return batch sizes in ascending order, each once; None if the gate should choose them.
 
     Raises:
-        ValueError: `sizes` is no int of at least 1, and not several of them.
+        ValueError: `sizes` is neither an int of at least 1 nor several of them.
     """
     if sizes is None:
         return None
@@ -101,16 +103,16 @@ def sizes_of(function_name: str, sizes: int | Iterable[int] | None) -> list[int]
 
 
 def check_count(function_name: str, argument: str, value: object, more: str = "") -> None:
-    """Raise a ValueError that names the argument unless `value` is an int of at least 1; `more` is added to the advice."""
+    """Raise a ValueError that names the argument unless `value` is an int of at least 1; `more` extends the advice."""
     if not _is_count(value):
         raise ValueError(f"{function_name}: {argument}={value!r}; give an int of at least 1{more}")
 
 
 def check_tolerance(function_name: str, tolerance: object, *, by_name: bool = True) -> None:
-    """Raise a ValueError unless `tolerance` is None, or a number from 0 to below 1, above which nothing could be wrong.
+    """Raise a ValueError unless `tolerance` is None or a number from 0 to below 1; a larger one would accept any result.
 
     Args:
-        by_name: whether a mapping of names to such numbers will do, too.
+        by_name: whether to accept a mapping of names to such numbers, too.
     """
     given = tolerance.values() if isinstance(tolerance, Mapping) and by_name else [tolerance]
     if tolerance is not None and not all(_is_fraction(value) for value in given):
@@ -131,10 +133,10 @@ def _is_fraction(value: object) -> bool:
 
 @contextlib.contextmanager
 def noting(doing: str) -> Iterator[None]:
-    """Have errors of ranks say what the gate was at: "world size 2, steps 3 to 6"."""
+    """Add a note to errors of ranks that says what the gate was checking: "world size 2, steps 3 to 6"."""
     try:
         yield
     except (RankFailure, RankHang) as error:
-        # A note, because the message is written anew when the ranks explain their assertions.
+        # A note, because the engine rewrites the message when ranks explain their assertions.
         error.add_note(f"while checking {doing}")
         raise

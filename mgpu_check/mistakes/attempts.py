@@ -13,10 +13,10 @@ from mgpu_check.processes.rank_lists import few
 __all__ = ["RAISE", "Attempts"]
 
 RAISE = "_MGPU_CHECK_RAISE"
-"""Variable that lets errors of a diagnosis out; set in this project's own tests, which must see them."""
+"""Environment variable that lets errors of a diagnosis propagate; set in this project's own tests, which must see them."""
 
 _SHOWN = 3
-"""Parts that one line names: an error in what all rules read ends all of them."""
+"""Most parts that one line names: an error in shared evidence fails every rule."""
 
 _S = TypeVar("_S")
 _T = TypeVar("_T")
@@ -24,14 +24,14 @@ _P = ParamSpec("_P")
 
 
 class Attempts:
-    """The parts of one diagnosis: rules and pieces of evidence, each attempted by itself."""
+    """The parts of one diagnosis, rules and pieces of evidence, each attempted on its own."""
 
     def __init__(self) -> None:
         self._failed: dict[str, list[str]] = {}  # error -> parts
 
     @property
     def remarks(self) -> list[str]:
-        """A line for the report on each error, with the parts that it has ended."""
+        """A line for the report on each error, with the parts that failed with it."""
         return [
             f"the diagnosis is incomplete: {few(parts, _SHOWN)} failed with {error}; the verdict does not depend on it; "
             "please report this line"
@@ -39,21 +39,21 @@ class Attempts:
         ]
 
     def of(self, what: str, otherwise: _T, part: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Return what a part of the diagnosis gives, and `otherwise` where it fails.
+        """Return the result of a part of the diagnosis, or `otherwise` if it fails.
 
         Args:
-            what: the part, in a few words.
+            what: a few words that name the part.
         """
         try:
             return part(*args, **kwargs)
-        except (Exception, RankHang) as error:  # an error of the diagnosis says nothing against the verdict
+        except (Exception, RankHang) as error:  # the verdict does not depend on the diagnosis
             if os.environ.get(RAISE):
                 raise
             self._failed.setdefault(_told(error), []).append(what)
             return otherwise
 
     def piece(self, read: Callable[[_S], _T], subject: _S, otherwise: _T) -> _T:
-        """Return a piece of evidence, and `otherwise` where reading it fails."""
+        """Return a piece of evidence, or `otherwise` if reading it fails."""
         return self.of(f"the evidence of {read.__name__.strip('_').replace('_', ' ')}", otherwise, read, subject)
 
 

@@ -12,7 +12,7 @@ from mgpu_check.numerics.factors import common_factor, evenly
 __all__ = ["CLOSE", "factor_of_change", "has_shapes_of", "largest", "pairs"]
 
 CLOSE = 1e-5
-"""Of the magnitude of a tensor: what is computed in the order of what it explains."""
+"""Tolerance, as a fraction of the magnitude of a tensor, for values that are computed in the same order."""
 
 
 def factor_of_change(
@@ -20,14 +20,14 @@ def factor_of_change(
     stages: Sequence[Mapping[Result, torch.Tensor]],
     right: Mapping[Result, torch.Tensor],
 ) -> float | None:
-    """Return by how much all ranks' change since `was` is off by, None where no one factor explains all of it."""
+    """Return the factor between the change of all ranks since `was` and the right change; None if no one factor fits."""
     found = [
         pair
         for stage in stages
         for name, start in was.items()
         for pair in pairs(stage[name].double() - start, right[name] - start)
     ]
-    several = sum(expected != 0 for _, expected in found) > 1  # one number is a multiple of any other
+    several = sum(expected != 0 for _, expected in found) > 1  # a factor always fits a single number
     return common_factor(found, least=0.0, of_largest=CLOSE) if several else None
 
 

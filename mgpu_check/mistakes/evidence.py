@@ -1,7 +1,7 @@
-"""Evidence of a difference between ranks and one device, whoever has found it.
+"""Evidence of a difference between ranks and one device, from a gate or from a comparison of scripts.
 
-A gate keeps whole tensors, and knows what was called; a comparison of scripts has summaries that were recorded. Both say
-what they have seen by `Evidence`, and the same rules judge it. What neither has looked at is empty here.
+A gate keeps whole tensors and records calls; a comparison of scripts has recorded summaries. Both describe their
+observations as `Evidence`, and the same rules judge it. A field without an observation is empty.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["ByRank", "Calls", "Evidence", "Factor", "HashSeeds", "Restored", "Sa
 
 @dataclass(frozen=True)
 class ByRank:
-    """Something of each rank, which all should have alike.
+    """A value of each rank that should be the same on all ranks.
 
     Attributes:
-        told: what was seen, as a clause, where they have not.
+        told: a clause that describes the difference, if there is one.
     """
 
     values: Sequence[object] = ()
@@ -36,11 +36,11 @@ class ByRank:
 
 @dataclass(frozen=True)
 class Start:
-    """Ranks start from other parameters than each other.
+    """Ranks start from different parameters.
 
     Attributes:
-        told: what was seen, as a clause.
-        briefly: the same beside another clause.
+        told: a clause that describes the observation.
+        briefly: a shorter clause, to append to another one.
     """
 
     told: str
@@ -49,7 +49,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A sampler that deals out samples to ranks."""
+    """A sampler that distributes samples to ranks."""
 
     samples: int
     replicas: int
@@ -57,19 +57,19 @@ class Sampler:
 
     @property
     def pads(self) -> bool:
-        """True if it repeats samples, so that each rank gets as many."""
+        """True if the sampler repeats samples so that each rank gets the same number."""
         return bool(self.samples % self.replicas) and not self.drop_last
 
 
 @dataclass(frozen=True)
 class Factor:
-    """The one number by which all that differs is off.
+    """The one factor that explains all differences.
 
     Attributes:
-        near: how exactly it is known, relative: two numbers as close as this are the same.
-        told: what was seen, as a clause that ends in what the number is of: "gradient of 0.weight is".
-        powers: which powers of the world size it may be.
-        rough: `told` names the number already, for what it is in words would be said of summaries only.
+        near: relative accuracy: numbers this close count as equal.
+        told: a clause that ends with the result that the factor applies to: "gradient of 0.weight is".
+        powers: the powers of the world size that the factor may be.
+        rough: whether `told` already names the number, because it comes from summaries only.
     """
 
     value: float
@@ -79,7 +79,7 @@ class Factor:
     rough: bool = False
 
     def is_power(self, base: float, power: int) -> bool:
-        """Return whether it is that power of a number, as far as it is known."""
+        """Return whether the factor equals `base` to the power `power`, within its accuracy."""
         return base > 1 and abs(self.value - base**power) <= self.near * base**power
 
 
@@ -87,30 +87,32 @@ class Factor:
 class Evidence:
     """The evidence of a failure.
 
+    A text field holds a clause that describes an observation; it is "" if nothing was observed.
+
     Attributes:
         size: number of ranks, or of devices of one process.
-        tensors: all that was left and called, where a gate has kept it.
-        start: how ranks start apart.
-        loads: how often each rank has loaded a state.
-        parted: that ranks have parted ways after they had started alike.
-        decisions: what ranks have decided.
-        grounds: by what they may decide yet.
-        gradients_apart: that the optimizer finds another gradient on each rank.
-        norms: what clipping has found on each rank, of gradients that are the same in the end.
-        factor: by which all that differs is off.
+        tensors: the results and calls of the ranks, if a gate has kept them.
+        start: how the initial parameters of ranks differ.
+        loads: how often each rank loaded a state.
+        parted: ranks started alike and differ later.
+        decisions: the decisions of ranks, such as a learning rate.
+        grounds: the values that ranks may base later decisions on.
+        gradients_apart: the optimizer finds a different gradient on each rank.
+        norms: the norm that clipping found on each rank, for gradients that are equal in the end.
+        factor: the factor that explains all differences.
         micro_batches: backward passes in a step.
-        normalizes: which modules normalize by statistics of the batch.
-        draws: that ranks were seen to draw random numbers for their own parts of the batch.
-        numbers_apart: that ranks have drawn other random numbers than each other, where one device draws as many.
-        may_draw: what may draw them.
-        same_samples: that all ranks saw the same samples.
-        repeated_epoch: that an epoch had the order of an earlier one.
-        samplers: those that deal out samples.
-        surplus: which samples came again.
-        uneven: that parts of unequal size count alike.
-        buffers_apart: which buffers differ between ranks after training.
-        answers_change: that a rank, asked again, answers otherwise.
-        answers_apart: that ranks answer differently, though all that they have learned is equal.
+        normalizes: the modules that normalize by statistics of the batch.
+        draws: ranks draw random numbers for their own parts of the batch.
+        numbers_apart: ranks draw different random numbers, but as many as one device.
+        may_draw: the code that may draw them.
+        same_samples: all ranks saw the same samples.
+        repeated_epoch: an epoch had the order of an earlier one.
+        samplers: the samplers that distribute samples.
+        surplus: the samples that came again.
+        uneven: parts of unequal size count alike.
+        buffers_apart: the buffers that differ between ranks after training.
+        answers_change: a rank gives another answer when it evaluates again.
+        answers_apart: ranks give different answers, though their parameters and buffers are equal.
     """
 
     size: int
@@ -140,24 +142,24 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Calls:
-    """The end of a call from which not all ranks returned.
+    """How a call ended that did not return on all ranks.
 
     Attributes:
         size: the world size.
-        samples: in each batch.
-        told: what happened, in words.
-        hung: who did not finish, in words, where that is the story.
-        unmatched: what ranks have not done alike by the end of a step, in words.
-        parted: rank -> the first collective that is another one than on other ranks.
-        parting: the same in words.
-        last: rank -> the collective that it has entered last.
+        samples: samples in each batch.
+        told: a description of what happened.
+        hung: a description of the ranks that did not finish, if ranks hung.
+        unmatched: a description of calls that ranks did not match by the end of a step.
+        parted: rank -> its first collective that differs from that of other ranks.
+        parting: a description of `parted`.
+        last: rank -> the last collective that it entered.
         messages: rank -> the send or receive that it waits in.
-        some_finished: some ranks have returned, and others have not.
-        finished: ranks that have returned.
-        waiting: rank that hangs -> the collective, send or receive that it is in, in words.
-        elsewhere: ranks that hang in none.
-        raised: texts that ranks have raised, each with the line that tells it.
-        aborted: the stacks of ranks that SIGABRT has ended.
+        some_finished: some ranks returned, and others did not.
+        finished: the ranks that returned.
+        waiting: hanging rank -> a description of the collective, send or receive that it waits in.
+        elsewhere: hanging ranks that wait in no such call.
+        raised: the errors that ranks raised, each with the line of the report that shows it.
+        aborted: the stacks of ranks that SIGABRT ended.
     """
 
     size: int
@@ -177,17 +179,17 @@ class Calls:
     aborted: Sequence[str] = ()
 
     def aborted_in(self, name: str) -> bool:
-        """Return whether a rank was aborted in a collective whose name begins so."""
+        """Return whether a rank was aborted in a collective whose name starts with `name`."""
         entered = any(one.name.startswith(name) for one in self.last.values())
         return any(entered or name in stacks for stacks in self.aborted)
 
 
 @dataclass(frozen=True)
 class HashSeeds:
-    """The evidence of a case that fails only where ranks have different hash seeds.
+    """The evidence of a case that fails only with different hash seeds on ranks.
 
     Attributes:
-        told: what was seen, as a clause.
+        told: a clause that describes the failure.
     """
 
     told: str
@@ -195,18 +197,18 @@ class HashSeeds:
 
 @dataclass(frozen=True)
 class Restored:
-    """The evidence of a resumed run that ends otherwise than an uninterrupted one: entries of its state, or their ranks.
+    """The evidence of a resumed run that ends with another state than an uninterrupted run.
 
-    What was lost right after loading explains what differs at the end, so where something was, nothing is told of the end.
+    An entry that was lost in loading explains later differences. If there is one, the fields about the end are empty.
 
     Attributes:
-        seen: the state right after loading could be compared with what was saved.
-        on_some: entries that are not as saved right after loading -> the ranks where, of those that are right on others.
-        nowhere: entries that are as saved on no rank.
-        of_rank_0: entries that are right on rank 0, and that other ranks have as rank 0 had them -> those ranks.
-        numbers_of_rank_0: the generators of these.
-        parted: entries that ranks have alike after an uninterrupted run, and not after the resumed one -> the wrong ranks.
-        right_on_rank_0: other entries that are wrong at the end, and not on rank 0 -> the wrong ranks.
+        seen: whether the state right after loading could be compared with the saved state.
+        on_some: entries that loading restored on some ranks only -> the ranks where it did not.
+        nowhere: entries that loading restored on no rank.
+        of_rank_0: entries that are right on rank 0, while other ranks have the value of rank 0 -> those ranks.
+        numbers_of_rank_0: the generators among `of_rank_0`.
+        parted: entries equal on all ranks after an uninterrupted run, but not after the resumed run -> the wrong ranks.
+        right_on_rank_0: other entries that are wrong at the end, but right on rank 0 -> the wrong ranks.
         at_the_end: all entries that are wrong at the end.
     """
 
@@ -221,5 +223,5 @@ class Restored:
 
     @property
     def lost(self) -> bool:
-        """True if anything is not as saved right after loading."""
+        """True if loading did not restore some entry."""
         return bool(self.on_some or self.nowhere or self.of_rank_0)

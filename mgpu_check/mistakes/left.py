@@ -1,4 +1,4 @@
-"""Recognise recorded values by their sums and norms."""
+"""Recognize recorded values by their sums and norms."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Left = Mapping[str, Mapping[str, float]]
 """The sum and the norm of each gradient after a backward pass, by the name of the parameter."""
 
 _CLOSE = 1e-5
-"""Of the norm: sums that are computed in the same order."""
+"""Tolerance, as a fraction of the norm, for sums that are computed in the same order."""
 _NEAR = 1e-4
-"""Of the norm: what went through sums of its own since."""
+"""Tolerance, as a fraction of the norm, for values that were summed in another order since."""
 
 
 def is_left(name: Result, left: Sequence[Left], values: Sequence[torch.Tensor]) -> bool:
-    """Return whether each rank holds the gradient that its backward pass has left, and it is not the same on all.
+    """Return whether each rank still holds the gradient of its own backward pass, and the gradients differ between ranks.
 
     Args:
-        left: of each rank.
-        values: of each rank, what it holds.
+        left: the gradients after the backward pass, by rank.
+        values: the gradients that ranks hold now, by rank.
     """
     sums = [(one[name.of]["sum"], one[name.of]["norm"]) for one in left if name.of in one]
     if not len(sums) == len(values) == len(left) or len(set(sums)) == 1:

@@ -1,4 +1,4 @@
-"""Whether gradients are limited, as by clipping."""
+"""Detect a limit on gradients, such as clipping."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["shows_a_limit"]
 
 _SAME = 1e-4
-"""Relative: norms that are as good as equal, since one limit was applied to both."""
+"""Largest relative difference between two norms that one limit was applied to."""
 
 
 def shows_a_limit(tensors: Tensors) -> bool:
-    """Return whether clipping was called, or the largest norm, or the largest element, of the gradients of one device comes
-    again with other samples.
+    """Return whether gradients are limited: clipping was called, or other samples reach the same largest size.
 
-    That a step is right for small batches is no sign of a limit: softmax, and what normalizes, then give much the same for all.
+    The size is the total norm, the largest norm of a tensor, or the largest element of the gradients of one device. A step
+    that is right for scaled-down batches proves no limit: softmax and normalization then give much the same for all.
     """
     if any(True for _ in tensors.events("clip")) or (tensors.alone is not None and tensors.alone.of("clip")):
         return True
@@ -34,9 +34,9 @@ def shows_a_limit(tensors: Tensors) -> bool:
 
 
 def _gradients(case: Tensors) -> Iterator[list[torch.Tensor]]:
-    """Yield the gradients that one device has, or else updates of parameters: of the whole batch, and of each part."""
+    """Yield the gradients of one device, or else its parameter updates, for the whole batch and for each part."""
     initial = case.expected.single.initial
-    # Other divisions may have the same parts.
+    # Use one division only: other divisions may have the same parts, which would then count twice.
     parts = case.hypotheses.divisions[0].parts if case.hypotheses.divisions else []
     for values in (case.expected.exact, *(window for windows in parts for window in windows)):
         found = [value.double() for name, value in values.items() if name.kind == "grads"] or [

@@ -1,4 +1,4 @@
-"""The first module whose output, or whose gradient, is not that of one device."""
+"""Find the first module whose output or gradient differs from one device."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
 __all__ = ["WrongModule", "first_wrong_module"]
 
 _CLOSE = 1e-3
-"""Of the largest magnitude: rows that differ by less went through the same sums in another order."""
+"""Tolerance, as a fraction of the largest magnitude, for rows that were summed in another order."""
 _MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
 class WrongModule:
-    """A module whose output, or input gradient, is not that of one device.
+    """A module whose output, or the gradient of its output, differs from one device.
 
     Attributes:
-        name: in the model.
-        ranks: where it is wrong.
-        what: "gradient" says that all outputs are right.
+        name: name in the model.
+        ranks: the ranks where it differs.
+        what: what differs; "gradient" implies that all outputs are right.
     """
 
     name: str
@@ -34,11 +34,11 @@ class WrongModule:
 
 
 def first_wrong_module(tensors: Tensors) -> WrongModule | None:
-    """Return the first module that gives ranks another output than one device, else the first that gets another gradient.
+    """Return the first module whose output differs from one device, else the first whose gradient does, else None.
 
-    Ranks have parts of the batch or of the sequence, so each row of theirs must be one of the rows on one device. Gradients
-    are compared but for their size: a loss is averaged over other numbers of samples. Modules that ranks divide are left
-    out, and so is what has rows of another length. None where no module is known to be wrong.
+    Ranks have parts of the batch or of the sequence, so each of their rows must equal a row on one device. The size of
+    gradients is ignored, because a loss is averaged over other numbers of samples. Modules that ranks divide are left out,
+    and so are outputs whose rows have another length.
     """
     alone = tensors.alone
     if alone is None or not tensors.traces or tensors.wrong_alone:
@@ -70,7 +70,7 @@ def _first(
 
 
 def _are_rows_of(got: torch.Tensor, right: torch.Tensor, scaled: bool) -> bool:
-    """Return whether each row of one tensor is a row of the other, or may be."""
+    """Return whether each row of `got` equals a row of `right`; True if the tensors are not comparable."""
     if got.shape[-1] != right.shape[-1]:
         return True
     rows, known = (value.reshape(-1, value.shape[-1]).double() for value in (got, right))

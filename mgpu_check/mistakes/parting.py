@@ -1,4 +1,4 @@
-"""Where ranks first part: the first line of the user's code at which something differs that all ranks should have alike."""
+"""Find the first line of the user's code where ranks differ in a value that should be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 __all__ = ["Parting", "first_parting"]
 
 _VALUES = 4
-"""Elements that are told of a tensor of few."""
+"""Largest number of elements of a tensor that a report shows in full."""
 _GIVES_ALL = ("all_reduce", "broadcast", "all_gather_into_tensor")
-"""Collectives after which all ranks of the group hold the same in the tensor that they were given first."""
+"""Collectives that leave the same values in their first tensor on all ranks of the group."""
 
 
 @dataclass(frozen=True)
 class Parting:
-    """A line at which ranks part.
+    """The line where ranks part, that is, where a value first differs between them.
 
     Attributes:
-        site: "train.py:40"; "" where no line is known.
-        after: they part after that line, where they had still called the same, with the same.
-        what: what is not the same on all ranks there.
-        values: rank by rank, in text.
+        site: "train.py:40"; "" if no line is known.
+        what: the name of the value that differs.
+        values: the value of each rank, as text.
+        after: whether ranks part after that line. At the line their calls and values were still equal.
     """
 
     site: str
@@ -42,12 +42,13 @@ class Parting:
 
 
 def first_parting(tensors: Tensors, mistakes: Collection[str] = ()) -> Parting | None:
-    """Return where ranks first part; None where all that was seen of them is alike, or only one rank was.
+    """Return where ranks first part; None if no recorded value differs, or if fewer than two ranks were recorded.
 
-    Calls are compared in their order, as long as ranks call the same at the same lines.
+    Calls are compared in order, as long as ranks make the same calls at the same lines.
 
     Args:
-        mistakes: what was found. Seeds may differ on purpose; where random numbers are the mistake, they are its origin.
+        mistakes: the mistakes that were found. Seeds may differ on purpose, so they are compared only if the mistake is
+            about random numbers.
     """
     if len(tensors.traces) < 2:
         return None
@@ -84,7 +85,7 @@ _BY_SEEDS = {_FROM_THE_START, "random-numbers-per-rank"}
 
 
 def _of_build(tensors: Tensors) -> Parting | None:
-    """Name the line at which ranks set another seed while they build the model."""
+    """Return the line where ranks set different seeds while they build the model."""
     for same in zip(*(one.built for one in tensors.seen), strict=False):
         if len({event.site for event in same}) == 1 and (found := _of_seeds(same)) is not None:
             return _at(same[0], found)
@@ -92,7 +93,7 @@ def _of_build(tensors: Tensors) -> Parting | None:
 
 
 def _extra(tensors: Tensors, number: int) -> str:
-    """Return the line of a call that some ranks make, and others leave out: these go on with what those call later."""
+    """Return the line of a call that only some ranks make; the other ranks make the calls that follow it."""
     rest = [[(event.kind, event.name, event.site) for event in trace.events[number:]] for trace in tensors.traces]
     heads = sorted({calls[0] for calls in rest if calls})
     later = {
@@ -108,7 +109,7 @@ def _extra(tensors: Tensors, number: int) -> str:
 
 
 def _divided(tensors: Tensors) -> bool:
-    """Return whether each rank may hold parts of its own: what stands for the parameters is the same on all ranks."""
+    """Return whether each rank may hold its own parts of the parameters, so that values may differ between ranks."""
     if any(name.kind == "params" for one in tensors.seen for name in one.own):
         return True
     skipped = {name.of for name in tensors.relations.skipped if name.kind == "params"}
@@ -121,7 +122,7 @@ def _at(event: Event, found: Found) -> Parting:
 
 
 Found = tuple[str, list[str]]
-"""What differs, and the values by rank."""
+"""The name of the value that differs, and the values by rank."""
 
 
 def _line(known: Sequence[Event]) -> str:
@@ -135,7 +136,7 @@ def _called(event: Event | None) -> str:
 
 
 def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
-    """Return what looks at one detail of a call, which is a number or a tuple of them."""
+    """Return a function that compares one detail of a call, a number or a tuple, between ranks."""
 
     def look(same: Sequence[Event]) -> Found | None:
         values = [event.details.get(key) for event in same]
@@ -147,7 +148,7 @@ def _detail(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
 
 
 def _by_name(key: str, what: str) -> Callable[[Sequence[Event]], Found | None]:
-    """Return what looks at a detail of a call that has a value for each of several names."""
+    """Return a function that compares a detail of a call, a value for each of several names, between ranks."""
 
     def look(same: Sequence[Event]) -> Found | None:
         given = [event.details.get(key, {}) for event in same]
@@ -165,12 +166,12 @@ _sums = _by_name("parameters", "the sum of {}")
 
 def _parameters(same: Sequence[Event]) -> Found | None:
     if len({event.details.get("owns") for event in same}) > 1:
-        return None  # each rank calls another part of the model
+        return None  # ranks call different parts of the model, so their sums are not comparable
     return _sums(same)
 
 
 def _operands(same: Sequence[Event]) -> Found | None:
-    """Look at what a collective is given: how many tensors, of which dtypes, shapes and memory formats, and its root."""
+    """Compare the operands of a collective: operation, root, and the dtypes, shapes and memory formats of its tensors."""
     for key, what in (("op", "its operation"), ("src", "its source"), ("dst", "its destination")):
         if (found := _detail(key, what)(same)) is not None:
             return found
@@ -188,7 +189,7 @@ def _operands(same: Sequence[Event]) -> Found | None:
 
 
 def _results(same: Sequence[Event]) -> Found | None:
-    """Look at what a collective has given, where that is the same for all."""
+    """Compare the results of a collective that gives all ranks the same values."""
     if same[0].name not in _GIVES_ALL or len({event.details.get("group") for event in same}) > 1:
         return None
     whole = same[0].details.get("group")
@@ -199,7 +200,7 @@ def _results(same: Sequence[Event]) -> Found | None:
 
 
 def _unlike(what: str, contents: Sequence[dict[str, Any]]) -> Found | None:
-    """Look at tensors by their sums and norms; NaN is the same as NaN."""
+    """Compare tensors by their sums and norms; NaN equals NaN."""
     if all(_alike(one, contents[0]) for one in contents):
         return None
     values = [one.get("values", ()) for one in contents]
@@ -228,7 +229,7 @@ _LOOKS: dict[str, tuple[Callable[[Sequence[Event]], Found | None], ...]] = {
 
 
 def _of_step(tensors: Tensors, step: int, all_of_them: bool) -> tuple[Result, Found] | None:
-    """Look at the gradients that the optimizer finds in its step, of results that differ in the end, or of all."""
+    """Compare the gradients and parameters at an optimizer step, for results that differ in the end, or for all."""
     stages = [one.snapshots[step] for one in tensors.seen if step < len(one.snapshots)]
     if len(stages) < tensors.size:
         return None
@@ -242,10 +243,11 @@ def _of_step(tensors: Tensors, step: int, all_of_them: bool) -> tuple[Result, Fo
 
 
 def _of_backward_before(tensors: Tensors, number: int, step: int, name: Result) -> Parting | None:
-    """Name the backward pass that has left a gradient as the optimizer finds it in its step.
+    """Return the backward pass that left a gradient as the optimizer finds it; None if another call changed it.
 
     Args:
-        number: of the step among the events, up to which ranks have called the same.
+        number: index of the optimizer step among the events; ranks made the same calls before it.
+        step: number of the optimizer step, from 0.
     """
     before = [event for event in tensors.traces[0].events[:number] if event.kind in ("backward", "step")]
     if name.kind != "grads" or not before or before[-1].kind != "backward":
@@ -259,7 +261,7 @@ def _of_backward_before(tensors: Tensors, number: int, step: int, name: Result) 
 
 
 def _element(name: object, values: Sequence[torch.Tensor]) -> Found | None:
-    """Return the element in which values of one shape are furthest apart; None where they are the same."""
+    """Return the element where values of one shape differ most; None if they are equal."""
     first = values[0]
     if any(value.shape != first.shape for value in values):
         return f"the shape of {name}", [str(list(value.shape)) for value in values]
@@ -287,7 +289,7 @@ def _last_backward(tensors: Tensors) -> int:
 
 
 def _of_last_backward(tensors: Tensors, same: Sequence[Event]) -> Found | None:
-    """Look at the gradients that the last backward pass has left, of those that nothing has changed since."""
+    """Compare the gradients that the last backward pass left and that no later call changed."""
     left = [event.details.get("left", {}) for event in same]
     for name in tensors.relations.split:
         if name.kind in ("grads", "returned") and tensors.stays_as_left(name, left):
@@ -301,7 +303,7 @@ def _left(name: Result, left: Sequence[Left]) -> Found:
 
 
 def _in_the_end(tensors: Tensors) -> Parting | None:
-    """Name the first result that differs, where ranks have called the same, with the same."""
+    """Return the first result that differs, after equal calls with equal values on all ranks."""
     for name in tensors.relations.split:
         values = [one.values[name].double() for one in tensors.seen if name in one.values]
         if len(values) == tensors.size and (found := _element(name, values)) is not None:
@@ -311,7 +313,7 @@ def _in_the_end(tensors: Tensors) -> Parting | None:
 
 
 def _same(values: Sequence[object]) -> bool:
-    """Return whether values are the same, as text: NaN is the same as NaN."""
+    """Return whether values are equal as text, so that NaN equals NaN."""
     return len({str(value) for value in values}) == 1
 
 

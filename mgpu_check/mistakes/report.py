@@ -1,6 +1,4 @@
-"""Write the report of a failure: every observable with the relations that hold for it, the smallest case, the likely
-causes.
-"""
+"""Write the report of a failure: the smallest case, the likely causes, and every observable with its relations."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ class Finding:
     mistake: str
     """A name in `CLASSES`."""
     evidence: str
-    """What it rests on, in one or a few clauses in the words of the user's code."""
+    """One or more clauses that describe the evidence with the names of the user's code."""
     ranks: tuple[int, ...] = ()
-    """Those at fault, where it is told."""
+    """The ranks at fault, if they are known."""
 
     def __post_init__(self) -> None:
         assert self.mistake in CLASSES, self.mistake
@@ -32,13 +30,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Observable:
-    """One thing that was looked at: a gradient, a returned value, the samples of an epoch."""
+    """A value that was compared: a gradient, a returned value, the samples of an epoch."""
 
     name: str
     relations: Mapping[str, bool | None]
-    """"one device", "ranks agree", …: whether it holds; None where it could not be told, or does not apply."""
+    """"one device", "ranks agree", …: whether the relation holds; None if that is unknown, or if it does not apply."""
     detail: str = ""
-    """Element, values, ratio, of what is wrong."""
+    """The wrong element, its values and their ratio."""
 
     @property
     def right(self) -> bool:
@@ -47,17 +45,17 @@ class Observable:
 
 @dataclass(frozen=True)
 class Report:
-    """The account of a failure.
+    """The report of a failure.
 
     Attributes:
-        headline: what does not hold, on which ranks, and where first.
-        case: the smallest case that shows it: name -> value.
-        observables: all that were looked at; those that are wrong are shown first.
-        findings: the likely causes, the most telling first.
-        remarks: what else there is to know, a line each.
-        axes: which axes of a mesh the failure needs, in words.
-        known: what else is known of the cause, a line each: the first wrong module, a factor.
-        parting: where ranks first part, and what each had there, in one clause; "" where they do not.
+        headline: one line: the relation that fails, the ranks, and the first place.
+        case: the smallest case that fails: name -> value.
+        observables: all compared values; wrong ones are shown first.
+        findings: the likely causes, the likeliest first.
+        remarks: further remarks, a line each.
+        axes: a description of the axes of a mesh that the failure needs.
+        known: other facts about the cause, a line each: the first wrong module, a factor.
+        parting: a clause on where ranks first part, with the value of each rank; "" if that is unknown.
     """
 
     headline: str
@@ -95,7 +93,7 @@ class Report:
 
 
 def _table(observables: Sequence[Observable]) -> list[str]:
-    """Write one line for each observable, wrong ones first; a column for each relation."""
+    """Return a header and a line for each observable, wrong ones first, with a column for each relation."""
     ordered = sorted(observables, key=lambda observable: observable.right)
     shown, rest = ordered[:_SHOWN], ordered[_SHOWN:]
     columns = list(dict.fromkeys(name for observable in observables for name in observable.relations))
@@ -106,5 +104,5 @@ def _table(observables: Sequence[Observable]) -> list[str]:
         lines.append(f"  {observable.name:<{width}}{marks}  {observable.detail}".rstrip())
     if rest:
         wrong = sum(not observable.right for observable in rest)
-        lines.append(f"  … and {len(rest)} more, of which {wrong} are wrong")
+        lines.append(f"  … and {len(rest)} more ({wrong} wrong)")
     return lines

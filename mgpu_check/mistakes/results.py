@@ -1,4 +1,4 @@
-"""The names of what a step leaves: data for those who compare, and the text that users read and write."""
+"""Name the results of a step, as data for comparisons and as texts that users read and write."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["KINDS", "Kind", "Result"]
 Kind = Literal["grads", "params", "buffers", "optimizer", "returned", "rng"]
 
 KINDS: tuple[Kind, ...] = ("grads", "params", "buffers", "optimizer", "returned", "rng")
-"""What can be observed."""
+"""The kinds of results that a gate can compare."""
 
 _TEXTS: dict[Kind, str] = {"grads": "gradient of {}", "buffers": "buffer {}", "returned": "returned {}"}
 
 
 @dataclass(frozen=True)
 class Result:
-    """One thing that a step leaves.
+    """The name of one result of a step.
 
     Attributes:
-        of: of gradients, parameters and buffers the name in the model; of what was returned its keys, "head.loss", empty
-            where it is the whole; of the optimizer the state and its owner, "exp_avg of head.weight".
-        step: of what was returned by one of several calls: by which, from 1; None where there was one.
+        of: for gradients, parameters and buffers the name in the model. For a returned value its keys, "head.loss", or ""
+            for the whole. For the optimizer the state and its owner, "exp_avg of head.weight".
+        step: for a returned value the number of the call that returned it, from 1; None if there was one call only.
     """
 
     kind: Kind
@@ -31,24 +31,24 @@ class Result:
 
     @property
     def label(self) -> str:
-        """Its name among those of its kind: "loss, step 2"."""
+        """The name of the result without its kind: "loss, step 2"."""
         return self.of if self.step is None else f"{self.of}, step {self.step}"
 
     @property
     def parameter(self) -> str:
-        """Name of the parameter or buffer that it is of; of the optimizer's state the parameter that has the state."""
+        """The name of the parameter or buffer; for a state of the optimizer, the parameter that has the state."""
         if self.kind != "optimizer":
             return self.of
         return self.of.partition(" of ")[2].partition(" of optimizer ")[0]
 
     @property
     def owner(self) -> str | None:
-        """Name of the parameter, or of what one call has returned under a name."""
+        """The name of a parameter, or of a value that the only call returned; None for other results."""
         return self.of if self.kind in ("params", "returned") and self.step is None else None
 
     def __str__(self) -> str:
-        """Name it: "gradient of head.weight", "head.weight", "buffer bn.running_mean", "learning rate of group 0",
-        "returned loss".
+        """Return the text that users read: "gradient of head.weight", "head.weight", "buffer bn.running_mean",
+        "learning rate of group 0", "returned loss".
         """
         if self.kind == "returned" and not self.of:
             return f"returned{self.label}"

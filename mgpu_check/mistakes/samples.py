@@ -1,6 +1,6 @@
-"""The evidence of a loader: how often each rank was given each sample, and the patterns that these counts may show.
+"""The evidence of a loader: how often each rank got each sample, and the patterns in these counts.
 
-Plain counting, without torch.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from mgpu_check.processes.rank_lists import grouped, named
 __all__ = ["Accepted", "EpochSamples", "Loader"]
 
 _SHOWN = 4
-_UNKNOWN = 0.5  # share of a rank's samples that world size 1 does not give, above which contents are taken to be random
+_UNKNOWN = 0.5  # above this share of samples that world size 1 does not give, contents are assumed to be random
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """Deviations that the user has said to be as intended."""
+    """Deviations that the user accepts."""
 
     padding: bool = False
     dropped: bool = False
@@ -32,11 +32,11 @@ class EpochSamples:
     """The samples of one epoch.
 
     Attributes:
-        expected: how often each sample is to be seen; at least one sample.
-        counts: how often each rank was given each, in rank order.
+        expected: how often each sample should be seen; at least one sample.
+        counts: how often each rank got each sample, in rank order.
         largest: samples in the largest batch.
-        batches: how many each rank was given, in rank order.
-        labels: how a sample is shown, by identity.
+        batches: number of batches that each rank got, in rank order.
+        labels: the text that a report shows for a sample, by identity.
         workers: worker processes of each rank that read an IterableDataset.
     """
 
@@ -50,12 +50,12 @@ class EpochSamples:
 
     @cached_property
     def missing(self) -> Counter[Hashable]:
-        """The samples that no rank was given, or not as often as it should."""
+        """The samples that the ranks together got too few times."""
         return self.expected - self._together
 
     @cached_property
     def repeated(self) -> Counter[Hashable]:
-        """The samples that ranks were given too often."""
+        """The samples that the ranks together got too often."""
         return self._surplus - self.unknown
 
     @cached_property
@@ -73,33 +73,33 @@ class EpochSamples:
 
     @property
     def most_in_tail(self) -> int:
-        """The number of samples that one batch of each rank less than full can leave out, or repeat."""
+        """The largest number of samples that one incomplete batch on each rank can leave out or repeat."""
         return len(self.counts) * self.largest - 1
 
     @property
     def all_seen(self) -> bool:
-        """True if each sample is on some rank, or as many are left out as is accepted."""
+        """True if each sample is on some rank, or if the user accepts the missing ones."""
         dropped = self.accepted.dropped and not self.repeated and self.missing.total() <= self.most_in_tail
         return not self.missing or dropped
 
     @property
     def only_once(self) -> bool:
-        """True if no sample comes too often, or as many do as is accepted."""
+        """True if no sample comes too often, or if the user accepts the repeated ones as padding."""
         return not self.repeated or (self.accepted.padding and self.padded)
 
     @property
     def known(self) -> bool:
-        """True if world size 1 gives all samples, or drops as few as is accepted."""
+        """True if world size 1 gives all samples, or if it may drop the others because the user accepts that."""
         return not self.unknown or (self.accepted.dropped and self.unknown.total() < max(self.largest, 1))
 
     @property
     def covered(self) -> bool:
-        """True if the ranks together were given what they should have been."""
+        """True if the ranks together got the expected samples, apart from accepted deviations."""
         return self.all_seen and self.only_once and self.known
 
     @property
     def telling(self) -> bool:
-        """True if they were not, and most samples are those of world size 1: so counts tell something."""
+        """True if samples are not covered, but a rank knows at least half of its samples, so that counts are evidence."""
         return not self.covered and min(self.shares_unknown) <= _UNKNOWN
 
     @property
@@ -112,7 +112,7 @@ class EpochSamples:
 
     @property
     def whole(self) -> bool:
-        """True if every rank sees all."""
+        """True if every rank sees all samples."""
         many = len(self.counts) > 1 and all(count >= self.expected for count in self.counts)
         # With as few samples as ranks, repeating them to fill the shards gives each rank all of them.
         return many and self.repeated.total() >= len(self.counts)
@@ -126,35 +126,35 @@ class EpochSamples:
 
     @property
     def padded(self) -> bool:
-        """True if no more comes again than fills the last batches, and nothing else is wrong."""
+        """True if the only defect is repeated samples, and they fit into the last batches of the ranks."""
         alike = len(self.counts) > 1 and len({count.total() for count in self.counts}) == 1
         other = self.missing or self.unknown or self.whole or self.per_worker
         return alike and not other and self.repeated.total() <= self.most_in_tail
 
     @property
     def twins(self) -> list[list[int]]:
-        """Ranks that see exactly the same samples, where there are several."""
+        """Groups of two or more ranks that see exactly the same samples."""
         same = grouped((frozenset(count.items()), rank) for rank, count in enumerate(self.counts) if count)
         return [ranks for _, ranks in same if len(ranks) > 1]
 
     @property
     def numbers_of_batches(self) -> list[tuple[int, list[int]]]:
-        """Each number of batches, with the ranks that were given so many."""
+        """Each number of batches, with the ranks that got this number."""
         return grouped((number, rank) for rank, number in enumerate(self.batches))
 
     @property
     def uneven(self) -> bool:
-        """True if ranks were given different numbers of batches, and that is not accepted."""
+        """True if ranks got different numbers of batches, and the user does not accept that."""
         return len(self.numbers_of_batches) > 1 and not self.accepted.uneven
 
     @property
     def told_of_batches(self) -> str:
-        """The numbers of batches that differ, as a clause."""
+        """A clause that lists the different numbers of batches."""
         texts = [f"{number} on {named(ranks)}" for number, ranks in self.numbers_of_batches]
         return f"numbers of batches differ: {', '.join(texts)}"
 
     def shown(self, samples: Counter[Hashable]) -> str:
-        """Return a few of them."""
+        """Return the labels of a few samples."""
         texts = [self.labels.get(sample, "?") for sample in samples]
         return ", ".join(texts[:_SHOWN]) + (", …" if len(texts) > _SHOWN else "")
 
@@ -164,8 +164,8 @@ class Loader:
     """All epochs of a loader.
 
     Attributes:
-        repeating: the ranks that visit their samples in one order in all epochs, where that is wrong.
-        order: the same as a clause.
+        repeating: the ranks that visit their samples in the same order in all epochs, if they should not.
+        order: a clause that describes the repeated order.
     """
 
     epochs: Sequence[EpochSamples]

@@ -1,4 +1,4 @@
-"""All that a gate knows of a failure, and how far a hypothesis explains it."""
+"""The results and calls that a gate recorded of a failure, with tests of hypotheses against them."""
 
 from __future__ import annotations
 
@@ -28,31 +28,34 @@ from mgpu_check.numerics.factors import common_factor
 __all__ = ["Tensors"]
 
 _NEAR = 2e-3
-"""Of each element: a factor is looked for in elements that went through sums of their own."""
+"""Relative tolerance of each element for a common factor: each element has its own rounding errors."""
 _TELLING = 1e-2
-"""Of the largest element: smaller ones are differences of larger numbers, and their ratios say little."""
+"""Fraction of the largest element below which elements are ignored: they are differences of larger numbers, so that their
+ratios are inexact."""
 _LEAST = 1e-3
-"""By how much a factor must differ from 1."""
+"""Smallest difference of a factor from 1 that counts."""
 
 
 @dataclass
 class Tensors:
-    """The tensors that were seen of a failure.
+    """The recorded results of a failure.
 
     Attributes:
         size: the world size.
-        samples: in each batch.
-        steps: how often the step was called.
-        seen: of each rank, with all values.
-        traces: of each rank, what it has called.
-        hypotheses: what one device gives for parts of the batch.
-        wrong_alone: the step differs from the reference at world size 1 already.
-        shardwise: the reference knows the world size, and goes through the batch as ranks do.
-        alone: what one device has called.
-        elsewhere: another world size, and what rank 0 has left there.
+        samples: samples in each batch.
+        steps: number of calls of the step.
+        expected: the results of one device.
+        relations: the relations that hold and fail.
+        seen: the results of each rank, with all values.
+        traces: the calls of each rank.
+        hypotheses: the results of one device for parts of the batch.
+        wrong_alone: the step already differs from the reference at world size 1.
+        right_when_small: whether all relations hold for the same batch scaled down; None if that was not tried.
+        further: the same case with other seeds.
+        elsewhere: another world size, with the results of rank 0 there.
+        shardwise: the reference takes the world size, and processes the batch shard by shard.
+        alone: the calls of one device.
         tried: changes to single calls, and whether the step is right with them.
-        further: the same case with other random numbers.
-        right_when_small: whether all relations hold for the same batch, scaled down; None where that was not tried.
     """
 
     size: int
@@ -72,41 +75,45 @@ class Tensors:
     tried: Sequence[Change] = ()
 
     def wrong(self, *kinds: Kind) -> list[Result]:
-        """Return what differs from one device, in the order of the model: all of it, or the values of some kinds,
-        without texts.
+        """Return the results that differ from one device, in the order of the model.
+
+        With kinds, return only tensors of these kinds, and no texts.
         """
         values = self.expected.single.values.keys() | self.seen[0].values.keys()
         return [name for name in self.relations.wrong if not kinds or (name.kind in kinds and name in values)]
 
     @property
     def names(self) -> list[Result]:
-        """Floating-point values that differ, and that a hypothesis would have to explain."""
+        """The floating-point results that differ, which a hypothesis must explain.
+
+        These are gradients and returned values if any differ, otherwise parameters and buffers.
+        """
         wanted = [name for name in self.wrong("grads", "returned") if name in self.expected.exact]
         return wanted or [name for name in self.wrong("params", "buffers") if name in self.expected.exact]
 
     @property
     def gradient_like(self) -> bool:
-        """True if what differs is gradients, or parameters, rather than metrics."""
+        """True if the results that differ are gradients or parameters, not metrics."""
         return not self.wrong("returned") or bool(self.relations.skipped) or bool(self.wrong("grads", "params"))
 
     @property
     def broken(self) -> list[Result]:
-        """The results that are wrong by not being finite where they are on one device."""
+        """The wrong results that are not finite although one device has finite values."""
         return [name for name in self.wrong() if self.relations.held[name].get("finite") is False]
 
     @property
     def account(self) -> bool:
-        """True if what the step returns stands for gradients or parameters."""
+        """True if returned values replace gradients or parameters in the comparison."""
         return any(name.kind in ("grads", "params") for name in self.relations.skipped)
 
     def is_of_model(self, name: Result) -> bool:
-        """Return whether a result is one of the model, or what the step returns under the name of a parameter."""
+        """Return whether a result belongs to the model, or is returned under the name of a parameter."""
         return name.kind in ("params", "buffers", "grads") or (
             name.kind == "returned" and Result("params", name.of) in self.seen[0].values
         )
 
     def is_whole(self, name: str) -> bool:
-        """Return whether every rank holds the whole of a parameter, as far as is known."""
+        """Return whether every rank holds the whole parameter, as far as known."""
         divided = {result.of for one in self.seen for result in one.own if result.kind == "params"}
         return name not in divided and (not divided or name in self.expected.single.initial)
 
@@ -119,7 +126,7 @@ class Tensors:
         return next((event for _, event in self.events(*kinds)), None)
 
     def is_combined(self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()) -> bool:
-        """Return whether what differs is the results of all parts combined in that way; see `combined`."""
+        """Return whether the wrong results equal the results of all parts combined in this way; see `combined`."""
         names = names or self.names
         if not self.explains(self.combined(division, how, factor, names), names):
             return False
@@ -134,8 +141,9 @@ class Tensors:
 
     @cached_property
     def own_parts(self) -> list[tuple[Division, list[Result]]]:
-        """The divisions by which ranks hold what is each one's own, and what that is; as it is, or divided by the world
-        size.
+        """The divisions where each rank holds the results of its own part, with those results.
+
+        The results may also be divided by the world size.
         """
         split = [name for name in self.names if name in self.relations.split]
         found = [
@@ -146,7 +154,7 @@ class Tensors:
         return [(division, names) for division, names in found if names]
 
     def is_alternative(self, alternative: Alternative) -> bool:
-        """Return whether what differs is what one device gives for another batch."""
+        """Return whether the wrong results equal the results of one device for another batch."""
         if not self.explains([dict(alternative.values)] * self.size):
             return False
         for other in self.further:
@@ -165,10 +173,12 @@ class Tensors:
     def explains(
         self, values: Sequence[Mapping[Result, torch.Tensor]], names: Collection[Result] = (), telling: bool = True
     ) -> bool:
-        """Return whether each rank has left `values`, of that rank, where it differs from one device.
+        """Return whether the results of each rank equal its `values`.
 
         Args:
-            telling: no where they are what one device gives, too: they explain nothing then.
+            values: results by name, for each rank.
+            names: the results to compare; by default all wrong ones.
+            telling: return False if `values` also equal the results of one device: then they explain nothing.
         """
         tells = not telling
         for name in names or self.names:
@@ -193,26 +203,26 @@ class Tensors:
         return bool((same | ((one - other).abs() <= allowed)).all())
 
     def factor(self, names: Collection[Result] = ()) -> float | None:
-        """Return the one number by which everything that differs is off, on all ranks; None if there is none."""
+        """Return the one factor between all wrong results and the right ones, on all ranks; None if no factor fits."""
         found = self._factor(names or self.names, {})
         if found is None:
             return None
-        # One number has some ratio to any other: it is one only if it comes again.
+        # Few numbers may fit a factor by chance: the cases with other seeds must have the same factor.
         again = [other._factor(names or self.names, {}) for other in self.further]
         return found if all(one is not None and abs(one - found) <= 2e-3 * abs(found) for one in again) else None
 
     def factor_of_updates(self) -> float | None:
-        """Return the same of what the step adds to the parameters, as a learning rate changes it."""
+        """Return the factor between the updates of the parameters, as a wrong learning rate would cause."""
         if any(name.owner not in self.expected.single.initial for name in self.names):
-            return None  # a single number is some multiple of any other
+            return None  # a result without an initial value has no update
         return self._factor(self.names, self.expected.single.initial)
 
     def factor_here(self, names: Collection[Result] = ()) -> float | None:
-        """Return the same of this case by itself: with other random numbers it may be another one."""
+        """Return the factor of this case alone; the cases with other seeds may have another one."""
         return self._factor(names or self.names, {})
 
     def factor_elsewhere(self) -> tuple[int, float] | None:
-        """Return another world size, and the factor there."""
+        """Return another world size with the factor there; None if it was not run, or no factor fits."""
         if self.elsewhere is None:
             return None
         size, seen = self.elsewhere
@@ -225,7 +235,7 @@ class Tensors:
         for name in names:
             start, right = before.get(name.owner or "", torch.zeros(())).double(), self.expected.exact.get(name)
             if right is None or (start.dim() and start.shape != right.shape):
-                return None  # a part has taken the place of the whole parameter
+                return None  # the result is a part, not the whole parameter
             exact = right - start
             usable = exact.isfinite() & (exact.abs() > _TELLING * largest(exact)) & (exact != 0)
             for one in self.seen:
@@ -240,9 +250,9 @@ class Tensors:
 
     @cached_property
     def first_factor(self) -> tuple[int, float, bool] | None:
-        """The first optimizer step that is wrong, the factor by which it is off on all ranks, and whether its update is.
+        """The first wrong optimizer step, its factor on all ranks, and whether the factor is of the update.
 
-        Its gradients are looked at first; None where no step is wrong, or no factor explains the first that is.
+        Gradients are checked before updates. None if no step is wrong, or if no factor fits the first wrong step.
         """
         before = {Result("params", name): value.double() for name, value in self.expected.single.initial.items()}
         for step, right in enumerate(self.expected.snapshots):
@@ -270,7 +280,7 @@ class Tensors:
 
     @cached_property
     def mean_of_parts(self) -> tuple[Division, str] | None:
-        """The first division by which what differs is the plain mean of the parts, and by what else it is off, in words."""
+        """The first division whose parts have the wrong results as their plain mean, and a text on a further factor."""
         for division in self.hypotheses.divisions:
             for factor, also in (
                 (1.0, ""),
@@ -283,15 +293,14 @@ class Tensors:
 
     @staticmethod
     def same(one: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> bool:
-        """Return whether both are equal to 1e-5 of the largest magnitude in `scale`, and not all zero."""
+        """Return whether both are equal within 1e-5 of the largest magnitude in `scale`, and `other` is not all zero."""
         near = (one - other).abs() <= CLOSE * float(scale.abs().max())
         return bool(near.all()) and bool((other != 0).any())
 
     def weights_of_windows(self, division: Division) -> list[float] | None:
-        """Return how much each micro-batch counts, 1 where it counts as it should; None where no weights explain what
-        is wrong.
+        """Return the weight of each micro-batch in the results of rank 0; None if no weights fit.
 
-        Of rank 0, of what ranks have for each of their micro-batches.
+        The weight is 1 for a micro-batch that counts as it should. Micro-batches are averaged over ranks.
         """
         columns: list[list[torch.Tensor]] = [[] for _ in range(division.windows)]
         got = [self.seen[0].values.get(name) for name in self.names]
@@ -305,8 +314,9 @@ class Tensors:
         return fitted(columns, [value for value in got if value is not None])
 
     def weights_of_ranks(self, division: Division) -> list[list[float]] | None:
-        """Return, for each rank, how much each rank's part counts in what it holds, 1 / world size where all count alike in
-        a mean; None where no weights explain what is wrong.
+        """Return, for each rank, the weight of each rank's part in its results; None if no weights fit.
+
+        In a mean over ranks each weight is 1 / world size.
         """
         columns = self._columns(division)
         if columns is None:
@@ -321,12 +331,12 @@ class Tensors:
         return found
 
     def is_sum_of_parts(self, division: Division) -> bool | None:
-        """Return whether one device has a sum of the parts, each times some number; None where too few elements tell it."""
+        """Return whether the results of one device are a weighted sum of the parts; None if that cannot be decided."""
         columns = self._columns(division)
         return None if columns is None else spanned(columns, [self.expected.exact[name] for name in self.names])
 
     def norms_of_parts(self, division: Division) -> list[float]:
-        """Return the norm of all that differs, in each rank's part."""
+        """Return the norm of each rank's part, over all wrong results."""
         return [float(torch.cat(column).norm()) for column in self._columns(division) or ()]
 
     def _columns(self, division: Division) -> list[list[torch.Tensor]] | None:
@@ -340,11 +350,10 @@ class Tensors:
         return columns
 
     def stays_as_left(self, name: Result, left: Sequence[Left]) -> bool:
-        """Return whether each rank ends with the gradient that its backward pass has left, by sum and norm, and it is not the
-        same on all.
+        """Return whether each rank ends with the gradient of its own backward pass, and the gradients differ between ranks.
 
         Args:
-            left: of each rank, by the name of the parameter.
+            left: sums and norms of the gradients after the backward pass, by rank.
         """
         values = [one.values[name] for one in self.seen if name in one.values]
         return len(values) == self.size and is_left(name, left, values)
@@ -352,8 +361,10 @@ class Tensors:
     def combined(
         self, division: Division, how: str, factor: float = 1.0, names: Collection[Result] = ()
     ) -> list[dict[Result, torch.Tensor]]:
-        """Return, for each rank, the results of all parts combined: "mean", "sum", "norm", "own", "first", "last", "max"
-        or "min".
+        """Return, for each rank, the results of all parts combined, times `factor`.
+
+        Args:
+            how: "mean", "sum", "norm", "own", "first", "last", "max" or "min".
         """
         results: list[dict[Result, torch.Tensor]] = [{} for _ in range(self.size)]
         for name in names or self.names:
@@ -367,7 +378,7 @@ class Tensors:
         return results
 
     def _of_rank(self, name: Result, windows: Sequence[Mapping[Result, torch.Tensor]]) -> torch.Tensor | None:
-        """Return the mean over a rank's micro-batches; zero where a part without samples has no result."""
+        """Return the mean over a rank's micro-batches; a micro-batch without samples counts as zero."""
         exact = self.expected.exact.get(name)
         if exact is None:
             return None
@@ -377,7 +388,7 @@ class Tensors:
         return torch.stack([value.nan_to_num(0.0) for value in values]).mean(0)
 
 
-_COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {  # of the parts of all ranks, and a rank
+_COMBINED: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {  # called with the stacked parts, and a rank
     "own": lambda parts, rank: parts[rank],
     "first": lambda parts, rank: parts[0],
     "last": lambda parts, rank: parts[-1],

@@ -1,4 +1,4 @@
-"""How much each part counts in a sum of parts: by least squares over all elements."""
+"""Fit the weight of each part in a sum of parts, by least squares over all elements."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 __all__ = ["LOOSE", "fitted", "spanned"]
 
 LOOSE = 1e-4
-"""Of the magnitude of a tensor: a hypothesis is computed in another order than what it explains."""
+"""Tolerance, as a fraction of the magnitude of a tensor: a hypothesis is summed in another order than the result."""
 _INDEPENDENT = 1e-4
-"""Of the largest singular value: columns of parts are as good as dependent below."""
+"""Fraction of the largest singular value below which columns of parts count as linearly dependent."""
 
 
 def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> list[float] | None:
-    """Return the weights of the columns whose sum is the values; None where there are none, or more than one choice."""
+    """Return the weights of the columns that sum to the values; None if no weights do, or if they are not unique."""
     system = _system(columns, values)
     if system is None or int(torch.linalg.matrix_rank(system[0], rtol=_INDEPENDENT)) < len(columns):
         return None
@@ -24,7 +24,7 @@ def fitted(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Ten
 
 
 def spanned(columns: Sequence[Sequence[torch.Tensor]], values: Sequence[torch.Tensor]) -> bool | None:
-    """Return whether the values are some sum of the columns; None where too few elements, or some not finite, tell nothing."""
+    """Return whether the values are a weighted sum of the columns; None with too few elements, or with non-finite ones."""
     system = _system(columns, values)
     return None if system is None else _solved(*system) is not None
 
@@ -42,6 +42,6 @@ def _system(
 
 
 def _solved(matrix: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
-    """Return weights of the columns, by least squares; None where their sum is not `right`."""
+    """Return the least-squares weights of the columns; None if their sum does not match `right`."""
     found = torch.linalg.lstsq(matrix, right[:, None], driver="gelsd").solution[:, 0]
     return None if bool(((matrix @ found - right).abs() > LOOSE * right.abs().max()).any()) else found

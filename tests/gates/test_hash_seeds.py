@@ -142,7 +142,7 @@ def judge_by(verdicts: list[bool]) -> Any:
 def test_a_failure_counts_that_follows_the_seeds(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     ranks: Any = Ranks()
-    with pytest.raises(ScalingMismatch, match="one seed for each rank rank 1 of 2 raised KeyError: 'a'; sets"):
+    with pytest.raises(ScalingMismatch, match="a seed for each rank, rank 1 of 2 raised KeyError: 'a'; sets"):
         with_seeds_apart(ranks, "gate", (in_order,), {}, judge_by([False, True, False]))
     assert ranks.asked == [hash_seeds.APART, None, hash_seeds.APART]
     with_seeds_apart(ranks, "gate", (in_order,), {}, judge_by([True]))

@@ -47,7 +47,7 @@ def test_each_rank_its_own(ranks):
 
 
 def test_nothing_returned(ranks):
-    with pytest.raises(ValueError, match="leaves nothing of returned to be compared"):
+    with pytest.raises(ValueError, match="leaves no results of kind returned to compare"):
         metric_passes(ranks, lambda model, batch, rank: None)
 
 

@@ -101,5 +101,6 @@ def test_where_rounding_cannot_be_measured(ranks):
 
     text = refuted(ranks, train, "state-not-restored", match="x on")
     assert (
-        "compared to the bit, for how far rounding errors lead could not be measured" in text and "no more disk" in text
+        "compared bit for bit, because the size of rounding errors could not be measured" in text
+        and "no more disk" in text
     )

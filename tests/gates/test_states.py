@@ -123,7 +123,7 @@ def test_what_cannot_be_taken_apart(ranks):
     for hold, match in [
         (
             lambda w: {"w": w}.values(),
-            "of what train returns, state is a dict_values, which cannot be taken apart; give it a state_dict",
+            "cannot be compared: state is a dict_values, which cannot be taken apart; give it a state_dict",
         ),
         (lambda w: {"a": [threading.Lock()]}, "state.a.0 is a lock, which cannot"),
         (lambda w: {"a.b": w, "a": {"b": w}}, "there are two entries 'state.a.b'"),
