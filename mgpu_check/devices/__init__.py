@@ -1,1 +1,1 @@
-"""Devices of this machine: which there are, who leases them, which a rank sees."""
+"""Devices of this machine: their inventory, their leases, and the masks that make them visible to a rank."""

@@ -1,4 +1,4 @@
-"""The devices that this machine really has, and why they cannot be used, where that is so."""
+"""Find the real devices of this machine, and the reason if they cannot be used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Device:
         index: as in ``cuda:<index>``, after ``CUDA_VISIBLE_DEVICES``.
         memory: total, in bytes.
         capability: compute capability, such as (9, 0).
-        uuid: what tells this GPU from all others, whatever its index.
-        mask: the variable that tells its driver which GPUs are visible.
+        uuid: identifies the GPU independently of its index; "" if torch does not report it.
+        mask: the environment variable that selects the visible GPUs for this driver.
     """
 
     index: int
@@ -30,7 +30,7 @@ class Device:
 
 def visible_devices() -> list[Device]:
     """Return the GPUs that torch sees in this process, in the order of their indices. Initializes the driver."""
-    import torch  # here, because the pytest process reads `Device`s and does without torch
+    import torch  # here, because the pytest process uses `Device` without importing torch
 
     found = []
     for index in range(torch.cuda.device_count()):
@@ -59,9 +59,9 @@ class Inventory:
     """The devices of a machine, and the state of its driver.
 
     Attributes:
-        devices: the visible GPUs, none if there is trouble with them.
-        trouble: why there are none that can be used, and what to do, in lines; empty where nothing is wrong.
-        mask: the variable that tells this machine's driver which GPUs are visible.
+        devices: the visible GPUs; empty if there is trouble.
+        trouble: why the GPUs cannot be used, and the remedy, in lines; "" if nothing is wrong.
+        mask: the environment variable that selects the visible GPUs for this machine's driver.
     """
 
     devices: tuple[Device, ...]
@@ -70,7 +70,7 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Look at the devices of this process, whatever state their driver is in. Initializes it."""
+    """Return the devices that this process sees, or what is wrong with their driver. Initializes the driver."""
     import torch
 
     mask = _mask()
@@ -88,7 +88,7 @@ def take_inventory() -> Inventory:
             f"the accelerator that torch {torch.__version__} has here is {other!r}: mgpu-check runs on GPUs by CUDA or ROCm, "
             "and in software",
         )
-    # Without NVML torch takes a sick driver for none.
+    # Without NVML, torch reports a driver that fails to initialize as no GPU at all.
     sick = torch.version.cuda is not None and _driver_code() not in (None, *_NO_DEVICE)
     return Inventory((), _trouble("torch finds no GPU") if sick else "", mask)
 
@@ -105,7 +105,7 @@ _NO_DEVICE = (0, 100)
 _REMEDIES = {
     3: "the driver could not be initialized, as after an update without a restart, or in a container without /dev/nvidia-uvm: "
     "look at nvidia-smi, load the module (nvidia-modprobe -u -c 0), or restart the machine",
-    34: "the driver is a stub, which only programs are linked against: take its directory out of LD_LIBRARY_PATH",
+    34: "the driver is a stub library, made for linking only: take its directory out of LD_LIBRARY_PATH",
     802: "the GPUs are connected by NVSwitches, and their fabric manager is not running, or not ready: look at "
     "systemctl status nvidia-fabricmanager; its version must be that of the driver",
     803: "the driver in the kernel and its library are of different versions, as after an update: restart the machine",
@@ -113,13 +113,13 @@ _REMEDIES = {
     999: "the driver has met an unknown error, often after an Xid or a suspended machine: look at dmesg (grep for Xid), reload "
     "nvidia_uvm, or restart the machine",
 }
-"""What to do about each code by which the initialization of the driver fails."""
+"""Cause and remedy of each error code of the driver's initialization (`cuInit`)."""
 
 _REMEDY = "look at nvidia-smi, and at dmesg"
 
 
 def _driver_code() -> int | None:
-    """Return the code with which the initialization of NVIDIA's driver ends; None where there is no such driver."""
+    """Initialize NVIDIA's driver and return its result code; None if no such driver is installed."""
     try:
         return int(ctypes.CDLL("libcuda.so.1").cuInit(0))
     except (OSError, AttributeError):

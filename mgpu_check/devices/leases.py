@@ -1,13 +1,13 @@
-"""Leases: a test has its devices for itself, among all processes of the machine.
+"""Lease devices: give a test exclusive use of its devices, among all processes of the machine.
 
-A lease is a lock file per device, locked with `flock`, which the kernel takes back when a process ends, however it ends.
-A test leases all that it needs at once, and asks for nothing while it holds a lease; so nobody waits in a circle.
+A lease is a lock file per device, locked with `flock`. The kernel releases the lock when the process ends, even by a
+signal. A test leases all its devices at once and requests no more while it holds a lease, so there are no deadlocks.
 
-Who cannot be served at once draws a ticket: a numbered file that its process keeps locked. Numbers are drawn under one
-short lock, so the tickets that stand before another one when it is drawn are all that ever will. Only who has none left
-before it that wants any of the same devices, because they were served or their processes ended, takes devices, and keeps
-each that becomes free until it has enough. So the order is strictly first come, first served: a test for all devices
-waits for those before it, and no small one slips past. Queues for different devices do not wait for each other.
+A request that cannot be served at once draws a ticket: a numbered file that its process keeps locked. Numbers are drawn
+under one short lock, so no ticket ever enters the queue ahead of an existing one. A request takes devices only when no
+earlier ticket wants any of the same devices: the earlier requests were served, or their processes ended. It then keeps
+each device that becomes free until it has enough. The order is first come, first served: a test that needs all devices
+is not overtaken by small ones. Requests for different devices do not wait for each other.
 """
 
 from __future__ import annotations
@@ -28,31 +28,30 @@ from filelock import FileLock, Timeout
 
 __all__ = ["DeviceLeases", "Lease", "LeaseError", "machine_directory"]
 
-# Between two looks at locks, each of which costs some 30 microseconds: a wait ends that much later than it could.
+# Seconds between two polls of the locks. A poll costs some 30 microseconds; a wait ends up to one interval late.
 _SHORTEST_POLL, _LONGEST_POLL = 0.001, 0.01
 
-_PATIENCE = 3600.0  # far above what any test should take, and below what a job is given
+_PATIENCE = 3600.0  # far above the time of any test, and below the time limit of a CI job
 
-_FIRST_WORD = 30.0
+_FIRST_WORD = 30.0  # seconds: shorter waits are normal and not worth a line
 
 _LONGEST_CONTENT = 64 * 1024
 
-_EVERYBODY = 0o666  # two users of a machine lock the same files; there is nothing in them to protect
+_EVERYBODY = 0o666  # the users of a machine lock the same files; the files hold nothing that needs protection
 
 MACHINE = Path("/tmp/mgpu-check-leases")
-"""Not under TMPDIR: users, and jobs, that have directories of their own for that have the same devices."""
+"""Not under TMPDIR: users and jobs with different values of TMPDIR share the same devices."""
 
 
 class LeaseError(RuntimeError):
-    """Devices cannot be leased, or nobody gives them back."""
+    """Devices cannot be leased, or are not given back in time."""
 
 
 def machine_directory() -> Path:
-    """Return the directory of the leases of this machine's real devices, for all of its users; make it if it is not
-    there.
+    """Return the directory of the leases of this machine's real devices, shared by all users. Create it if necessary.
 
     Raises:
-        LeaseError: it cannot be made, or others could play tricks with it.
+        LeaseError: the directory cannot be created, or other users could tamper with it.
     """
     path = MACHINE
     remedy = f"remove {path}, or have its owner do so; every user makes it anew, with mode 1777"
@@ -71,7 +70,7 @@ def machine_directory() -> Path:
                 return path
         except OSError as error:
             raise LeaseError(f"devices cannot be leased: {error}; {remedy}") from error
-        if time.monotonic() > deadline:  # until then, who has just made it may be about to set the mode
+        if time.monotonic() > deadline:  # before that, another process may have created it and not yet set the mode
             mode = stat.S_IMODE(found.st_mode)
             raise LeaseError(f"{path} is where devices are leased, but its mode is {mode:o}; {remedy}")
         time.sleep(_SHORTEST_POLL)
@@ -83,7 +82,7 @@ class Lease:
 
     Attributes:
         indices: of the devices among those of the run, ascending.
-        waited: seconds that it took to get them.
+        waited: seconds between the request and the lease.
     """
 
     indices: tuple[int, ...]
@@ -92,7 +91,7 @@ class Lease:
     _pid: int = field(default_factory=os.getpid)
 
     def give_back(self) -> None:
-        """Free the devices. A second time, or in a process that was forked from the one that has them: nothing."""
+        """Free the devices. A second call does nothing, nor does a call in a fork of the process that holds them."""
         if self._pid == os.getpid():
             self._locks.close()
 
@@ -111,14 +110,15 @@ class _Request:
 
 
 class DeviceLeases:
-    """Leases of some devices, for one process of those that share them.
+    """Lease devices that several processes share.
 
     Args:
-        keys: what tells each device from all others, the same in every process that shares the directory.
+        keys: a unique key per device, the same in every process that shares the directory.
         directory: where the locks are; None is `machine_directory`, for real devices.
-        patience: seconds in which somebody must get or give back something that this process waits for.
-        on_wait: told, after half a minute and then ever more seldom, whom a request waits for.
-        sleep: how to wait between two looks.
+        patience: seconds without any progress in the queue after which `take` fails.
+        on_wait: called with a description of the processes that a request waits for: after 30 seconds, then after
+            intervals that grow.
+        sleep: how to wait between two polls.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DeviceLeases:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if len(set(keys)) < len(keys) or not all(keys):
-            raise ValueError(f"keys={list(keys)!r}: every device needs one of its own")
+            raise ValueError(f"keys={list(keys)!r}: every device needs one of its own; give different, non-empty keys")
         self.keys = tuple(keys)
         self._given = directory
         self._patience = patience
@@ -143,17 +143,17 @@ class DeviceLeases:
         """Lease `count` devices: those of the last lease first, because warm ranks are there, then the lowest free.
 
         Args:
-            purpose: for whom, in words for those who wait.
+            purpose: the reason for the lease, such as the test's id, for the messages of processes that wait.
 
         Raises:
-            ValueError: there are not as many.
-            LeaseError: the directory cannot be used, or nothing has moved for all the patience there is.
+            ValueError: there are fewer devices than `count`.
+            LeaseError: the directory cannot be used, or the queue has not moved for `patience` seconds.
         """
         if not 1 <= count <= len(self.keys):
             raise ValueError(f"count={count!r} devices cannot be leased; choose 1 to {len(self.keys)}")
         begun = time.monotonic()
         request = _Request(count, purpose)
-        # Whatever interrupts this, Ctrl-C included, leaves nothing locked.
+        # An interruption, such as Ctrl-C, must leave nothing locked.
         with request.locks, self._usable() as directory, contextlib.ExitStack() as in_queue:
             with self._numbering(directory):
                 if not self._join(request, directory):
@@ -164,10 +164,10 @@ class DeviceLeases:
             return Lease(self._last, time.monotonic() - begun, request.locks.pop_all())
 
     def check(self) -> None:
-        """See that leases are possible.
+        """Check that devices can be leased.
 
         Raises:
-            LeaseError: they are not.
+            LeaseError: they cannot.
         """
         with self._usable() as directory, self._numbering(directory):
             pass
@@ -182,19 +182,21 @@ class DeviceLeases:
 
     @contextlib.contextmanager
     def _numbering(self, directory: Path) -> Iterator[None]:
-        """Hold the short lock under which the queue grows."""
+        """Hold the short lock that protects the queue while it grows."""
         lock = _lock(directory / "numbers.lock")
         try:
             lock.acquire(timeout=self._patience, poll_interval=_SHORTEST_POLL)
         except Timeout:
-            raise LeaseError(f"{lock.lock_file} is held by a process that does not go on") from None
+            raise LeaseError(
+                f"{lock.lock_file} is held by a process that does not release it; end that process"
+            ) from None
         try:
             yield
         finally:
             lock.release()
 
     def _join(self, request: _Request, directory: Path) -> bool:
-        """Stand behind all that are waiting now; whether the request could be served at once."""
+        """Enqueue the request behind all waiting ones. Return whether it is served at once."""
         request.ahead = [ticket for ticket in _tickets(directory).values() if self._wants_ours(ticket)]
         self._advance(request, directory)
         return request.served
@@ -206,20 +208,20 @@ class DeviceLeases:
 
     @contextlib.contextmanager
     def _ticket(self, request: _Request, directory: Path) -> Iterator[None]:
-        # Those of `ahead` may be gone by now, but to get the number of one of them would be to wait for oneself.
+        # A ticket of `ahead` may be gone by now. Reusing its number would make this request wait for itself.
         numbers = [*_tickets(directory), *(int(ticket.name.partition("-")[2]) for ticket in request.ahead)]
         path = directory / f"ticket-{max(numbers, default=0) + 1:08}"
         lock = _lock(path)
         try:
-            lock.acquire()  # here, because Ctrl-C may come when it has made the file
+            lock.acquire()  # inside `try`, because Ctrl-C may come after it has created the file
             _write(path, {**_who(request.purpose), "count": request.count, "keys": self.keys})
             yield
         finally:
-            path.unlink(missing_ok=True)  # before it is unlocked, so that nobody takes it for one of the dead
+            path.unlink(missing_ok=True)  # before the unlock: an unlocked ticket counts as that of a dead process
             lock.release()
 
     def _advance(self, request: _Request, directory: Path) -> bool:
-        """Take what can be had now; whether anything has changed for the better."""
+        """Take the devices that are free now. Return whether the request has made progress."""
         before = len(request.ahead), len(request.held)
         request.ahead = [ticket for ticket in request.ahead if not _is_done(ticket)]
         if not request.ahead:
@@ -260,7 +262,7 @@ class DeviceLeases:
                 word *= 4
 
     def _state(self, request: _Request, directory: Path, waited: float) -> str:
-        """Describe whom a request waits for."""
+        """Describe the processes that a request waits for."""
         parts = [f"waiting {waited:.0f} s for {request.count} of {len(self.keys)} devices"]
         for index in range(len(self.keys)):
             if index in request.held:
@@ -287,12 +289,12 @@ def _try(lock: FileLock) -> bool:
     except Timeout:
         return False
     except PermissionError:
-        return False  # another user has this moment created the file, and not yet opened it to all
+        return False  # another user has just created the file, and not yet made it accessible to all
     return True
 
 
 def _is_done(ticket: Path) -> bool:
-    """Return whether nobody waits with `ticket` any more. Remove the ticket of a process that was killed."""
+    """Return whether no process holds `ticket` any more. Remove the ticket of a process that was killed."""
     if not ticket.exists():
         return True
     lock = _lock(ticket)
@@ -301,7 +303,7 @@ def _is_done(ticket: Path) -> bool:
     try:
         ticket.unlink(missing_ok=True)
     except OSError:
-        pass  # another user's: it stays, and does no harm
+        pass  # another user's ticket: it stays, and does no harm
     finally:
         lock.release()
     return True
@@ -327,20 +329,20 @@ def _describe(who: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Say who has locked `path`, in the file. It matters to people only, except for the keys of a ticket."""
+    """Write into the locked file `path` who holds it. Only people read this, except for the keys of a ticket."""
     with contextlib.suppress(OSError):
-        # Without O_CREAT, which the kernel refuses for another user's file in a directory like this one. What is no
-        # plain file, or has a second name, is a trick.
+        # Without O_CREAT, which the kernel refuses for another user's file in a sticky, world-writable directory.
+        # A special file, or one with a second hard link, was planted: leave it alone.
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "wb") as file:
             found = os.fstat(descriptor)
             if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
-                # Blanks over what was there: file systems flush a file that was truncated, for a millisecond each.
+                # Overwrite the old content with blanks: truncating makes file systems flush, for a millisecond each.
                 file.write(json.dumps(content).encode().ljust(min(found.st_size, _LONGEST_CONTENT)))
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Read what `_write` has written; None if nothing was written, or only a part."""
+    """Return the content that `_write` wrote; None if it is missing or incomplete."""
     with contextlib.suppress(OSError, ValueError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

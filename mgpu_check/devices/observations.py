@@ -1,7 +1,7 @@
-"""What checks of hardware have seen: of which GPU, pair of GPUs, group or host, after how much work.
+"""Results of hardware checks: observations and measurements of a GPU, a pair of GPUs, a group or a host.
 
-In a process that runs a check, a GPU is its position there: the index in its devices, or the number of a rank.
-`Entry.on` makes of it the number of a GPU in the run, which counts the GPUs of all hosts, host by host, from 0.
+In a process that runs a check, a GPU is identified by its position: the index in the process's devices, or the rank.
+`Entry.on` replaces positions by the numbers of GPUs in the run, counted over all hosts, host by host, from 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 Outcome = Literal["passed", "failed", "skipped", "unknown"]
-"""Skipped: the device does not have what the check is about. Unknown: nobody knows whether it is right."""
+"""Skipped: the device lacks the feature that the check tests. Unknown: the check could not decide."""
 
 SubjectKind = Literal["gpu", "copy", "upload", "download", "group", "host"]
 Unit = Literal["B/s", "FLOP/s", "s"]
@@ -50,12 +50,12 @@ def _named(kind: SubjectKind | PartKind, members: Sequence[int]) -> str:
 
 @dataclass(frozen=True, order=True)
 class Subject:
-    """What a check has looked at.
+    """The object of a check: a GPU, a copy between two, a group or a host.
 
     Attributes:
         kind: "gpu"; "copy" from the first to the second of two GPUs; "upload" from the host to a GPU, "download" back;
             "group" of ranks in a collective, in the order of their ranks; "host" as a whole.
-        members: GPUs; of a host its number among the hosts.
+        members: the GPUs; for a host, its number among the hosts.
     """
 
     kind: SubjectKind
@@ -67,12 +67,12 @@ class Subject:
 
 @dataclass(frozen=True, order=True)
 class Part:
-    """A part of a machine that can be sent back.
+    """A part of a machine that can be replaced.
 
     Attributes:
-        kind: "gpu"; "link" from the first to the second of two GPUs; "host-link" between the host and a GPU; "host": what
-            its GPUs have in common, software included.
-        members: GPUs; of a host its number among the hosts.
+        kind: "gpu"; "link" from the first to the second of two GPUs; "host-link" between the host and a GPU; "host":
+            everything that its GPUs share, software included.
+        members: the GPUs; for a host, its number among the hosts.
     """
 
     kind: PartKind
@@ -84,11 +84,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """The work that an observation stands on.
+    """The amount of work behind an observation.
 
     Attributes:
         bytes: moved, or written and read back.
-        operations: operators, copies or collectives whose result was looked at.
+        operations: operators, copies or collectives whose result was checked.
         seconds: under load, by the clock of the device.
     """
 
@@ -102,18 +102,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands in the account of a run.
+    """A result that a run records: an observation or a measurement.
 
     Attributes:
-        check: "memory", "links", ...: the check that makes it.
-        subject: what was looked at.
+        check: the check that made the entry: "memory", "links", ...
+        subject: the object of the check.
     """
 
     check: str
     subject: Subject
 
     def on(self, gpus: Sequence[int], host: int = 0) -> Self:
-        """Return the same with positions in a process replaced: position i is GPU ``gpus[i]``, and its host is `host`."""
+        """Return a copy with positions replaced by GPU numbers: position i is GPU ``gpus[i]``, and its host is `host`."""
         return replace(self, subject=_on(self.subject, gpus, host))
 
 
@@ -125,16 +125,16 @@ def _on(subject: Subject, gpus: Sequence[int], host: int) -> Subject:
 
 @dataclass(frozen=True)
 class Observation(Entry):
-    """Whether a subject was right in one case.
+    """The outcome of one case for one subject.
 
     Attributes:
         outcome: see `Outcome`.
-        seen: what was seen, in one line that does not repeat the subject; empty where all was right.
-        case: what was drawn: operation, dtype, size, seed, ... in one line.
-        work: what was done for it.
-        evidence: what a program can use, as values that JSON has: offsets, bits, values.
-        suspects: GPUs that the data point at, by position: whose contribution is wrong, say; others than those may be
-            at fault, too.
+        seen: the error, in one line that does not repeat the subject; "" if the case passed.
+        case: the drawn case in one line: operation, dtype, size, seed, ...
+        work: the work behind the outcome.
+        evidence: details for programs, as JSON values: offsets, bits, values.
+        suspects: positions of the GPUs that the data point at, such as the source of a wrong contribution. Other GPUs may
+            be at fault, too.
     """
 
     outcome: Outcome
@@ -151,15 +151,15 @@ class Observation(Entry):
 
 @dataclass(frozen=True)
 class Measurement(Entry):
-    """How fast a subject was.
+    """The speed of one subject.
 
     Attributes:
-        quantity: what was measured, with what distinguishes it: "copy bandwidth", "matrix product float16".
-        unit: "B/s", "FLOP/s" or "s". More is better, but of seconds.
+        quantity: the measured quantity and its variant: "copy bandwidth", "matrix product float16".
+        unit: "B/s", "FLOP/s" or "s". More is better, except for seconds.
         value: the median of `repeats`.
-        repeats: how often it was measured.
-        size: bytes, or elements along a side, with which it was measured: values of one size are compared.
-        spread: median absolute deviation of the repeats from `value`, in `unit`; None where it was not kept. See
+        repeats: the number of repeated measurements.
+        size: bytes, or elements along a side; only measurements of the same size are compared.
+        spread: median absolute deviation of the repeats from `value`, in `unit`; None if it was not kept. See
             `median_and_spread`.
     """
 
@@ -172,6 +172,6 @@ class Measurement(Entry):
 
 
 def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median of `values`, at least one, and the median of their absolute deviations from it."""
+    """Return the median of `values` and the median of their absolute deviations from it. `values` must not be empty."""
     middle = statistics.median(values)
     return middle, statistics.median(abs(value - middle) for value in values)

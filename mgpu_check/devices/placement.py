@@ -1,4 +1,4 @@
-"""Place ranks: where they can run, and which of these places the ranks of a world take."""
+"""Place ranks: choose the devices on which the ranks of a world run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Slot:
 
     Attributes:
         host: index of the host, 0 on one machine.
-        index: index of the device there, among those of the run.
+        index: index of the device among those that the run uses on this host.
     """
 
     host: int
@@ -22,7 +22,7 @@ class Slot:
 
 
 class WorldSize(int):
-    """A world size that also says how many of the ranks each host gets; otherwise an `int`.
+    """An `int` world size that also holds the number of ranks per host.
 
     A plain number fills the first host, then the next.
     """
@@ -43,10 +43,10 @@ class WorldSize(int):
 
 
 def spread(size: int, per_host: Sequence[int]) -> WorldSize:
-    """Return a world of `size` on as many of the hosts as it can be, as evenly as can be.
+    """Spread `size` ranks over as many hosts as possible, as evenly as possible.
 
     Args:
-        per_host: how many devices each has, together at least `size`.
+        per_host: number of devices of each host; their sum is at least `size`.
     """
     counts = [0] * len(per_host)
     for _ in range(size):
@@ -59,11 +59,11 @@ def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int
     """Return the slots of the ranks of a world.
 
     Args:
-        size: how many ranks; None for one on each of `devices`, or on each slot.
+        size: number of ranks; None for one on each of `devices`, or on each slot.
         devices: numbers of devices, host by host, from 0: rank ``i`` is on ``devices[i]``.
 
     Raises:
-        ValueError: there are not as many, not on the hosts that a `WorldSize` names, or no such devices.
+        ValueError: `size` exceeds the number of slots, or of those on a host of a `WorldSize`; or `devices` is invalid.
     """
     if devices is not None:
         return _slots_of(devices, size, available)
@@ -77,7 +77,9 @@ def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int
     for host, count in enumerate(size.per_host):
         here = sorted(slot for slot in available if slot.host == host)
         if count > len(here):
-            raise ValueError(f"size={size!r}: host {host} has {len(here)} devices, and {count} ranks are to run there")
+            raise ValueError(
+                f"size={size!r}: host {host} has {len(here)} devices, too few for {count} ranks; choose fewer"
+            )
         taken += here[:count]
     return tuple(taken)
 
@@ -85,10 +87,10 @@ def slots_for(size: int | None, available: Sequence[Slot], devices: Sequence[int
 def _slots_of(devices: Sequence[int], size: int | None, available: Sequence[Slot]) -> tuple[Slot, ...]:
     ordered, valid = sorted(available), f"choose different numbers of 0 to {len(available) - 1}"
     if not isinstance(devices, Sequence) or not devices:
-        raise ValueError(f"devices={devices!r} is no list of devices; {valid}")
+        raise ValueError(f"devices={devices!r} is not a non-empty list of devices; {valid}")
     for device in devices:
         if not isinstance(device, int) or isinstance(device, bool) or not 0 <= device < len(ordered):
-            raise ValueError(f"devices={devices!r}: {device!r} is no device of this test; {valid}")
+            raise ValueError(f"devices={devices!r}: {device!r} is not a device of this test; {valid}")
     if len(set(devices)) < len(devices):
         raise ValueError(f"devices={list(devices)!r}: each rank needs a device of its own; {valid}")
     if size not in (None, len(devices)):

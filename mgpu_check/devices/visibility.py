@@ -1,4 +1,4 @@
-"""Choose which real devices a process sees: how it is told, and by what it knows them."""
+"""Restrict a process to some real devices, and let it verify them by UUID."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Mask", "Masks"]
 
 @dataclass(frozen=True)
 class Mask:
-    """The devices that a process is told to see.
+    """The devices that are visible to a process.
 
     Attributes:
-        environment: the variables that mask all others.
-        uuids: of those that it must see, in this order; empty where they are not known, and not looked at.
+        environment: the variables that hide all other devices.
+        uuids: UUIDs of the visible devices, in order, for the process to verify; empty if they are unknown.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -24,4 +24,4 @@ class Mask:
 
 
 Masks = Callable[[Sequence[Slot]], Mask]
-"""The mask of a process that is to see these devices of its host."""
+"""Return the mask that makes exactly these devices of a host visible to a process."""

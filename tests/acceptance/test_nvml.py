@@ -228,7 +228,7 @@ def test_where_no_xids_are_told_a_snapshot_says_so(monkeypatch: pytest.MonkeyPat
     with Sampler.start([(0, UUIDS[0])], None, 1.0) as sampler:
         while "xid" not in (taken := sampler.snapshot()).unknown[0]:
             pass
-    assert taken.unknown[0]["xid"] == "no GPU tells of Xids"
+    assert taken.unknown[0]["xid"] == "no GPU reports Xids"
 
 
 def test_the_process_beside_a_run_asks_the_binding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,13 +161,13 @@ def test_variables_of_a_world_stay_while_those_of_the_pytest_process_change(pool
 
 def test_wrong_devices_and_variables_are_value_errors(pool):
     cases = [
-        ({"devices": [0, 4]}, r"devices=\[0, 4\]: 4 is no device of this test; choose different numbers of 0 to 3"),
-        ({"devices": [-1]}, "-1 is no device"),
-        ({"devices": [True]}, "True is no device"),
+        ({"devices": [0, 4]}, r"devices=\[0, 4\]: 4 is not a device of this test; choose different numbers of 0 to 3"),
+        ({"devices": [-1]}, "-1 is not a device"),
+        ({"devices": [True]}, "True is not a device"),
         ({"devices": [1, 1]}, "each rank needs a device of its own"),
-        ({"devices": 2}, "devices=2 is no list of devices"),
-        ({"devices": []}, r"devices=\[\] is no list of devices"),
-        ({"devices": "01"}, "devices='01': '0' is no device"),
+        ({"devices": 2}, "devices=2 is not a non-empty list of devices"),
+        ({"devices": []}, r"devices=\[\] is not a non-empty list of devices"),
+        ({"devices": "01"}, "devices='01': '0' is not a device"),
         ({"devices": [0, 1], "size": 3}, r"size=3, but devices=\[0, 1\]; leave the size out"),
         ({"environment": {"RANK": "1"}}, "RANK is set for each rank; choose other variables than CUDA_VISIBLE_DEVICES"),
         ({"environment": {"A=B": "1"}}, "'A=B' is no name of a variable"),

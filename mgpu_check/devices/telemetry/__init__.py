@@ -1,1 +1,1 @@
-"""What the driver says of each GPU while a run goes on: identity, state, counters."""
+"""Telemetry of each GPU during a run: identity, state and counters, as the driver reports them."""

@@ -1,4 +1,4 @@
-"""What telemetry asks of a GPU: one table of names, kinds and units, which sources, checks and reports share."""
+"""Define the telemetry fields of a GPU: one table of names, kinds and units for sources, checks and reports."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["FIELDS", "Field", "Kind", "Value", "asked", "field_of", "names", "pa
 Value = str | int | float | bool
 
 Kind = Literal["identity", "fact", "pair", "state", "gauge", "counter"]
-"""Identity: differs between GPUs. Fact: is equal on the GPUs of a node, as a rule. Pair: a fact of a GPU and a peer.
-State: says whether something is wrong now. Gauge: goes up and down. Counter: grows, and the driver or a reset sets it back.
+"""Identity: differs between GPUs. Fact: usually equal on all GPUs of a node. Pair: a fact of a GPU and a peer. State: shows
+whether something is wrong now. Gauge: rises and falls. Counter: only grows, until the driver or a reset clears it.
 """
 
 
 @dataclass(frozen=True)
 class Field:
-    """One thing that telemetry asks.
+    """One telemetry field.
 
     Attributes:
-        unit: of a number; empty where it has none.
-        text: what it is, as it stands in a sentence.
+        unit: the unit of a number; "" if there is no unit.
+        text: the description, as a phrase for a sentence.
     """
 
     name: str
@@ -71,10 +71,10 @@ FIELDS: dict[str, Field] = {
         Field("temperature", "gauge", "degrees Celsius", "temperature"),
         Field("memory_temperature", "gauge", "degrees Celsius", "temperature of the memory"),
         Field("power", "gauge", "W", "power"),
-        Field("utilization", "gauge", "%", "share of the time in which a kernel ran"),
+        Field("utilization", "gauge", "%", "share of time with a kernel running"),
         Field("sm_clock", "gauge", "MHz", "SM clock"),
         Field("memory_clock", "gauge", "MHz", "memory clock"),
-        Field("throttle", "gauge", "", "reasons for which clocks are lower than they could be"),
+        Field("throttle", "gauge", "", "reasons why clocks are below their maximum"),
         Field("pcie_generation", "gauge", "", "PCIe generation"),
         Field("pcie_width", "gauge", "lanes", "PCIe width"),
         Field("ecc_corrected", "counter", "errors", "corrected memory errors since the driver was loaded"),
@@ -91,28 +91,28 @@ FIELDS: dict[str, Field] = {
         Field("nvlink_replay", "counter", "errors", "replays of NVLinks"),
         Field("nvlink_recovery", "counter", "errors", "recoveries of NVLinks"),
         Field("nvlink_packets", "counter", "errors", "malformed, dropped or discarded packets of NVLinks"),
-        Field("thermal_violation", "counter", "ns", "time for which heat has held clocks down"),
+        Field("thermal_violation", "counter", "ns", "time that heat has held clocks down"),
     )
 }
-"""Every field by name; a pair stands for as many fields as there are peers."""
+"""Every field by name. A pair field is queried once per peer."""
 
 
 def pair_field(name: str, peer: int) -> str:
-    """Return the field `name` of a GPU and its peer, by the peer's number in the run: ``p2p_3``."""
+    """Return the full name of a pair field: `name` and the peer's number in the run, such as ``p2p_3``."""
     return f"{name}_{peer}"
 
 
 def peer_of(name: str) -> int | None:
-    """Return the number of the peer in the name of a field of a pair; None of another field."""
+    """Return the peer's number from the full name of a pair field; None for other fields."""
     base, _, peer = name.rpartition("_")
     return int(peer) if base in FIELDS and FIELDS[base].kind == "pair" and peer.isdigit() else None
 
 
 def field_of(name: str) -> Field:
-    """Return what stands in the table for `name`, of a pair too.
+    """Return the table entry of `name`, which may be the full name of a pair field.
 
     Raises:
-        KeyError: there is no such field.
+        KeyError: an unknown field.
     """
     return FIELDS[name if peer_of(name) is None else name.rpartition("_")[0]]
 
@@ -123,7 +123,7 @@ def names(*kinds: Kind) -> tuple[str, ...]:
 
 
 def asked(kinds: Iterable[Kind], gpu: int, gpus: Sequence[int]) -> tuple[str, ...]:
-    """Return what is asked of `gpu` among `gpus`: each field of these kinds, those of pairs once for each peer."""
+    """Return the fields of these kinds to query on `gpu`; a pair field once for each peer in `gpus`."""
     wanted = set(kinds)
     found: list[str] = []
     for field in FIELDS.values():

@@ -1,4 +1,4 @@
-"""Samples of a run, however long it is."""
+"""Keep a bounded number of telemetry samples, however long the run is."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from mgpu_check.devices.telemetry.values import TelemetrySample
 __all__ = ["MOST", "History"]
 
 MOST = 4096
-"""Samples of one GPU that are kept."""
+"""Samples kept per GPU."""
 
 
 class History:
-    """Samples by GPU. When a GPU has too many, every second one goes, those with a reason for low clocks last."""
+    """Samples by GPU. A GPU with too many loses every second sample; samples with throttling are dropped last."""
 
     def __init__(self) -> None:
         self._of: dict[int, list[TelemetrySample]] = {}
@@ -25,5 +25,5 @@ class History:
             self._of[sample.gpu] = thinned if len(thinned) <= 3 * MOST // 4 else kept[::2]
 
     def samples(self) -> list[TelemetrySample]:
-        """Return all that are kept, by time."""
+        """Return all kept samples, by time."""
         return sorted((s for kept in self._of.values() for s in kept), key=lambda sample: (sample.at, sample.gpu))

@@ -1,8 +1,7 @@
-"""Telemetry of real GPUs, from NVIDIA's management library by its binding `pynvml`.
+"""Read telemetry of real GPUs from NVIDIA's management library, through its binding `pynvml`.
 
-What the library says of a GPU that lacks something, and of one that is sick, is told apart by its error codes alone. The
-GPUs of a run are known by UUID, so CUDA_VISIBLE_DEVICES and the order of devices do not matter. Of a MIG device, the GPU
-below it is asked.
+Only the library's error codes distinguish a GPU that lacks a feature from a GPU that is broken. UUIDs identify the GPUs
+of a run, so CUDA_VISIBLE_DEVICES and the order of devices do not matter. A MIG device reports the telemetry of its GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _UNSUPPORTED = {
     26: "not supported any more",
     27: "not ready",
 }
-"""Codes that say that nobody knows, and not that something is wrong."""
+"""Error codes of a value that is not available; they do not indicate a defect."""
 
 _LOST = {15: "GPU is lost", 16: "GPU must be reset", 28: "GPU is not there any more"}
 _TIMEOUT = 10
@@ -47,7 +46,7 @@ class NvmlSource:
 
     def __init__(self, gpus: Mapping[int, str]) -> None:
         try:
-            import pynvml  # here, because only the process that asks needs it
+            import pynvml  # here, because only the process that queries the driver needs it
         except ImportError as error:
             raise Absent(f"nvidia-ml-py is not installed ({error}): install it") from None
         self._nvml: Any = pynvml
@@ -93,22 +92,22 @@ class NvmlSource:
         except nvml.NVMLError as error:
             if error.value == _TIMEOUT:
                 return []
-            if error.value in _LOST:  # of one GPU: its thread tells which; others may still have events
-                time.sleep(seconds)  # the library has not waited
+            if error.value in _LOST:  # one GPU is lost, and its own thread reports that; others may still have events
+                time.sleep(seconds)  # because the library returned at once
                 return []
             raise QueryError(str(error), error.value) from None
         if not data.eventType & nvml.nvmlEventTypeXidCriticalError:
             return []
         where = _address(data.device)
         numbers = [number for number, handle in self._gpus.items() if _address(handle) == where]
-        return [Event(number, int(data.eventData)) for number in numbers]  # of GPUs outside the run: none
+        return [Event(number, int(data.eventData)) for number in numbers]  # empty for a GPU outside the run
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""
         self._nvml.nvmlShutdown()
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
-        """Call the library, and say by the type of an error what it means."""
+        """Call the library, and translate its errors into those of `Source`."""
         try:
             return ask()
         except self._nvml.NVMLError as error:
@@ -124,7 +123,7 @@ class NvmlSource:
             raise QueryError(f"not readable: {error}") from None
 
     def _registered(self) -> Any:
-        """Return a set of events, with the Xids of all GPUs that have them."""
+        """Return an event set that receives the Xids of all GPUs that report them."""
         nvml = self._nvml
         events = nvml.nvmlEventSetCreate()
         registered = 0
@@ -133,11 +132,11 @@ class NvmlSource:
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, events)
                 registered += 1
         if not registered:
-            raise Unsupported("no GPU tells of Xids")
+            raise Unsupported("no GPU reports Xids")
         return events
 
     def _handles(self, count: int) -> tuple[dict[str, Any], list[str]]:
-        """Return the handle of each GPU by its plain UUID, of MIG devices that of the GPU below; and what failed."""
+        """Return the handles of GPUs by plain UUID, and the failures. A MIG device gets the handle of its GPU."""
         nvml = self._nvml
         found: dict[str, Any] = {}
         trouble = []
@@ -156,7 +155,7 @@ class NvmlSource:
         """Return the UUIDs of the MIG devices of a GPU."""
         nvml = self._nvml
         found: list[str] = []
-        with contextlib.suppress(nvml.NVMLError):  # it has no such mode
+        with contextlib.suppress(nvml.NVMLError):  # the GPU has no MIG mode
             for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
                 with contextlib.suppress(nvml.NVMLError):  # no device in this place
                     mig = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)

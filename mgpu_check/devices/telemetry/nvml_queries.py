@@ -1,6 +1,7 @@
-"""How each field is asked of NVIDIA's management library: one function per field, in its units.
+"""Query each telemetry field from NVIDIA's management library: one function per field, in the field's unit.
 
-Numbers stand where the binding has no constant, or a wrong one (``NVML_P2P_CAPS_INDEX_READ`` is a tuple).
+The codes are written as numbers where the binding lacks the constant, or has it wrong
+(``NVML_P2P_CAPS_INDEX_READ`` is a tuple).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Query = Callable[[Any, Any], Value]
 
 _NOT_SUPPORTED = 3
 _NONE = (2, 3, 13, 25)
-"""Codes of a link, a field or a function that is not there: invalid argument, not supported, not found, another version."""
+"""Error codes of a missing link, field or function: invalid argument, not supported, not found, another version."""
 
 _VIRTUALIZATION = {0: "none", 1: "passthrough", 2: "vGPU", 3: "host of vGPUs", 4: "host of vSGA"}
 _COMPUTE_MODES = {0: "default", 1: "exclusive thread", 2: "prohibited", 3: "exclusive process"}
@@ -59,10 +60,10 @@ _TYPES = {0: "dVal", 1: "uiVal", 2: "ulVal", 3: "ullVal", 4: "sllVal", 5: "siVal
 
 
 def known(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `ask` returns, or `otherwise` where the library says that there is no such thing.
+    """Return the result of `ask`, or `otherwise` if the library reports that the queried item does not exist.
 
     Raises:
-        NVMLError: it says something else.
+        NVMLError: any other error.
     """
     try:
         return ask(*arguments)
@@ -73,7 +74,7 @@ def known(nvml: Any, otherwise: Any, ask: Callable[..., Any], *arguments: Any) -
 
 
 def _fields(nvml: Any, handle: Any, ids: Sequence[tuple[int, int]]) -> list[Any]:
-    """Return the values of fields by (id, scope); None of one that is not there."""
+    """Return the values of fields by (id, scope); None for a missing field."""
     found: list[Any] = []
     for value in nvml.nvmlDeviceGetFieldValues(handle, list(ids)):
         if value.nvmlReturn == 0:
@@ -97,7 +98,7 @@ def _field(name: str) -> Query:
 
 
 def _call(name: str, *arguments: Any, scale: float | None = None) -> Query:
-    """Return a query that calls a function of the library; `scale` divides what it returns."""
+    """Return a query that calls a function of the library and divides the result by `scale`."""
 
     def query(nvml: Any, handle: Any) -> Value:
         value = getattr(nvml, name)(handle, *arguments)
@@ -117,7 +118,7 @@ def _named(query: Query, names: dict[int, str]) -> Query:
 
 
 def _of_pair(name: str, place: int, names: dict[int, str] | None = None) -> Query:
-    """Return a query of one of the values that a function returns."""
+    """Return a query that picks element `place` of the result of a function."""
 
     def query(nvml: Any, handle: Any) -> Value:
         value = getattr(nvml, name)(handle)[place]
@@ -139,7 +140,7 @@ def _cuda(nvml: Any, handle: Any) -> Value:
 
 
 def _first(*queries: Query) -> Query:
-    """Return a query that takes the first answer: newer functions stand before those that older drivers have."""
+    """Return a query that takes the first answer. List new functions first, then those of older drivers."""
 
     def query(nvml: Any, handle: Any) -> Value:
         for one in queries[:-1]:
@@ -163,10 +164,10 @@ def _throttle(name: str) -> Query:
 
 
 def _links(nvml: Any, handle: Any) -> dict[int, bool]:
-    """Return the NVLinks that a GPU has, and whether each is active.
+    """Return the NVLinks of a GPU, and whether each is active.
 
     Raises:
-        NVMLError: it has none.
+        NVMLError: the GPU has no NVLinks.
     """
     found = {}
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
@@ -325,7 +326,7 @@ QUERIES: dict[str, Query] = {
     ),
     "thermal_violation": _field("NVML_FI_DEV_PERF_POLICY_THERMAL"),
 }
-"""By name of a field, of a GPU alone."""
+"""The query of each field, by name; `pair_query` covers the pair fields."""
 
 
 def pair_query(nvml: Any, field: str, handle: Any, other: Any) -> Value:

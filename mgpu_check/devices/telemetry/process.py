@@ -1,8 +1,8 @@
-"""The process that asks the driver, so that a call that hangs, or crashes, costs no run: `sampler.Sampler` starts it.
+"""The process that queries the driver. `sampler.Sampler` starts it, so that a hang or crash in the driver ends no run.
 
-It reads lines of JSON: what it is to watch, then numbers of snapshots. It writes lines of JSON: samples, answers, troubles.
-It ends when its input does. One thread asks for each GPU; what is asked now stands in a file that the parent reads when
-this process has died.
+It reads lines of JSON: its configuration, then numbers of snapshots. It writes lines of JSON: samples, answers, troubles.
+It ends when its input closes. One thread queries each GPU. The current query of each thread is noted in a file that the
+parent reads if this process dies.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mgpu_check.devices.telemetry.turnstile import PATIENCE, Query, Turnstile, w
 __all__ = ["NOTE", "main", "open_source"]
 
 NOTE = 64
-"""Bytes in which a thread notes what it asks; the first are of calls that are about no GPU."""
+"""Bytes per thread to note its current query; the first slot is for calls without a GPU."""
 
-_EVENTS = 0.5  # seconds for which events are waited for at once
+_EVENTS = 0.5  # seconds per wait for events
 
 
 class _Output:
@@ -47,11 +47,11 @@ class _Output:
             try:
                 sys.stdout.write(text)
                 sys.stdout.flush()
-            except (OSError, ValueError):  # nobody listens any more
+            except (OSError, ValueError):  # the parent has closed the pipe
                 os._exit(0)
 
     def trouble(self, kind: str, gpu: int | None, field: str, text: str, code: int | None = None) -> None:
-        """Tell of a trouble; of one that repeats, only the first time."""
+        """Report a trouble; a repeated one only the first time. Xids are always reported."""
         if kind != "xid":
             same = (kind, gpu, field, code)
             if same in self._told:
@@ -61,7 +61,7 @@ class _Output:
 
 
 class _Asking:
-    """Asks a source, one question at a time, and notes it where the parent can read it."""
+    """Serializes queries, and notes the current ones where the parent can read them."""
 
     def __init__(self, output: _Output, notes: mmap.mmap | None) -> None:
         self.turnstile = Turnstile()
@@ -85,7 +85,7 @@ class _Asking:
 
 
 class _GpuThread(threading.Thread):
-    """Samples one GPU, and answers for it when a snapshot is wanted."""
+    """Samples one GPU, and answers requests for snapshots of it."""
 
     def __init__(
         self, source: Source, asking: _Asking, output: _Output, gpu: int, gpus: list[int], slot: int, interval: float
@@ -135,7 +135,7 @@ class _GpuThread(threading.Thread):
         )
 
     def _read(self, *kinds: Kind, again: bool) -> dict[str, Any]:
-        """Read all fields of these kinds; those that are not known, only if they are to be asked again."""
+        """Read all fields of these kinds. Skip fields that were unavailable before, unless `again`."""
         values: dict[str, Any] = {}
         for field in asked(kinds, self._gpu, self._gpus):
             if self._lost:
@@ -157,7 +157,7 @@ class _GpuThread(threading.Thread):
         except QueryError as error:
             self._unknown[field] = f"error: {error}"
             self._output.trouble("error", self._gpu, field, str(error), error.code)
-        except Exception as error:  # of the binding: it must not end the thread, and nobody would know
+        except Exception as error:  # from the binding: it must not end the thread silently
             self._unknown[field] = f"error: {type(error).__name__}: {error}"
             self._output.trouble("sampler", self._gpu, field, f"{type(error).__name__}: {error}")
         finally:
@@ -180,10 +180,10 @@ def _tell_events(source: Source, output: _Output) -> None:
 
 
 def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -> Source:
-    """Return where telemetry comes from.
+    """Open the telemetry source of this machine: `simulated`, or NVML if it is None.
 
     Raises:
-        Absent: there is none here.
+        Absent: no telemetry on this machine.
     """
     if simulated is None:
         from mgpu_check.devices.telemetry.nvml import NvmlSource
@@ -195,7 +195,7 @@ def open_source(gpus: Mapping[int, str], simulated: SimulatedTelemetry | None) -
 
 
 def main() -> None:
-    """Do what the parent asks, until it closes the input."""
+    """Serve the parent until it closes the input."""
     lines = iter(sys.stdin.readline, "")
     wanted = json.loads(next(lines))
     notes = mmap.mmap(wanted["notes"], NOTE * (1 + len(wanted["gpus"]))) if wanted["notes"] is not None else None
@@ -216,7 +216,7 @@ def main() -> None:
         number, full = json.loads(line)
         for thread in threads.values():
             thread.wanted.put((number, full))
-    os._exit(0)  # threads that hang in the driver would keep the interpreter
+    os._exit(0)  # because threads that hang in the driver would block a regular exit
 
 
 def _open(wanted: dict[str, Any], asking: _Asking, output: _Output, threads: dict[int, _GpuThread]) -> None:

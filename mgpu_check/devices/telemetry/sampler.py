@@ -1,7 +1,7 @@
-"""Telemetry beside a run: snapshots when they are wanted, samples all the time, and troubles with their GPU and field.
+"""Collect telemetry beside a run: snapshots on request, samples at intervals, and troubles with their GPU and field.
 
-The driver is asked in a process of its own (`process`). It lives as long as its `Sampler`, and ends with the process that
-has it, however that ends: when its input closes.
+A separate process queries the driver (`process`). It lives as long as its `Sampler`. If this process dies, even by a
+signal, the other one ends as well, because its input closes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mgpu_check.devices.telemetry.values import Snapshot, TelemetrySample, Troub
 
 __all__ = ["Sampler"]
 
-_DEADLINES = (20.0, 2.0)  # seconds for one query to a real driver, which may wake a GPU first, and to a simulated one
-_END = 1.0  # seconds
+_DEADLINES = (20.0, 2.0)  # seconds for a query to a real driver, which may have to wake a GPU, and to a simulated one
+_END = 1.0  # seconds to wait for the process to end, before and after SIGKILL
 _FACTS: tuple[Kind, ...] = ("identity", "fact", "pair", "state")
 
 
@@ -69,7 +69,7 @@ class Sampler:
         self._absent = ""
         self._asked = 0
         self._no_events = ""
-        # The child may run from any directory, and finds this package where this process found it, whichever is installed.
+        # The child may run from any directory. It must import the same copy of this package as this process.
         root = str(Path(__file__).parents[3])
         code = (
             f"import sys; sys.path.insert(0, {root!r}); import mgpu_check; sys.path.append(sys.path.pop(0)); "
@@ -79,7 +79,7 @@ class Sampler:
             size = NOTE * (1 + len(gpus))
             notes.truncate(size)
             self._notes = mmap.mmap(notes.fileno(), size)
-            # Of a session of its own: Ctrl-C reaches the run alone, which then closes it.
+            # In a session of its own, so that Ctrl-C reaches only the run, which then closes this process.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", code],
                 stdin=subprocess.PIPE,
@@ -116,23 +116,23 @@ class Sampler:
 
         Args:
             gpus: number in the run, and UUID, of each GPU of this machine.
-            simulated: what the telemetry of a simulated node is made of; None on real GPUs.
+            simulated: configuration of simulated telemetry; None for real GPUs.
             interval: seconds between two samples of a GPU.
             epoch: start of the run, by `time.monotonic`; default now.
-            deadline: seconds after which a query that has not returned hangs; default 20, simulated 2.
+            deadline: seconds until a query counts as hanging; default 20, simulated 2.
 
         Raises:
-            ValueError: an interval that is not more than 0.
+            ValueError: `interval` is not positive.
         """
         return cls(gpus, simulated, interval, epoch=epoch, deadline=deadline)
 
     def snapshot(self, timeout: float = 60.0, *, full: bool = True) -> Snapshot:
-        """Ask now. GPUs that have not answered within `timeout` seconds are in `Snapshot.missing`.
+        """Query all GPUs now. A GPU without an answer within `timeout` seconds is in `Snapshot.missing`.
 
-        Does not wait for a GPU that hangs, is lost, or is not found.
+        Does not wait for a GPU that hangs, is lost, or was not found.
 
         Args:
-            full: ask for everything; otherwise for gauges and counters alone, which is faster.
+            full: query all fields; otherwise only gauges and counters, which is faster.
         """
         with self._changed:
             self._asked += 1
@@ -148,22 +148,22 @@ class Sampler:
         return time.monotonic() - self._epoch
 
     def samples(self) -> list[TelemetrySample]:
-        """Return the samples so far, by time. Of a long run some are left out; none with a reason for low clocks."""
+        """Return the samples so far, by time. A long run drops some, those with throttled clocks last."""
         with self._changed:
             return self._history.samples()
 
     def troubles(self) -> list[Trouble]:
-        """Return what has gone wrong so far, in the order in which it was seen."""
+        """Return the troubles so far, in the order of their detection."""
         with self._changed:
             return list(self._troubles)
 
     @property
     def pid(self) -> int:
-        """Process id of the process that asks."""
+        """Process id of the process that queries the driver."""
         return self._process.pid
 
     def asked_now(self) -> list[tuple[int | None, str]]:
-        """Return the queries under way: GPU (None of one that is about none) and field."""
+        """Return the queries in progress: GPU (None for a call without a GPU) and field."""
         found: list[tuple[int | None, str]] = []
         for slot, gpu in enumerate([None, *self.gpus]):
             noted = self._notes[slot * NOTE : (slot + 1) * NOTE].rstrip(b"\0").decode(errors="replace")
@@ -172,7 +172,7 @@ class Sampler:
         return found
 
     def close(self) -> None:
-        """End the process. What was sampled stays."""
+        """End the process. Samples and troubles remain available."""
         with self._changed:
             self._closed = True
         with contextlib.suppress(OSError, ValueError):
@@ -205,7 +205,7 @@ class Sampler:
         return self._ready and all(gpu in self._answers[number] or self._why(gpu) for gpu in self.gpus)
 
     def _why(self, gpu: int) -> str:
-        """Return why no answer for a GPU is to be waited for; empty where one may come."""
+        """Return why a GPU will not answer, or "" if it may."""
         if gpu in self._unmatched:
             return self._unmatched[gpu]
         for trouble in self._troubles:
@@ -274,7 +274,7 @@ class Sampler:
             self._no_events = message["no_events"]
 
     def _death(self, code: int) -> Trouble:
-        """Tell of the end of the process: with the GPU and the field that it had asked for, if there is only one."""
+        """Report the death of the process; name the GPU and the field if exactly one query was in progress."""
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         asked = self.asked_now()
         gpu, name = asked[0] if len(asked) == 1 else (None, "")

@@ -1,4 +1,4 @@
-"""Telemetry of simulated GPUs: all of one model and well, but for what is planted."""
+"""Telemetry of simulated GPUs: all of one model and healthy, except for planted overrides."""
 
 from __future__ import annotations
 
@@ -55,23 +55,23 @@ PROFILE: Mapping[str, Value] = {
     "pcie_generation": 5,
     "pcie_width": 16,
 }
-"""What a simulated GPU says of itself, by name of a field; counters are 0."""
+"""The values of a healthy simulated GPU, by field name; counters are 0."""
 
-LAG = 0.05  # seconds; no slower than the sampler asks for events
+LAG = 0.05  # seconds; well below the time that the sampler waits for events at once
 
 
 @dataclass(frozen=True)
 class Override:
-    """What simulated telemetry says of a GPU in the place of the truth.
+    """A false value that simulated telemetry reports for a field of a GPU.
 
     Attributes:
         gpu: its number in the run.
-        field: as in `fields.FIELDS`, of a pair as `fields.pair_field` makes it; "xid": the driver reports the error `value`,
-            once; empty: every field.
-        value: what it says; with `grows`, the first value.
-        grows: what is added each time it is asked.
-        after: seconds since telemetry began, before which all is well.
-        error: what the query raises, if it is not empty: "lost", "timeout" (never answers), or the text of another error.
+        field: a name in `fields.FIELDS`, or a pair name from `fields.pair_field`; "xid" makes the driver report the error
+            `value` once; "" overrides every field.
+        value: the reported value; with `grows`, the first value.
+        grows: the increment per query.
+        after: seconds since telemetry began after which the override takes effect.
+        error: the error of the query, or "": "lost", "timeout" (never answers), or the text of another error.
     """
 
     gpu: int
@@ -84,13 +84,13 @@ class Override:
 
 @dataclass(frozen=True)
 class SimulatedTelemetry:
-    """What the telemetry of a simulated node is made of.
+    """The configuration of simulated telemetry.
 
     Attributes:
-        profile: what differs from `PROFILE` on all GPUs, by name of a field: the memory, say.
-        overrides: what is planted.
-        absent: if not empty, why there is no telemetry at all.
-        elapsed: seconds for which telemetry has been going when it begins.
+        profile: values that replace those of `PROFILE` on all GPUs, by field name, such as the memory.
+        overrides: the planted overrides.
+        absent: the reason why there is no telemetry at all; "" if there is telemetry.
+        elapsed: seconds that count as elapsed when telemetry starts.
     """
 
     profile: Mapping[str, Value] = field(default_factory=dict)
@@ -101,7 +101,7 @@ class SimulatedTelemetry:
     def __post_init__(self) -> None:
         unknown = set(self.profile) - set(FIELDS)
         if unknown:
-            raise ValueError(f"profile={sorted(unknown)} are no fields; choose from {', '.join(FIELDS)}")
+            raise ValueError(f"profile={sorted(unknown)} are not telemetry fields; choose from {', '.join(FIELDS)}")
 
 
 class SimulatedSource:
@@ -118,19 +118,19 @@ class SimulatedSource:
         self._overrides = made_of.overrides
         self._began = time.monotonic() - made_of.elapsed
         self._steps = int(made_of.elapsed / LAG)
-        self._asked: dict[int, int] = {}  # place of an override -> how often it has answered
+        self._asked: dict[int, int] = {}  # place of an override -> number of its answers
         self._told: set[int] = set()
         self._lock = threading.Lock()
 
     def query(self, gpu: int, field: str) -> Value:
-        """Return the value of a field: what was planted last and has begun, or the truth."""
+        """Return the value of a field: that of the last override in effect, or else the healthy value."""
         for place, override in reversed(list(enumerate(self._overrides))):
             if override.gpu == gpu and override.field in ("", field) and self._begun(override):
                 return self._overridden(place, override, field)
         return self._truth(gpu, field)
 
     def events(self, seconds: float) -> list[Event]:
-        """Return the Xids whose time has come."""
+        """Return the planted Xids that are due."""
         found = []
         for place, override in enumerate(self._overrides):
             mine = override.field == "xid" and override.gpu in self._gpus

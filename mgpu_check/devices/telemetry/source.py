@@ -1,4 +1,4 @@
-"""Where telemetry comes from: one interface, two sources (`nvml`, `simulated`)."""
+"""The interface of a telemetry source; `nvml` and `simulated` implement it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["Absent", "Event", "GpuLost", "QueryError", "Source", "Unsupported"]
 
 
 class Absent(Exception):
-    """There is no telemetry here: no library, no driver, or none that works."""
+    """No telemetry on this machine: the library or the driver is missing or does not work."""
 
 
 class Unsupported(Exception):
-    """The GPU, or its driver, does not know a field, or does not tell this user."""
+    """The GPU or its driver does not support a field, or denies it to this user."""
 
 
 class QueryError(Exception):
-    """A query failed, though the field is known.
+    """A query of a supported field failed.
 
     Attributes:
-        code: of the driver's library.
+        code: error code of the driver's library.
     """
 
     def __init__(self, text: str, code: int | None = None) -> None:
@@ -37,7 +37,7 @@ class GpuLost(QueryError):
 
 @dataclass(frozen=True)
 class Event:
-    """What the driver has reported by itself.
+    """An error event (Xid) of the driver.
 
     Attributes:
         gpu: number in the run.
@@ -49,24 +49,24 @@ class Event:
 
 
 class Source(Protocol):
-    """What is asked. Several threads ask at once, each about one GPU."""
+    """A source of telemetry. Several threads query it at once, each for one GPU."""
 
     unmatched: dict[int, str]
-    """GPUs of the run that this source does not find, and why."""
+    """GPUs of the run that this source cannot find, and the reason."""
 
     def query(self, gpu: int, field: str) -> Value:
         """Return the value of a field.
 
         Raises:
-            Unsupported: nobody knows it. QueryError: asking failed. GpuLost: the GPU is gone.
+            Unsupported: the field is not available. QueryError: the query failed. GpuLost: the GPU is gone.
         """
 
     def events(self, seconds: float) -> Sequence[Event]:
-        """Wait for events, at most so long, and return those that came.
+        """Wait at most `seconds` for events, and return them.
 
         Raises:
-            Unsupported: this source tells of none. QueryError: waiting failed.
+            Unsupported: this source reports no events. QueryError: waiting failed.
         """
 
     def close(self) -> None:
-        """Let go of the driver."""
+        """Release the driver."""

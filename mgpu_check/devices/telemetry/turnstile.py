@@ -1,4 +1,4 @@
-"""One question to the driver at a time, so that the one that hangs is known; and who hangs is passed by."""
+"""Serialize the queries to the driver, so that a query that hangs is known; later queries bypass it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Literal
 __all__ = ["PATIENCE", "Query", "Turnstile", "watch"]
 
 PATIENCE = 3
-"""Deadlines that a call has which is about no GPU: to initialize the driver's library may wake all of them."""
+"""Factor on the deadline of a call without a GPU: initializing the driver's library may wake all GPUs."""
 
-_TICKS = 20
+_TICKS = 20  # per deadline: measures it to within 5 %
 
 
 @dataclass(eq=False)
@@ -20,9 +20,9 @@ class Query:
     """One call of the driver.
 
     Attributes:
-        gpu: number in the run; None of a call that is about none, such as the initialization.
-        ticks: how often the watch has found it under way.
-        hung: it has not returned within the deadline.
+        gpu: number in the run; None for a call without a GPU, such as the initialization.
+        ticks: number of times that the watch has found it in progress.
+        hung: whether it has exceeded its deadline.
     """
 
     gpu: int | None
@@ -32,7 +32,7 @@ class Query:
 
 
 class Turnstile:
-    """Lets one query pass at a time, and the next one when it has returned or hangs."""
+    """A lock that admits one query at a time: the next may enter when the current one has returned or hangs."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -40,14 +40,14 @@ class Turnstile:
         self._hanging: set[Query] = set()
 
     def enter(self, query: Query) -> None:
-        """Wait until no other query is under way, but those that hang."""
+        """Wait until no other query is in progress, except for those that hang."""
         with self._changed:
             while self._holder is not None and not self._holder.hung:
                 self._changed.wait()
             self._holder = query
 
     def leave(self, query: Query) -> None:
-        """Let the next one pass."""
+        """Admit the next query."""
         with self._changed:
             self._hanging.discard(query)
             if self._holder is query:
@@ -55,7 +55,7 @@ class Turnstile:
             self._changed.notify_all()
 
     def tick(self) -> tuple[Query, Literal["hang", "blocked"]] | None:
-        """Count that the query is still under way; return it when it hangs from now on, and whether others hang already."""
+        """Count one more tick of the current query. Return it when it exceeds its deadline, with the kind of trouble."""
         with self._changed:
             query = self._holder
             if query is None or query.hung:
@@ -73,10 +73,10 @@ class Turnstile:
 def watch(
     turnstile: Turnstile, deadline: float, report: Callable[[Query, Literal["hang", "blocked"]], None]
 ) -> threading.Thread:
-    """Watch the queries in a thread: report those that take longer than `deadline` seconds.
+    """Start a thread that reports the queries that take longer than `deadline` seconds.
 
-    Time is counted in turns of this thread. A machine so busy that the process does not run stops them, too, and no query
-    counts as hanging for that.
+    The thread counts its own wake-ups as time. On a machine too busy to run this process, the count stops as well, so a busy
+    machine does not make a query count as hanging.
     """
     pause = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What telemetry gives: snapshots, samples and troubles, as plain values."""
+"""Results of telemetry as plain values: snapshots, samples and troubles."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from mgpu_check.devices.telemetry.fields import Value
 __all__ = ["Snapshot", "TelemetrySample", "Trouble", "TroubleKind", "Values"]
 
 Values = Mapping[str, Value | None]
-"""By name of a field; None where the GPU, or its driver, does not know it."""
+"""By field name; None where the GPU or its driver does not support the field."""
 
 TroubleKind = Literal["hang", "blocked", "error", "lost", "xid", "sampler"]
-"""Hang: a query does not return. Blocked: nor does this one, but another has hung before it, and may hold the driver.
-Error: a query failed. Lost: the GPU is gone. Xid: the driver has reported an error of the GPU. Sampler: the process that
-asks has ended, or says nothing.
+"""Hang: a query does not return. Blocked: a query does not return, but an earlier one hung and may hold the driver.
+Error: a query failed. Lost: the GPU is gone. Xid: the driver reported an error of the GPU. Sampler: the process that
+queries the driver has failed or ended.
 """
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that is known of all GPUs at one time. Maps are by number of a GPU in the run.
+    """The telemetry of all GPUs at one time. Maps are keyed by a GPU's number in the run.
 
     Attributes:
         at: seconds since the start of the run.
-        facts: identities, facts, facts of pairs, and states; none of a GPU in a snapshot that is not full.
+        facts: identities, facts, pairs and states; empty for each GPU in a snapshot that is not full.
         counters: counters.
         gauges: gauges.
-        unknown: why a field is None, by name: "not supported", "not permitted", an error; of "xid", why none is told.
-        missing: GPUs that have not answered, and why.
-        absent: why there is no telemetry at all; empty where there is.
+        unknown: why a field is None, by name: "not supported", "not permitted", an error; for "xid", why no events are
+            reported.
+        missing: GPUs without an answer, and the reason.
+        absent: why there is no telemetry at all; "" if there is telemetry.
     """
 
     at: float = 0.0
@@ -43,7 +44,7 @@ class Snapshot:
     absent: str = ""
 
     def only(self, gpus: Collection[int]) -> Snapshot:
-        """Return the same of these GPUs alone."""
+        """Return the same snapshot, restricted to these GPUs."""
 
         def of(values: Mapping[int, Any]) -> dict[int, Any]:
             return {gpu: value for gpu, value in values.items() if gpu in gpus}
@@ -74,12 +75,12 @@ class TelemetrySample:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that went wrong with a GPU, or with asking it.
+    """A failure of a GPU, or of a query to it.
 
     Attributes:
         kind: see `TroubleKind`.
-        gpu: its number in the run; None where nobody knows.
-        field: that was asked; empty of an Xid.
+        gpu: its number in the run; None if it is unknown.
+        field: the queried field; "" for an Xid.
         text: what happened, in one line that does not repeat GPU and field.
         at: seconds since the start of the run.
         code: number of an Xid, or of an error of the driver's library.

@@ -1,4 +1,4 @@
-"""Telemetry of a machine that a run only calls: a look, or samples while something runs there, in one call."""
+"""Take telemetry of a remote machine in one call: a snapshot, or samples while a function runs there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PATIENCE = 60.0
 
 @dataclass(frozen=True)
 class Visit:
-    """What telemetry said in one call. Times are seconds since the call began."""
+    """The telemetry of one call. Times are seconds since the call began."""
 
     snapshot: Snapshot
     samples: tuple[TelemetrySample, ...]
@@ -31,11 +31,12 @@ def visit(
     full: bool = True,
     meanwhile: Callable[[], object] | None = None,
 ) -> Visit:
-    """Listen to the driver of this machine for as long as `meanwhile` runs, and ask it then.
+    """Sample the GPUs of this machine while `meanwhile` runs, then take a snapshot.
 
     Args:
         gpus, simulated, interval: see `Sampler.start`.
         full: see `Sampler.snapshot`.
+        meanwhile: the work to run; None takes the snapshot at once.
     """
     with Sampler.start(gpus, simulated, interval) as sampler:
         if meanwhile is not None:
