@@ -1,1 +1,1 @@
-"""The pytest plugin: options, hooks, fixtures, and the run of a test on ranks."""
+"""The pytest plugin: options, hooks, fixtures, and the execution of tests on ranks."""

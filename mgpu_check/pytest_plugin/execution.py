@@ -1,4 +1,4 @@
-"""Run a test in the process where it belongs."""
+"""Run the body of a test in the right process: on ranks, in the node process, or here."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ BOUND_TO_PYTEST = frozenset(
     {"request", "monkeypatch", "capsys", "capfd", "capsysbinary", "capfdbinary", "caplog", "recwarn", "pytester"}
     | {"record_property", "record_testsuite_property", "record_xml_attribute", "ranks", "subtests"}
 )
-"""Fixtures that act on the pytest process; in another one they would be silent, or wrong."""
+"""Fixtures that act on the pytest process; in another process they would have no effect, or a wrong one."""
 
 _COPIES = "generate_mutations_from"
-"""The method of Hypothesis that makes examples of others. It is no part of its interface."""
+"""Hypothesis' internal method that derives examples from earlier ones."""
 
 
 class Absent(protocol.Placeholder):
-    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test can have them."""
+    """Placeholder for the fixtures `rank` and `gpus` in the pytest process: only the body of a test gets their values."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -63,14 +63,14 @@ class Absent(protocol.Placeholder):
 
     def _why(self) -> str:
         return (
-            f"fixture {self.name!r} has its value in the test's body only, which runs in another process; "
-            "the pytest process touches no device, so other fixtures cannot use it"
+            f"fixture {self.name!r} has a value only in the test's body, which runs in another process; "
+            "the pytest process uses no device, so other fixtures cannot use it"
         )
 
 
 @contextlib.contextmanager
 def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterator[None]:
-    """Make a call of `item.obj` run the test where it belongs, for the time of the context."""
+    """Within the context, make a call of `item.obj` run the test in the process that `needs` names."""
     handle = getattr(item.obj, "hypothesis", None)
     original: Any = item.obj if handle is None else handle.inner_test
     with (
@@ -106,21 +106,21 @@ def running(item: pytest.Function, needs: Needs, session: GpuSession) -> Iterato
 
 
 def modules_of(item: pytest.Item) -> list[types.ModuleType]:
-    """Return the modules that travel by value, for a test."""
+    """Return the modules that are pickled by value for a test."""
     module = getattr(item, "module", None)
     return [*(_home(module) if module is not None else ()), *_conftests(item.config)]
 
 
 def _home(module: types.ModuleType) -> list[types.ModuleType]:
-    """Return the test's module, and the package of it and its helpers if no other process could import that.
+    """Return the test's module, and its top-level package if no other process could import it.
 
-    With ``--import-mode=importlib``, or where the tests stand beside an installed package, it is in `sys.modules` only.
+    With ``--import-mode=importlib``, or with tests beside an installed package, the package is only in `sys.modules`.
     """
     package = sys.modules.get(module.__name__.partition(".")[0])
     if package is None or package is module:
         return [module]
     spec = PathFinder.find_spec(package.__name__, sys.path)
-    # There may well be another one of that name: "tests" is.
+    # A different package of the same name may be importable; "tests" is a common name.
     here = spec is not None and set(package.__path__) <= set(spec.submodule_search_locations or ())
     return [module] if here else [module, package]
 
@@ -134,12 +134,12 @@ def _conftests(config: pytest.Config) -> list[types.ModuleType]:
 
 
 def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, session: GpuSession) -> Callable[..., Any]:
-    """Wrap `original` so that each call sends it to the processes where it belongs."""
+    """Wrap `original` so that each call runs it on the ranks or in the node process."""
     refused = BOUND_TO_PYTEST & set(item._fixtureinfo.argnames)
     if refused:
         raise pytest.UsageError(
             f"fixture {min(refused)!r} acts on the pytest process, but this test runs in another one; "
-            "do without it, or write a test with the fixture 'ranks' that calls ranks.run(...)"
+            "remove it, or write a test with the fixture 'ranks' that calls ranks.run(...)"
         )
     pool = session.pool
     size = 0 if needs.where == "node" else needs.count or pool.devices
@@ -158,7 +158,7 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
             if draws_on(value):
                 raise pytest.UsageError(
                     f"argument {name!r}: st.data() draws in the pytest process and cannot do so from a rank; "
-                    "draw everything before, with st.composite or flatmap"
+                    "draw all values before the body, with st.composite or flatmap"
                 )
         try:
             with abandoning(session):
@@ -166,8 +166,8 @@ def _sent(original: Callable[..., Any], item: pytest.Function, needs: Needs, ses
                     function, args, kwargs, size=size, backend=needs.backend, timeout=needs.timeout, host=needs.host
                 )
         except NotPicklable as error:
-            raise pytest.UsageError(f"{error}; make it in the test's body") from None
-        # It may be a comparison that should have been asserted: pytest and Hypothesis say what they say of any test.
+            raise pytest.UsageError(f"{error}; create it in the test's body") from None
+        # A test should return None. pytest and Hypothesis warn about any other value, such as a forgotten assertion.
         return next((result for result in results if result is not None), None)
 
     return sent
@@ -180,12 +180,12 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
         try:
             result = body(*args, **kwargs)
         except RankHang as hang:
-            # Hypothesis does not see a BaseException as a failing example, and would print none.
+            # Hypothesis does not treat a BaseException as a failing example, so it would not print the example.
             shown = ", ".join(f"{n}={v!r}" for n, v in kwargs.items() if not isinstance(v, protocol.Placeholder))
             if steps := steps_to(hang):
                 shown = "\n".join(["", *steps])
             if drawn or steps:
-                why = "no example brought it about" if isinstance(hang, AgentLost) else "every try would hang"
+                why = "no example caused it" if isinstance(hang, AgentLost) else "every try would hang"
                 hang.add_note(f"Failing test case (not shrunk, because {why}): {shown}")
             if drawn:
                 setattr(hang, BLOB, blob_of_this())
@@ -195,7 +195,7 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
             if session.first_failure:
                 raise FirstFailure(failure) from failure
             if drawn and isinstance(failure, RankFailure) and is_final():
-                session.explain(failure)  # now: the ranks know their last failure only, and others may follow
+                session.explain(failure)  # now, because the ranks keep only their last failure, and others may follow
             raise
         session.count_example()
         if session.values is not None and drawn:
@@ -209,9 +209,8 @@ def _counted(body: Callable[..., Any], session: GpuSession, drawn: bool) -> Call
 def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
     """Adapt the Hypothesis settings of `item` to code that runs in other processes.
 
-    The default deadline of 200 ms is lifted: it is for functions, and the first example on ranks may start them. One
-    that the user has set, to whatever else, holds. The explain phase goes: it traces lines of this process, and could
-    only ever explain the engine.
+    The default deadline of 200 ms is removed, because the first example may have to start the ranks. A deadline that the
+    user has set stays. The explain phase is removed, because it traces only this process.
     """
     function = item.function
     current = getattr(function, "_hypothesis_internal_use_settings", None)
@@ -228,7 +227,7 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
         current,
         deadline=deadline,
         phases=phases,
-        print_blob=True,  # for the line that repeats a failure, which stands in place of what Hypothesis says
+        print_blob=True,  # the replay line of a failure needs the blob
     )
     try:
         yield
@@ -238,15 +237,15 @@ def _settings_for_ranks(item: pytest.Function) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _each_example_for_itself() -> Iterator[None]:
-    """Have Hypothesis draw each example anew.
+    """Make Hypothesis draw each example independently.
 
-    From the tenth on, it makes five of six by copying parts of the one before within it: they have the world size of that,
-    its dtype and its layout, and a check of some dozens of examples sees a handful of each.
+    By default, five of six examples after the tenth are mutations of the previous one and keep its world size, dtype and
+    layout. A check with a few dozen examples would cover only a handful of each.
     """
     from hypothesis.internal.conjecture.engine import ConjectureRunner
 
     if not hasattr(ConjectureRunner, _COPIES):
-        yield  # this Hypothesis does not do it
+        yield  # this version of Hypothesis has no such method
         return
     with replaced(ConjectureRunner, _COPIES, lambda runner, data: None):
         yield

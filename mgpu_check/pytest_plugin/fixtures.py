@@ -1,4 +1,4 @@
-"""The fixtures of the plugin."""
+"""The fixtures `ranks`, `rank` and `gpus`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["gpus", "rank", "ranks"]
 
 @pytest.fixture(scope="session")
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Run functions on ranks: `ranks.run(fn, *args, size=None)` calls fn on each, results in rank order.
+    """Run functions on ranks: `ranks.run(fn, *args, size=None)` calls fn on each and returns the results in rank order.
 
-    Also `timeout=`, and `devices=` and `environment=` of the ranks.
+    Also takes `timeout=`, `devices=` and `environment=`.
     """
     from mgpu_check.pytest_plugin.ranks import Ranks
 
@@ -28,7 +28,7 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
         from mgpu_check.pytest_plugin.report import properties
 
         properties.add_lack(request._pyfuncitem, lack)
-        pytest.skip(lack)  # asked for by `request.getfixturevalue`, which nobody sees before
+        pytest.skip(lack)  # here, because `request.getfixturevalue` is not known at collection
     return Ranks(session)
 
 

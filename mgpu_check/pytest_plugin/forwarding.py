@@ -1,7 +1,6 @@
-"""Forward what a function on a rank reports besides its result: warnings, and what it tells Hypothesis about an
-example.
+"""Forward the reports of a function on a rank besides its result: warnings, and notes and events for Hypothesis.
 
-`Collector` is for the ranks, `deliver` for the pytest process, which imports neither torch nor Hypothesis for it.
+Ranks use `Collector`. The pytest process uses `deliver`, without importing torch or Hypothesis.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ __all__ = ["Collector", "deliver", "keep_steps", "steps_to"]
 
 _flat = itertools.chain.from_iterable
 _STEPS = "_mgpu_check_steps"
-_MOST_WARNINGS = 1000  # of one test, on one rank: a loop that makes a new text each time is not to fill the memory
+_MOST_WARNINGS = 1000  # per test and rank: bounds the memory of a loop that issues a new text each time
 
 _Warning = tuple[tuple[tuple[str, str], ...], str, str, int]
 """Names of the category and its bases, each with its module; text, file, line."""
 
 
 class Collector:
-    """Warnings and remarks of one rank that it has reported already, since the last test.
+    """Forwards the warnings and Hypothesis notes of one rank, each warning once per test.
 
     Args:
-        tell: takes plain values for the pytest process.
+        tell: sends plain values to the pytest process.
     """
 
     def __init__(self, tell: Callable[[tuple[str, Any]], None]) -> None:
@@ -43,12 +42,12 @@ class Collector:
         self._seen: set[_Warning] = set()
 
     def forget(self) -> None:
-        """Forget what has been forwarded: a new test begins."""
+        """Forget the forwarded warnings, at the start of a test."""
         self._seen.clear()
 
     @contextlib.contextmanager
     def filtered(self, filters: Iterable[tuple[Any, ...]]) -> Iterator[None]:
-        """Have these warning filters, the one that counts most last, and tell of each new warning."""
+        """Within the context, apply these warning filters, lowest priority first, and forward each new warning."""
         with warnings.catch_warnings():
             warnings.resetwarnings()
             for one in filters:
@@ -65,7 +64,7 @@ class Collector:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if is_engine(filename):  # torch points at its caller, which may be a wrapper of ours
+        if is_engine(filename):  # torch attributes a warning to its caller, which may be a wrapper of this package
             filename, lineno = calling_line()
         kinds = tuple((kind.__module__, kind.__qualname__) for kind in category.__mro__[:-1])
         warning = kinds, str(message), filename, lineno
@@ -75,16 +74,16 @@ class Collector:
 
     @contextlib.contextmanager
     def example(self, function: Callable[..., Any]) -> Iterator[None]:
-        """Let `note`, `event`, `target` and `assume` work in `function`, as in a test that runs in the pytest process.
+        """Make `note`, `event`, `target` and `assume` work in `function`, as in a test that runs in the pytest process.
 
-        By inner parts of Hypothesis: it has no other way to be told of an example that was drawn elsewhere.
+        Uses internals of Hypothesis, which has no public interface for an example that another process drew.
         """
         code = getattr(getattr(function, "func", function), "__code__", None)
         if "hypothesis" not in sys.modules and code is not None and _imports_hypothesis(code):
-            import hypothesis.control  # noqa: F401  # it would come too late in the body
+            import hypothesis.control  # noqa: F401  # now: an import in the body would come after the set-up below
         control, reporting = sys.modules.get("hypothesis.control"), sys.modules.get("hypothesis.reporting")
         if control is None or reporting is None:
-            yield  # who does not import it calls nothing of it
+            yield  # Hypothesis is not imported, so `function` cannot call it
             return
         notes: list[str] = []
         data = SimpleNamespace(
@@ -117,29 +116,27 @@ def _imports_hypothesis(code: types.CodeType) -> bool:
 
 
 def keep_steps(error: BaseException) -> None:
-    """Have `error` know the steps of the state machine of Hypothesis that runs now, if one does: see `steps_to`.
+    """Attach the steps of the running Hypothesis state machine, if any, to `error`, for `steps_to`.
 
-    Not from its traceback, of which Hypothesis takes out its own lines.
+    The traceback cannot provide them, because Hypothesis removes its own frames from it.
     """
     control: Any = sys.modules.get("hypothesis.control")
     if control is not None:
         with contextlib.suppress(Exception):
-            # The list itself: of the last step it is told when that has ended, by the error.
+            # The list itself, not a copy: the last step is appended only when the error ends it.
             setattr(error, _STEPS, control.current_build_context().data._stateful_repr_parts)
 
 
 def steps_to(error: BaseException) -> list[str]:
-    """Return the steps of a state machine that have led to `error`, as Hypothesis prints them; empty outside of a state
-    machine.
-    """
+    """Return the state machine's steps that led to `error`, as Hypothesis prints them; empty without a state machine."""
     return list(getattr(error, _STEPS, None) or ())
 
 
 def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
-    """Say in this process what each rank has said in its own; equal words of several ranks once.
+    """Repeat the reports of the ranks in this process; equal reports of several ranks once.
 
     Args:
-        told: rank -> what its `Collector` told, in order.
+        told: rank -> the reports of its `Collector`, in order.
     """
     said: dict[str, dict[int, list[Any]]] = {}
     for rank, asides in sorted(told.items()):
@@ -168,7 +165,7 @@ def deliver(told: Mapping[int, Iterable[tuple[str, Any]]]) -> None:
 
 
 def _note(hypothesis: Any, said: Mapping[int, list[tuple[str, ...]]], ranks: int) -> None:
-    """Note for Hypothesis what ranks have noted, equal texts once, with the ranks in front where not all `ranks` agree."""
+    """Pass the ranks' notes to Hypothesis: equal texts once, prefixed with the ranks if not all `ranks` agree."""
     notes = ((tuple(note for many in what for note in many), rank) for rank, what in said.items())
     for texts, who in grouped(notes):
         some = "" if len(who) == ranks else f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}: "
@@ -177,19 +174,19 @@ def _note(hypothesis: Any, said: Mapping[int, list[tuple[str, ...]]], ranks: int
 
 
 def _warn(warning: _Warning) -> None:
-    """Issue a warning of a rank, whose filters have let it through, where pytest collects those of the test."""
+    """Issue a warning of a rank again, for pytest to collect. The rank has applied the filters already."""
     kinds, text, filename, line = warning
     category = next(filter(None, map(_category, kinds)), UserWarning)
     name = kinds[0][1].rpartition(".")[2]
     if category.__name__ != name:
-        text = f"{name}: {text}"  # its class is known to the rank only
+        text = f"{name}: {text}"  # only the rank can import the warning's class
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn_explicit(text, category, filename, line)
 
 
 def _warn_of_stray(told: tuple[str, str, str, int]) -> None:
-    """Warn of an exception that nobody could catch and that came after the function had returned: by the filters of now."""
+    """Warn of an uncaught exception, as of a thread, that came after the function returned; apply the current filters."""
     import pytest
 
     warning, text, filename, line = told
@@ -197,7 +194,7 @@ def _warn_of_stray(told: tuple[str, str, str, int]) -> None:
 
 
 def _category(name: tuple[str, str]) -> type[Warning] | None:
-    found: Any = sys.modules.get(name[0])  # not imported for this: it may well be torch
+    found: Any = sys.modules.get(name[0])  # without an import, because the module may be torch
     for part in name[1].split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, type) and issubclass(found, Warning) else None

@@ -1,7 +1,6 @@
-"""Around every function of a pytest run, in the rank: assertions explain themselves, tracebacks look like pytest's.
+"""Call a test function in a rank as pytest would: with explained assertions, pytest's tracebacks and its warnings.
 
-This module is imported by the ranks, not by the pytest process. It leans on inner parts of pytest that plugins use but
-pytest does not promise; wherever one is missing, the plain Python text stands in.
+Only the ranks import this module. It uses internals of pytest; if one is missing, the plain Python text is shown.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ def call(
     """Call `function` as pytest would.
 
     Args:
-        filters: arguments of `warnings.filterwarnings`, the one that counts most first.
-        fault: name of a planted fault to have in the process meanwhile, or None.
-        drawn: whether Hypothesis may be told of an example.
-        coverage: how to measure it; see `Measuring`.
-        replacements: what fixtures have replaced in modules; see there.
+        filters: arguments of `warnings.filterwarnings`, highest priority first.
+        fault: name of a fault to plant in the process during the call, or None.
+        drawn: whether the arguments may come from a Hypothesis example.
+        coverage: configuration of the coverage measurement; see `Measuring`.
+        replacements: what fixtures have replaced in modules; see `replacements.Replacements.pickled`.
     """
     example = _collector.example(function) if drawn else contextlib.nullcontext()
     _measuring.start(coverage)
@@ -88,9 +87,9 @@ def call(
 
 
 def _warn_of_strays() -> None:
-    """Warn of exceptions that nobody could catch, as pytest does in its own process; raise where that is an error.
+    """Warn of uncaught exceptions, as of threads, like pytest does in its own process. Raise if filters make it an error.
 
-    Where the function itself has raised, they are told at the end of the test, as pytest does it.
+    If the function itself raised, they are reported at the end of the test, as pytest does.
     """
     errors: list[Warning] = []
     for one in uncaught.take():
@@ -104,12 +103,12 @@ def _warn_of_strays() -> None:
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ExceptionGroup("several exceptions that nobody could catch", errors)
+        raise ExceptionGroup("several uncaught exceptions of threads or finalizers", errors)
 
 
 @contextlib.contextmanager
 def _explained_assertions() -> Iterator[None]:
-    """Set up what pytest sets up around a test in its own process: what explains a failed comparison."""
+    """Install pytest's explanation of failed comparisons, as pytest does around a test in its own process."""
     util._reprcompare = _explain
     try:
         yield
@@ -118,7 +117,7 @@ def _explained_assertions() -> Iterator[None]:
 
 
 class _Config:
-    """The part of `pytest.Config` that pytest's explanation of comparisons asks for."""
+    """The part of `pytest.Config` that pytest's explanation of comparisons uses."""
 
     class pluginmanager:
         @staticmethod
@@ -130,7 +129,7 @@ class _Config:
         return 1
 
     @staticmethod
-    def get_terminal_writer() -> TerminalWriter:  # versions before 9 ask it for colours, whatever plugins there are
+    def get_terminal_writer() -> TerminalWriter:  # pytest before 9 needs it for colours
         return TerminalWriter(io.StringIO())
 
     @staticmethod
@@ -164,7 +163,7 @@ def _fault(name: str | None) -> Iterator[None]:
 
 
 def _render(error: BaseException) -> str:
-    """Render the traceback as pytest shows it, from the user's function on."""
+    """Render the traceback in pytest's style, starting at the user's function."""
     whole = error.__traceback__
     try:
         info: ExceptionInfo[BaseException] = ExceptionInfo.from_exception(error.with_traceback(without_engine(whole)))
@@ -176,9 +175,7 @@ def _render(error: BaseException) -> str:
 
 
 def _users_frames_in_full(info: ExceptionInfo[BaseException]) -> Traceback:
-    """Choose the frames to show in full: the test, and the deepest function that is no installed package's; one line
-    for all others.
-    """
+    """Show two frames in full, the test and the deepest function outside installed packages; shorten all others."""
     entries = list(info.traceback.filter(info)) or list(info.traceback)
     entries = [entry for entry in entries if not is_engine(str(entry.path))] or entries
     deepest = max((i for i, entry in enumerate(entries) if not _installed(entry)), default=0)

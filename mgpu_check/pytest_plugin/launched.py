@@ -1,4 +1,4 @@
-"""A pytest run on ranks that a launcher has launched, maybe on several hosts: what it has, and whether that is enough."""
+"""Run pytest on ranks that a launcher has started, possibly on several hosts, and check that there are enough."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Misfit", "describe", "is_launched", "launcher_of_this_run", "over", 
 
 
 class Misfit(Exception):
-    """The launched ranks are not what the run asks for."""
+    """The launched ranks do not match the options of the run."""
 
 
 def is_launched() -> bool:
@@ -28,13 +28,13 @@ def is_launched() -> bool:
 
 
 def launcher_of_this_run(settings: Settings) -> AgentLauncher | None:
-    """Return the launcher of a launched run; None in any other."""
+    """Return the launcher of this run; None if no launcher has started the ranks."""
     driver = current.driver()
     return None if driver is None else driver.launcher(settings.agent_timeout)
 
 
 def wrong_launch(environment: Mapping[str, str]) -> str | None:
-    """Explain what is wrong if torchrun has launched pytest itself, once for each rank; return None if it has not."""
+    """Return an error message if torchrun has launched pytest itself, once per rank; None otherwise."""
     size = environment.get("WORLD_SIZE", "1")
     if is_launched() or "TORCHELASTIC_RUN_ID" not in environment or size == "1":
         return None
@@ -45,19 +45,19 @@ def wrong_launch(environment: Mapping[str, str]) -> str | None:
 
 
 def over() -> str | None:
-    """Return why the rest of the tests cannot run, None if they can."""
+    """Return why the remaining tests cannot run; None if they can."""
     driver = current.driver()
     return None if driver is None else driver.connections.over
 
 
 def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> tuple[Settings, list[Device]]:
-    """Wait for all that were launched, and give the pool as many of them as the run asks for.
+    """Wait for all launched ranks, and give the pool as many of them as the run asks for.
 
     Returns:
-        The settings, with what was found; and the real devices, host by host.
+        The settings, with the number of GPUs and their hosts filled in; and the real devices, host by host.
 
     Raises:
-        Misfit: some are missing, differ, or are too few; or they see too few devices.
+        Misfit: launched ranks are missing, inconsistent or too few, or see too few devices.
     """
     from mgpu_check.engine.inventory import look
     from mgpu_check.engine.remote.launcher import WrongLaunch
@@ -87,7 +87,7 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
             if len(found) < wanted:
                 raise Misfit(
                     f"--gpus={gpus} ({settings.origins['gpus']}): {count} ranks were launched on "
-                    f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to have them in software: --simulate"
+                    f"{launcher.hosts[host].name}, but a process there sees {len(found)} GPUs; to simulate them: --simulate"
                     + (f"\n  {inventory.trouble}" if inventory.trouble else "")
                 )
             devices += found[:count]
@@ -95,10 +95,10 @@ def take_seats(settings: Settings, pool: RankPool, launcher: AgentLauncher) -> t
 
 
 def describe(launcher: AgentLauncher) -> str:
-    """Describe the hosts, for the line at the top of a run."""
+    """Describe the hosts, for the header of a run."""
     hosts = ", ".join(f"{len(host.ranks)} on {host.name}" for host in launcher.hosts)
     text = f"{sum(len(host.ranks) for host in launcher.hosts)} launched ranks: {hosts}"
     driver = current.driver()
     if driver is None or not driver.trusting:
         return text
-    return f"{text}; NETWORK TRUSTED: whoever reaches {driver.trusting} can run code in this run (--trust-network)"
+    return f"{text}; NETWORK TRUSTED: anyone who can reach {driver.trusting} can run code in this run (--trust-network)"

@@ -1,4 +1,4 @@
-"""Lease the devices of the tests of this run, and tell ranks which they are."""
+"""Lease the devices of each test, and restrict its ranks to them."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ __all__ = ["Leasing", "RunDirectory", "keys_of", "tokens_of", "told"]
 
 _CUDA = "CUDA_VISIBLE_DEVICES"
 
-_WORTH_TELLING = 1.0  # seconds of waiting, all tests together
-_A_WAIT = 0.1
+_WORTH_TELLING = 1.0  # seconds of waiting in total: less does not explain a slow run
+_A_WAIT = 0.1  # seconds: a shorter time is that of taking the locks
 
 
 class RunDirectory:
-    """The directory where the workers of one run lease what exists in this run only: simulated devices.
+    """The directory where the workers of one run lease its simulated devices.
 
-    It lasts as long as any process of the run: the one that hands out the tests may be killed, and its workers go on.
+    It exists as long as any process of the run: the xdist controller may be killed while its workers continue.
     """
 
     def __init__(self) -> None:
         self._scratch: Scratch | None = None
 
     def make(self) -> Path:
-        """Make the leases of a run, in the process that hands out the tests."""
+        """Create the directory, in the xdist controller."""
         if self._scratch is None:
             self._scratch = Scratch.new("leases")
         return self._scratch.path
 
     def join(self, path: Path) -> Path:
-        """Join the leases of a run, in a worker on the machine of the process that has made them."""
+        """Use the directory of the controller, in a worker on the same machine."""
         self._scratch = Scratch(path)
         return path
 
     def of(self, run: str) -> Path:
-        """Return the leases of a worker on another machine, for which the run has made none."""
+        """Create or join the directory of this run, in a worker on a machine other than the controller's."""
         self._scratch = Scratch.named("leases", f"{os.getuid()}-{run}")
         return self._scratch.path
 
     def leave(self) -> None:
-        """Remove it, if no other process of the run is left. May be called again, when more have ended."""
+        """Remove the directory if no other process of the run is left; otherwise a later call may."""
         if self._scratch is not None and self._scratch.leave():
             self._scratch = None
 
 
 class Leasing:
-    """The devices of one test after the other.
+    """The devices of the current test.
 
-    Real devices are leased from the whole machine. Simulated ones are leased where several processes of one run share a
-    simulated node, from each other. The device that backs simulated ones is not leased: they prove code, for which it
-    does not matter who else computes there, and all tests, of all runs, would have to wait for each other.
+    Real devices are leased among all processes of the machine. Simulated devices are leased among the workers of one run
+    that share a simulated node. A real device that backs simulated ones is not leased: other processes on it do not affect
+    the results, and leases would serialize the tests of all runs.
 
     Args:
-        devices: the real ones, in the order of their indices.
-        directory: where the processes of this run lease simulated devices from each other; None if there is only one.
-        launched: a launcher has given each rank its device, which nobody else is given.
-        waits: gets the seconds that each test waited that had to.
-        on_wait: told of a long wait.
+        devices: the real devices, in the order of their indices.
+        directory: where the processes of this run lease simulated devices; None if the run has one process.
+        launched: whether a launcher has assigned a device to each rank, so that no lease is necessary.
+        waits: receives the seconds that each delayed test has waited.
+        on_wait: called with a line about each long wait.
 
     Attributes:
-        indices: of the devices of the current test, or of the last one.
-        active: there is a test now.
+        indices: devices of the current test, or of the last one.
+        active: whether a test is running.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Leasing:
             self._leases = DeviceLeases(keys, None if self._real else directory, on_wait=on_wait)
 
     def check(self) -> None:
-        """See that leases are possible.
+        """Check that devices can be leased.
 
         Raises:
-            LeaseError: they are not.
+            LeaseError: they cannot.
         """
         if self._leases is not None:
             self._leases.check()
 
     def begin(self, count: int, purpose: str) -> tuple[Slot, ...] | None:
-        """Lease `count` devices (0: all), as long as that may take.
+        """Wait for a lease of `count` devices (0: all). Fail the test if there is none in time.
 
         Returns:
-            Where its ranks can run; None for everywhere.
+            The slots where the test's ranks can run; None for all slots.
         """
         if self._whole:
             self.active = True
@@ -123,7 +123,7 @@ class Leasing:
         if self._leases is None:
             self.indices = self._all[: count or len(self._all)]
         else:
-            from mgpu_check.devices.leases import LeaseError  # it is loaded by now
+            from mgpu_check.devices.leases import LeaseError  # loaded already, by `__init__`
 
             try:
                 self._lease = self._leases.take(count or len(self._all), purpose)
@@ -133,7 +133,7 @@ class Leasing:
             if self._lease.waited > _A_WAIT:
                 self._waits.append(self._lease.waited)
         self.active = True
-        # Simulated devices are made in each rank anew: with the same slots, warm ranks serve, whichever were leased.
+        # Each rank creates its simulated device itself. Constant slots let warm ranks serve any lease.
         return tuple(Slot(0, index) for index in (self.indices if self._real else range(len(self.indices))))
 
     def end(self) -> None:
@@ -144,30 +144,29 @@ class Leasing:
             lease.give_back()
 
     def mask(self, slots: Sequence[Slot]) -> Mask:
-        """Return the variables that make a process see these devices only."""
+        """Return the mask that makes only these devices visible to a process."""
         if self._whole or not self._tokens:
             return Mask()
         value = ",".join(self._tokens[slot.index] for slot in slots)
         own = [self._devices[slot.index] for slot in slots]
-        # The other variable with it, so that they do not contradict each other, whichever comes first.
+        # Set CUDA's and ROCm's variable to the same value, so that they cannot contradict each other.
         variables = {_CUDA, *(device.mask for device in own)}
         return Mask(dict.fromkeys(sorted(variables), value), tuple(device.uuid for device in own))
 
 
 def told(waits: Sequence[float]) -> list[str]:
-    """Describe the time that tests have waited for devices, for the end of the run."""
+    """Describe how long tests have waited for devices, for the end of the run; empty if it was not long."""
     if sum(waits) < _WORTH_TELLING:
         return []
     tests = "1 test" if len(waits) == 1 else f"{len(waits)} tests"
-    return [f"{tests} waited {sum(waits):.1f} s, all together, for devices that others had"]
+    return [f"{tests} waited {sum(waits):.1f} s in total for devices that other tests had leased"]
 
 
 def tokens_of(environment: Mapping[str, str], count: int, variable: str = _CUDA) -> list[str]:
-    """Return what stands for each of the `count` visible devices in the variable that masks them: its entry there, or
-    its index.
+    """Return the token of each of the `count` visible devices in the mask variable: its entry there, or its index.
 
-    Entries of the outer value only, so nothing becomes visible that was not. ROCm honours CUDA's variable, too, where its
-    own is not set.
+    Only entries of the current value are returned, so no hidden device becomes visible. ROCm also honours CUDA's variable
+    if its own is not set.
     """
     outer = environment.get(variable, environment.get(_CUDA))
     if outer is None:
@@ -176,7 +175,7 @@ def tokens_of(environment: Mapping[str, str], count: int, variable: str = _CUDA)
 
 
 def keys_of(devices: Sequence[Device]) -> list[str]:
-    """Return the UUID of each device, which tells it from all others of the machine, whatever is visible to whom."""
+    """Return a lease key per device: its UUID, which does not depend on the visible devices of a process."""
     keys: list[str] = []
     for device in devices:
         key = device.uuid.lower().removeprefix("gpu-") or f"index-{device.index}"

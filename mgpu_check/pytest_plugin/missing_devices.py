@@ -1,4 +1,4 @@
-"""Refuse a run, or skip a test, for which there are too few devices."""
+"""Explain why a run is refused, or a test skipped, if there are too few devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class TooFewDevices(Exception):
 
 
 def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str], torch: str) -> str:
-    """Explain what was asked for, what there is, and what to do.
+    """Return a message that names the requested devices, the visible devices, and the remedy.
 
     Args:
-        torch: its version.
+        torch: version of torch.
     """
     devices = found.devices
     masked = environment.get(found.mask)
@@ -34,7 +34,7 @@ def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str]
     if found.trouble:
         lines.append(f"  {found.trouble}")
     elif masked is not None:
-        lines.append(f"  {found.mask}={masked!r} restricts what is visible: widen it if that is not meant")
+        lines.append(f"  {found.mask}={masked!r} restricts what is visible: change it if that is not intended")
     elif not devices:
         lines.append(
             f"  torch {torch} finds no CUDA driver, or was built without CUDA: compare nvidia-smi with mgpu-check devices"
@@ -43,18 +43,18 @@ def too_few(settings: Settings, found: Inventory, environment: Mapping[str, str]
         lines.append(f"  lower it: --gpus={len(devices)}")
     lines.append(
         f"  or simulate them: --gpus={4 if asked == 'all' else asked} --simulate, "
-        "which proves the code and says nothing about this hardware"
+        "which tests the code and says nothing about this hardware"
     )
     return "\n".join(lines)
 
 
 def lack(settings: Settings, count: int, host: int | None = None) -> str | None:
-    """Return why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
+    """Return why a test for `count` devices (0: all) cannot run here, or on `host`; None if it can."""
     have = settings.gpus or 0
     if host is not None and settings.per_host and count > settings.per_host[host]:
         return f"needs {count} GPUs in one process, and host {host} has {settings.per_host[host]}"
     if not have:
-        return "needs GPUs: run with --gpus=N, or with --gpus=N --simulate where there are none"
+        return "needs GPUs: run with --gpus=N, or with --gpus=N --simulate on a machine without GPUs"
     if count > have:
         return f"needs {count} GPUs, --gpus={have}"
     return None

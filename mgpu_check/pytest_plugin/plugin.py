@@ -1,4 +1,4 @@
-"""The pytest plugin: options, hooks and fixtures, and nothing else. Importing it imports neither torch nor Hypothesis."""
+"""The pytest plugin: only options, hooks and fixtures. Importing it imports neither torch nor Hypothesis."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu-replay",
         metavar="EXAMPLE",
         default=None,
-        help="run the one selected property with this example only, as the end of a failure's report gives it",
+        help="run the one selected property with this example only; copy the value from the end of a failure's report",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser, args: list[str]) -> None:
-    """Let ``--simulate tests/`` mean what it looks like: the option's value is optional, and is no path."""
+    """Parse ``--simulate tests/`` as ``--simulate=cpu tests/``: the option's value is optional and never a path."""
     alone = [
         index
         for index, argument in enumerate(args)
@@ -63,7 +63,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     for index in alone:
         args[index] = "--simulate=cpu"
     known = parser.parse_known_args(args, namespace=copy.copy(early_config.option))
-    # pytest has set it since it parsed the arguments itself: without it, conftests above the root would be loaded.
+    # pytest sets this after it has parsed the arguments. Without it, conftests above the root would be loaded.
     known.confcutdir = early_config.known_args_namespace.confcutdir
     early_config.known_args_namespace = known
 
@@ -71,12 +71,12 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "ranks(*sizes, backend=None, timeout=None): run this test on every rank of a world, once for each of the sizes "
-        "(none given: on all GPUs)",
+        "ranks(*sizes, backend=None, timeout=None): run this test on every rank of a world, once per size "
+        "(default: on all GPUs)",
     )
     config.addinivalue_line(
         "markers",
-        "gpus(n, least=n): this test needs n GPUs in one process, and gets exactly those; or at least n, and gets all",
+        "gpus(n, least=n): this test needs n GPUs in one process, and gets exactly n; with least=n it needs n and gets all",
     )
     for line in unknown_variables(os.environ):
         config.issue_config_time_warning(pytest.PytestConfigWarning(f"mgpu-check: {line}"), stacklevel=2)
@@ -85,7 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
             {name: config.getoption(name, None) for name in OPTIONS},
             os.environ,
             {name: value for name in OPTIONS if (value := config.getini(name)) is not None},
-            # Of the command that has called pytest, if there is one.
+            # From the `mgpu-check` command that has called pytest, if any.
             next((p.origin_of for p in config.pluginmanager.get_plugins() if hasattr(p, "origin_of")), str),
         )
     except ValueError as error:
@@ -110,7 +110,7 @@ def _where(item: pytest.Item) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell an xdist worker, before it starts, what the user has called."""
+    """Pass the user's command line, and the devices, to an xdist worker before it starts."""
     node.workerinput[WORKER_REPORT] = dataclasses.asdict(_invocation(node.config))
     session = node.config.stash[SESSION]
     if session.settings.asked and node.gateway.spec.popen:
@@ -150,7 +150,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if wrong := wrong_launch(os.environ):
         raise pytest.UsageError(f"mgpu-check: {wrong}")
     gpu_session.on_wait = functools.partial(summary.tell, session.config)
-    # Under pytest-xdist, the process that hands out the tests has looked already.
+    # Under pytest-xdist, the controller has already counted the devices.
     told = getattr(session.config, "workerinput", None)
     try:
         if told is None:
@@ -162,8 +162,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     activate(gpu_session.settings)
     if told is None and session.config.pluginmanager.has_plugin("dsession"):
         if is_launched():
-            raise pytest.UsageError("mgpu-check: -n is for one machine; here the ranks are those that were launched")
-        gpu_session.close()  # the workers have processes of their own
+            raise pytest.UsageError("mgpu-check: -n is for one machine, but a launcher has started the ranks; omit -n")
+        gpu_session.close()  # because the workers start their own processes
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -178,7 +178,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         try:
             sizes = placements(sizes_of(mark), hosts)
         except pytest.UsageError:
-            return  # told as an error of this test, not of the whole collection
+            return  # `needs_of` reports it as an error of this test, not of the whole collection
         metafunc.fixturenames.append(SIZE_PARAMETER)
         metafunc.parametrize(SIZE_PARAMETER, list(sizes.values()), ids=list(sizes))
     elif len(hosts) > 1 and in_one_process(metafunc.definition):
@@ -198,7 +198,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin to start up while pytest still sets up the first test."""
+    """Apply ``--gpu-replay``, and start the ranks while pytest sets up the first test."""
     gpu_session = session.config.stash[SESSION]
     if session.config.getoption("gpu_replay") and not session.config.option.collectonly:
         from mgpu_check.pytest_plugin.report import example
@@ -208,7 +208,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             raise pytest.UsageError(misuse)
         if misuse is not None:
             for item in session.items:
-                item.stash[MISUSE] = misuse  # an error in a worker of xdist would look like a broken one
+                item.stash[MISUSE] = misuse  # because a usage error in an xdist worker would look like a crash
     wanted = any(NEEDS in item.stash for item in session.items)
     if wanted and gpu_session.settings.asked and not session.config.option.collectonly:
         gpu_session.pool.start()
@@ -269,14 +269,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
     except BaseException as error:
         session = pyfuncitem.config.stash[SESSION]
         if pyfuncitem.config.getoption("gpu_replay") and type(error).__name__ == "DidNotReproduce" and session.examples:
-            return True  # Hypothesis calls it an error that the example passes; whoever repeats it hopes for that
+            return True  # Hypothesis raises an error if the example passes, but for a replay that is the good case
         if not isinstance(error, RankFailure):
             raise
         mark = pyfuncitem.get_closest_marker("xfail")
         if mark is None or not mark.kwargs.get("raises") or error.__cause__ is None:
             raise
         pyfuncitem.stash[TOLD] = error
-        raise error.__cause__ from None  # what was expected is the error of the rank
+        raise error.__cause__ from None  # xfail(raises=...) expects the error of the rank
     pytest.fail(misuse, pytrace=False)
 
 
@@ -284,7 +284,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     if NEEDS not in item.stash or not isinstance(item, TestCaseFunction):
         return (yield)
-    from mgpu_check.pytest_plugin.execution import running  # unittest calls it, and not the hook for functions
+    from mgpu_check.pytest_plugin.execution import running  # unittest does not call `pytest_pyfunc_call`
 
     with running(item, item.stash[NEEDS], item.config.stash[SESSION]):
         return (yield)
@@ -313,7 +313,7 @@ def pytest_runtest_makereport(
     from mgpu_check.pytest_plugin.report import failures, properties, replay
 
     session = item.config.stash[SESSION]
-    # What unittest has caught is taken from there by pytest, in this hook.
+    # unittest catches errors itself. pytest fetches them from the item in this hook.
     caught = call.excinfo or next(iter(getattr(item, "_excinfo", None) or ()), None)
     error = caught.value if caught is not None else None
     if call.when == "call" and item.stash.get(TOLD, None) is not None:
@@ -351,9 +351,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if gpu_session.interrupted:
             from mgpu_check.pytest_plugin.report import summary
 
-            summary.tell(
-                session.config, gpu_session.interrupted
-            )  # the process that hands out the tests listens no more
+            summary.tell(session.config, gpu_session.interrupted)  # here, because the controller no longer listens
         output[WORKER_REPORT] = {
             "deaths": gpu_session.deaths,
             "remarks": gpu_session.remarks,
@@ -369,7 +367,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Take note that an xdist worker has ended: the process that prints reports what it has to tell."""
+    """Collect the remarks of an xdist worker that has ended, for the summary in this process."""
     told = getattr(node, "workeroutput", {}).get(WORKER_REPORT, {})
     session = node.config.stash[SESSION]
     session.deaths += told.get("deaths", [])
@@ -379,7 +377,7 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
     if report.when != "call" or report.outcome != "passed" or not getattr(report, "user_properties", None):
-        return None  # it has met none: most tests of most runs are no concern of ours
+        return None  # a quick exit, because most tests have no known defects
     from mgpu_check.pytest_plugin.report import properties
 
     return ("KNOWN", "k", "KNOWN") if properties.defects_met(report)[0] else None

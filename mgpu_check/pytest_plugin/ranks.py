@@ -1,4 +1,4 @@
-"""The fixture `ranks`, and how a test is abandoned that all ranks have abandoned."""
+"""The fixture `ranks`; and skip, reject or xfail a test in this process if all ranks have done so."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Ranks", "abandoning"]
 
 
 class Ranks:
-    """The fixture `ranks`: all ranks of a test, seen from the pytest process."""
+    """The fixture `ranks`: runs functions on the ranks of a test from the pytest process."""
 
     def __init__(self, session: GpuSession) -> None:
         self._session = session
@@ -36,19 +36,20 @@ class Ranks:
         environment: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``fn(*args, **kwargs)`` on every rank; the results in rank order.
+        """Call ``fn(*args, **kwargs)`` on every rank, and return the results in rank order.
 
-        A parameter of `fn` called ``rank`` is given the `mgpu_check.Rank`. `fn` travels by value, with all that it
-        refers to. Tensors that live on devices come back as CPU tensors.
+        If `fn` has a parameter ``rank``, it receives the `mgpu_check.Rank`. `fn` is pickled by value, with everything that
+        it refers to. Device tensors come back as CPU tensors.
 
         Args:
             size: world size, 1 to `self.size`; default all. May differ from call to call.
             timeout: seconds for all ranks to return; default ``--rank-timeout``.
-            devices: in place of `size`, some of the devices that the test has, 0 to ``self.size - 1``, in any order:
-                rank ``i`` runs on ``devices[i]``, and its `Rank.device` says so. Default the first ones, in order.
-            environment: variables that the ranks have from their start, as those that NCCL or cuBLAS reads once. What torch
-                reads when it is imported is read before. Ranks with other variables are other processes. With
-                ``{"PYTHONHASHSEED": "random"}`` ranks have different hash seeds, as under torchrun; otherwise all have one.
+            devices: alternative to `size`: distinct devices of the test, 0 to ``self.size - 1``, in any order. Rank ``i``
+                runs on ``devices[i]``, and its `Rank.device` says so. Default: the first devices, in order.
+            environment: variables set before the ranks start, such as those that NCCL or cuBLAS reads once. They come too
+                late for variables that torch reads at import. Ranks with different variables are different processes.
+                With ``{"PYTHONHASHSEED": "random"}`` each rank has its own hash seed, as under torchrun; otherwise all
+                ranks share one.
 
         Raises:
             RankFailure: a rank raised.
@@ -68,26 +69,28 @@ class Ranks:
                     fn, *args, size=size, timeout=timeout, devices=devices, environment=environment, **kwargs
                 )
         except (NotPicklable, ValueError) as misuse:
-            raise misuse.with_traceback(None) from None  # of the caller: the engine's lines help nobody
+            raise misuse.with_traceback(
+                None
+            ) from None  # the traceback starts at the caller, without the engine's frames
 
     @property
     def _at_once(self) -> int:
-        """How many calls `_run_apart` can make at the same time: on real devices one, so that no other device decides."""
+        """Number of calls that `_run_apart` may make at once: 1 on real devices, so that all run on the same device."""
         return self.size if self._session.settings.simulate == "cpu" else 1
 
     def _run_apart(self, fn: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call ``fn(*args)`` for each of `arguments` at the same time, on ranks that are alone: see `RankPool.run_apart`."""
+        """Call ``fn(*args)`` for each of `arguments` at once, each on a rank of its own: see `RankPool.run_apart`."""
         self._session.on_ranks()
         with abandoning(self._session), self._session.some_devices(len(arguments)):
             return self._session.pool.run_apart(fn, arguments)
 
     @property
     def _seeds_apart(self) -> bool:
-        """Whether ranks have different hash seeds anyway: those that a launcher has launched."""
+        """Whether ranks have different hash seeds by default, as launched ranks have."""
         return self._session.has_agents
 
     def _remark(self, line: str) -> None:
-        """Have a line in the summary of the run, once."""
+        """Add a line to the summary of the run, unless it is there already."""
         if line not in self._session.remarks:
             self._session.remarks.append(line)
 
@@ -100,10 +103,10 @@ class Ranks:
 
 @contextlib.contextmanager
 def abandoning(session: GpuSession) -> Iterator[None]:
-    """Let a test, or an example, that all ranks have abandoned be abandoned in this process too.
+    """Skip, reject or xfail the test or example in this process if all ranks have done so.
 
     Raises:
-        RankHang: something has failed the test from outside while the ranks ran, as pytest-timeout does.
+        RankHang: the ranks hang, or something failed the test from outside while they ran, as pytest-timeout does.
     """
     from mgpu_check.engine.world import Abandoned
     from mgpu_check.pytest_plugin.forwarding import keep_steps
@@ -127,13 +130,13 @@ def abandoning(session: GpuSession) -> Iterator[None]:
     else:
         return
     if kind == "reject":
-        from hypothesis import reject  # imported already, where an example can be rejected
+        from hypothesis import reject  # already imported if an example can be rejected
 
         reject()
     elif kind == "xfail":
         pytest.xfail(reason)
     else:
-        # At the test's own line, not here.
+        # Report the skip at the line of the test, not here.
         raise pytest.skip.Exception(reason, _use_item_location=True)
 
 

@@ -1,8 +1,7 @@
-"""Carry over to ranks what fixtures have replaced in modules of the pytest process, by `monkeypatch` or
-`unittest.mock`.
+"""Repeat on ranks what fixtures have replaced in modules of the pytest process, by `monkeypatch` or `unittest.mock`.
 
-A function is replaced in one process. Ranks import the module themselves, so without this they would have the original,
-and a test could pass for it. `Replacements` is for the pytest process, `replaced` for the ranks.
+A replacement affects one process. Ranks import the modules themselves, so they would use the originals, and a test could
+pass because of that. `Replacements` is for the pytest process, `replaced` for the ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from mgpu_check.processes import pickling
 
 __all__ = ["Replacements", "replaced"]
 
-_MISSING = "_mgpu_check_missing"  # travels, and no value is it
+_MISSING = "_mgpu_check_missing"  # a marker that can be pickled and is not a user's value
 _OWN = ("_pytest", "pytest", "mgpu_check", "pluggy", "hypothesis")
 _STREAMS = ("stdout", "stderr")
-_patch: Any = mock._patch  # of which every kind of `mock.patch` is one
+_patch: Any = mock._patch  # base of all kinds of `mock.patch` except `mock.patch.dict`
 _patch_dict: Any = mock._patch_dict
 
 
@@ -41,9 +40,9 @@ class _Replacement:
     """One replaced attribute.
 
     Attributes:
-        module, path: where to find what has it: the module's name, and the names from there on.
-        item: `name` is a key, else an attribute.
-        value: pickled; None where there is none any more.
+        module, path: the object that holds the attribute: a module's name, and attribute names below it.
+        item: whether `name` is a key of a mapping, not an attribute.
+        value: the pickled new value; None if the attribute was removed.
     """
 
     module: str
@@ -54,7 +53,7 @@ class _Replacement:
 
 
 class Replacements:
-    """Knows who replaces things in this process, from its start to its end."""
+    """Records the replacements in this process between `start` and `end`."""
 
     def __init__(self) -> None:
         self._patches: weakref.WeakSet[pytest.MonkeyPatch] = weakref.WeakSet()
@@ -63,8 +62,8 @@ class Replacements:
         self._paths = _ImportPaths()
 
     def start(self) -> None:
-        """Watch from now on."""
-        # Those that exist already, as of a fixture in a conftest that was made as it was imported.
+        """Start to record."""
+        # Include existing patches, such as one that a conftest created at import.
         self._patches.update(one for one in gc.get_referrers(pytest.MonkeyPatch) if type(one) is pytest.MonkeyPatch)
         seen, mocks = self._patches, self._mocks
         made = pytest.MonkeyPatch.__init__
@@ -87,14 +86,14 @@ class Replacements:
         self._mocks[:] = [other for other in self._mocks if other is not one]
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Stop recording."""
         self._undo.close()
 
     def pickled(self, function: Callable[..., Any]) -> bytes:
-        """Pickle what is replaced now, for `replaced` in another process; empty where nothing is.
+        """Pickle the current replacements for `replaced` in another process; b"" if there are no replacements.
 
-        Warns of what cannot go there, in the line where `function` begins, which the ranks are to run: mocks, of which
-        ranks would only have copies, and what cannot be pickled.
+        Warns of replacements that cannot be sent: mocks, because ranks would only get copies, and values that cannot be
+        pickled. The warning points at the first line of `function`, which the ranks will run.
         """
         found: dict[tuple[int, Any], tuple[Any, bool, Any]] = {}
         for patch in list(self._patches):
@@ -120,22 +119,22 @@ class Replacements:
 
     def _replacement(self, target: Any, item: bool, name: Any, function: Callable[..., Any]) -> _Replacement | None:
         if target is os.environ or (target is sys and name in _STREAMS):
-            return None  # ranks have the variables anyway, and their own output
+            return None  # ranks receive the variables anyway, and have their own output
         path = self._paths.of(target)
         return None if path is None else _replacement(path, target, item, name, function)
 
 
 class _ImportPaths:
-    """Names by which other processes find an object.
+    """Finds import paths of objects for other processes.
 
-    Remembered, because every call asks, and looks into all modules.
+    The paths are cached, because a search goes through all modules, and every call needs them.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, int, tuple[str, tuple[str, ...]] | None]] = {}
 
     def of(self, target: Any) -> tuple[str, tuple[str, ...]] | None:
-        """Return the module, and the names from there on; None where there are none, or it travels by value."""
+        """Return the module and the names below it; None if there is no such path, or the module is pickled by value."""
         known, modules, path = self._known.get(id(target), (None, 0, None))
         if known is not target or modules != len(sys.modules):
             path = _import_path(target)
@@ -143,7 +142,7 @@ class _ImportPaths:
         return path
 
     def forget_all_but(self, targets: list[Any]) -> None:
-        """Keep no object alive that is no longer asked for."""
+        """Drop all other objects from the cache, so that it does not keep them alive."""
         ids = {id(target) for target in targets}
         self._known = {one: known for one, known in self._known.items() if one in ids}
 
@@ -173,8 +172,8 @@ def _replacement(
             why = f"cannot be pickled: {error}"
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", _replacement.__code__)
     warnings.warn_explicit(
-        f"{shown} is replaced in the pytest process only, and ranks have the original, because what stands in its "
-        f"place {why}; replace it in the function that runs on the ranks",
+        f"{shown} is replaced in the pytest process only, and ranks have the original, because the replacement "
+        f"{why}; replace it in the function that runs on the ranks",
         pytest.PytestWarning,
         code.co_filename,
         code.co_firstlineno,
@@ -185,20 +184,20 @@ def _replacement(
 def _value(target: Any, item: bool, name: Any) -> Any:
     if item:
         return target.get(name, _MISSING)
-    if hasattr(target, "__dict__"):  # its own, and not that of its class
+    if hasattr(target, "__dict__"):  # only the target's own attribute, not that of its class
         return vars(target).get(name, _MISSING)
     return getattr(target, name, _MISSING)
 
 
 def _import_path(target: Any) -> tuple[str, tuple[str, ...]] | None:
-    """Return the names by which another process finds it; None where it does not, or gets it by value."""
+    """Return the import path of `target` for another process; None if there is none, or it is pickled by value."""
     if isinstance(target, types.ModuleType):
         return (
             (target.__name__, ()) if _importable(target.__name__) and sys.modules[target.__name__] is target else None
         )
     module, name = getattr(target, "__module__", None), getattr(target, "__qualname__", None)
     if isinstance(module, str) and module.partition(".")[0] in _OWN:
-        return None  # what pytest replaces in itself
+        return None  # a replacement of pytest in itself
     if isinstance(module, str) and isinstance(name, str) and _importable(module):
         path = tuple(name.split("."))
         with contextlib.suppress(AttributeError):
@@ -229,9 +228,9 @@ def _found(holder: Any, path: tuple[str, ...]) -> Any:
 
 @contextlib.contextmanager
 def replaced(pickled: bytes) -> Iterator[None]:
-    """Replace, in a rank, what `Replacements.pickled` has named, until the end of the context.
+    """Within the context, apply the replacements of `Replacements.pickled` in a rank.
 
-    Items of mappings, and what a fixture has removed, are among them, which `torch_hooks.patches` knows nothing of.
+    They include items of mappings and removed attributes, which `torch_hooks.patches` does not support.
     """
     if not pickled:
         yield
@@ -241,7 +240,7 @@ def replaced(pickled: bytes) -> Iterator[None]:
             try:
                 target = _found(importlib.import_module(one.module), one.path)
             except (ImportError, AttributeError):
-                continue  # there is nothing here that could be used instead of it
+                continue  # this process has no original to replace
             undo.callback(_put, target, one.item, one.name, _value(target, one.item, one.name))
             _put(target, one.item, one.name, _MISSING if one.value is None else pickling.loads(one.value))
         yield

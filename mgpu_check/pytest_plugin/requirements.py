@@ -1,4 +1,4 @@
-"""Read what a test asks for from its marks and fixtures. Light: it looks at every test of every repository."""
+"""Read the requirements of a test from its marks and fixtures. Must be cheap: it runs for every test of every repository."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
 OUR_FIXTURES = frozenset({"rank", "ranks", "gpus"})
 
 SIZE_PARAMETER = "world_size_of_ranks"
-"""The parameter by which a test with several sizes in its `ranks` mark becomes one test per size."""
+"""The parameter that turns a test with several sizes in its `ranks` mark into one test per size."""
 
 HOST_PARAMETER = "host_of_gpus"
-"""The parameter by which a test that runs in one process becomes one test per host."""
+"""The parameter that turns a test in one process into one test per host."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Needs:
     """The requirements of a test.
 
     Attributes:
-        where: "ranks" and "node" say where its body runs; "parent" is a test that calls `ranks.run` itself.
-        count: devices it needs; 0 for all there are.
-        host: where its process is, for "node".
-        least: devices that there must be, for one that gets all there are.
+        where: the processes that run its body: "ranks", "node", or "parent" for a test that calls `ranks.run` itself.
+        count: number of devices; 0 for all.
+        host: host of its process, for "node".
+        least: minimum number of devices, for a test that gets all.
     """
 
     where: Literal["ranks", "node", "parent"]
@@ -53,14 +53,14 @@ class Needs:
 
 
 NEEDS: pytest.StashKey[Needs] = pytest.StashKey()
-"""Where an item keeps them."""
+"""The stash key of an item's requirements."""
 
 
 def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
-    """Return world sizes by the names of the tests that they make: several for a size that fits on one host and on two.
+    """Return world sizes by test id. A size that fits on one host, and on several, gets two ids: within and across.
 
     Args:
-        per_host: number of devices of each host, empty on one machine.
+        per_host: number of devices of each host; empty on one machine.
     """
     found: dict[str, int] = {}
     for size in sizes:
@@ -74,10 +74,10 @@ def placements(sizes: Sequence[int], per_host: Sequence[int]) -> dict[str, int]:
 
 
 def sizes_of(mark: pytest.Mark) -> tuple[int, ...]:
-    """Return the world sizes of a `ranks` mark, empty for all devices.
+    """Return the world sizes of a `ranks` mark; empty for all devices.
 
     Raises:
-        pytest.UsageError: an argument is wrong.
+        pytest.UsageError: an argument is invalid.
     """
     unknown = mark.kwargs.keys() - {"backend", "timeout"}
     if unknown:
@@ -100,7 +100,7 @@ def _count(mark: str, value: object) -> int:
 
 
 def needs_of(item: pytest.Item) -> Needs | None:
-    """Return what `item` asks for, None where it is none of ours.
+    """Return the requirements of `item`; None for a test without marks or fixtures of this plugin.
 
     Raises:
         pytest.UsageError: its marks and fixtures contradict each other.
@@ -145,27 +145,25 @@ def _check_combination(
 
 
 def _counts(mark: pytest.Mark) -> tuple[int, int]:
-    """Return how many devices the mark ``gpus`` asks for, and how many there must be at least; 0 where it does not say."""
+    """Return the exact and the minimum number of devices of a ``gpus`` mark; 0 for the one that it does not give."""
     if not mark.args and mark.kwargs.keys() == {"least"}:
         return 0, _count("gpus", mark.kwargs["least"])
     if len(mark.args) == 1 and not mark.kwargs:
         return _count("gpus", mark.args[0]), 0
     raise pytest.UsageError(
-        "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or how many there must be, for "
-        "a test that gets all of them, @pytest.mark.gpus(least=2)"
+        "mark gpus: it takes one argument: the number of devices, @pytest.mark.gpus(2); or the minimum number, for "
+        "a test that gets all devices, @pytest.mark.gpus(least=2)"
     )
 
 
 def _parameter(item: pytest.Function, name: str) -> int:
-    """Return the value of a parameter that this plugin has given the test, 0 where it has not."""
+    """Return the value of a parameter that this plugin has added to the test; 0 if it has not."""
     value: Any = item.callspec.params.get(name, 0) if hasattr(item, "callspec") else 0
     return int(value)
 
 
 def _is_our_fixture(item: pytest.Function, name: str) -> bool:
-    """Return whether an argument is a fixture of this plugin, and no parameter or fixture of the user's with the same
-    name.
-    """
+    """Return whether an argument is a fixture of this plugin, not a parameter or a user's fixture of the same name."""
     if name not in OUR_FIXTURES:
         return False
     definitions = item._fixtureinfo.name2fixturedefs.get(name, ())

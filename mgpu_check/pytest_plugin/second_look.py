@@ -1,6 +1,4 @@
-"""Run an example of the packaged suite that has failed again: as it was, on each device alone, in smaller worlds, and with
-the devices in another order.
-"""
+"""Rerun a failed example of the packaged suite to localise the fault: unchanged, and on other devices and world sizes."""
 
 from __future__ import annotations
 
@@ -25,15 +23,15 @@ __all__ = ["Failed", "is_packaged", "look_again"]
 
 _REPEATS = 20
 _SECONDS = {"quick": 5.0, "standard": 20.0, "long": 120.0}
-"""Of one second look. A run has four times as long for all of them."""
+"""Time limit of one second look, by level. All second looks of a run together may take four times as long."""
 _COUNTS = ("size", "devices")
-"""Arguments of a check that say how many ranks or devices take part."""
+"""Arguments of a check that hold the number of ranks or devices."""
 _PLACE = re.compile(r"cuda:(\d+)")
 
 
 @dataclass(frozen=True)
 class Failed:
-    """An example that has failed: what was called, with what."""
+    """The arguments of an example that has failed."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -45,8 +43,9 @@ def is_packaged(item: pytest.Item) -> bool:
 
 
 def look_again(body: Callable[..., Any], failed: Failed, needs: Needs, session: GpuSession, error: object) -> Seen:
-    """Run the example again, and return what was seen; nothing where ranks do not come up, or hang, nor of an example that
-    draws while it runs, which it can once only.
+    """Rerun the failed example, and return the results.
+
+    Return an empty `Seen` if ranks hang or fail to start, or if the example draws while it runs: it cannot draw again.
     """
     if any(map(draws_on, failed.kwargs.values())) or isinstance(error, (RankHang, StartupFailure)):
         return Seen()
@@ -58,7 +57,7 @@ class _OutOfTime(Exception):
 
 
 class _OnDevices(Ranks):
-    """The fixture `ranks` on some of the devices, in an order of its own."""
+    """The fixture `ranks` on a selection of the devices, in a given order."""
 
     def __init__(self, session: GpuSession, devices: Sequence[int]) -> None:
         super().__init__(session)
@@ -105,18 +104,18 @@ class _Second:
             while len(seen.repeats) < _REPEATS and (len(seen.repeats) < 3 or time.monotonic() < middle):
                 seen.repeats.append(self._as_it_was(usual))
         except _OutOfTime:
-            seen.notes.append("the time for a second look was over: --gpu-level=long has more")
+            seen.notes.append("the second look reached its time limit; --gpu-level=long allows more time")
         finally:
             self._session.looked += time.monotonic() - self._began
         return seen
 
     def _as_it_was(self, usual: tuple[int, ...]) -> Trial:
-        """Run the example on the devices that it had: there it can run, so that any error is a failure."""
+        """Run the example on its original devices. It can run there, so any error is a failure."""
         trial = self._try(usual)
         return dataclasses.replace(trial, failed=trial.failed or trial.refused, refused=False)
 
     def _try_until_it_fails(self, devices: tuple[int, ...], most: int) -> Trial:
-        """Run the example on these devices; again where it passes, as that says little of one that passes at times."""
+        """Run the example on these devices, up to `most` times until it fails: a flaky example may pass at first."""
         trial = self._try(devices)
         for _ in range(most - 1):
             if trial.failed or trial.refused:
@@ -125,12 +124,12 @@ class _Second:
         return trial
 
     def _takes_part(self) -> int:
-        """Return how many devices the example names, where it does not count them; all of them where it names none."""
+        """Return the number of devices named in the arguments of the example; all devices if it names none."""
         named = {int(index) for index in _PLACE.findall(repr(self._failed.kwargs))}
         return len(named) or len(self._all)
 
     def _movable(self) -> bool:
-        """Return whether the example can be had on other devices."""
+        """Return whether the example can run on other devices."""
         if len(self._all) < 2 or self._session.settings.per_host:
             return False
         return (
@@ -138,7 +137,7 @@ class _Second:
         )
 
     def _elsewhere(self, size: int, usual: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return on which devices to try the example: alone, fewer, turned round, and each left out in turn."""
+        """Return the devices for further trials: each alone, fewer, in rotated order, and all but one."""
         everything = len(self._all)
         turned = [tuple((device + by) % everything for device in usual) for by in range(1, everything)]
         if self._count is None:
@@ -151,7 +150,6 @@ class _Second:
         return list(dict.fromkeys(devices for devices in found if devices != usual))
 
     def _try(self, devices: tuple[int, ...]) -> Trial:
-        """Run the example on these devices."""
         if time.monotonic() > self._until:
             raise _OutOfTime
         kwargs = dict(self._failed.kwargs)
@@ -168,7 +166,7 @@ class _Second:
         try:
             self._body(*self._failed.args, **kwargs)
         except RankHang:
-            self._until = 0.0  # each more would take as long
+            self._until = 0.0  # stop, because each further trial could hang as long
             return Trial(took, True)
         except Exception as error:
             if not self._is_finding(error):
@@ -179,7 +177,7 @@ class _Second:
         return Trial(took, False)
 
     def _is_finding(self, error: Exception) -> bool:
-        """Return whether an error is a finding, or what was raised at first: others say that the check cannot run there."""
+        """Return whether an error is a failure of the check, not a sign that the check cannot run on these devices."""
         kind = _kind_of(error)
         return not isinstance(error, StartupFailure) and (issubclass(kind, AssertionError) or kind is self._kind)
 
@@ -189,12 +187,12 @@ class _Second:
 
 
 def _kind_of(error: object) -> type:
-    """Return the class of what was raised, on a rank if it was there."""
+    """Return the class of an error; for a `RankFailure`, that of the error on the rank."""
     return type((isinstance(error, RankFailure) and error.__cause__) or error)
 
 
 def _moved(value: Any, devices: Sequence[int]) -> Any:
-    """Return a plain value with each device that it names replaced by that of the same place in `devices`."""
+    """Return a plain value with each ``cuda:i`` in it replaced by ``cuda:<devices[i]>``."""
     if isinstance(value, str):
         return _PLACE.sub(lambda found: f"cuda:{devices[int(found[1]) % len(devices)]}", value)
     if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):

@@ -1,4 +1,4 @@
-"""Send test functions out of the pytest process: wrap them, and choose what travels with them."""
+"""Prepare test functions to run in other processes: wrap them, and choose the modules that are pickled by value."""
 
 from __future__ import annotations
 
@@ -21,28 +21,25 @@ Filter = tuple[str, str, type[Warning], str, int]
 
 
 def warning_filters() -> tuple[Filter, ...]:
-    """Return the warning filters of now, which pytest sets for each test, from its options and marks.
-
-    The first of them counts.
-    """
+    """Return the current warning filters, highest priority first. pytest sets them per test, from options and marks."""
     found: list[Any] = []
     for action, message, category, module, line in warnings.filters:
-        # A pattern, or for the interpreter's own a plain text, or nothing.
+        # Message and module are patterns; in the interpreter's own filters, plain texts or None.
         texts = [getattr(part, "pattern", part) or "" for part in (message, module)]
-        # What is shown always here would fill the output of every rank with the same line for every example.
+        # With "always", every rank would print the same line for every example.
         found.append(("default" if action in ("always", "all") else action, texts[0], category, texts[1], line))
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """A function as the ranks call it: by pytest's rules for assertions and warnings.
+    """A function to call on ranks with pytest's handling of assertions and warnings.
 
     Attributes:
-        fault: name of a planted fault to have in the process meanwhile, or None.
-        drawn: its arguments may be those of an example of Hypothesis.
-        coverage: how coverage.py is to measure it, None where it is not.
-        replacements: what it finds replaced in its modules; see `replacements`.
+        fault: name of a fault to plant in the process during the call, or None.
+        drawn: whether its arguments may come from a Hypothesis example.
+        coverage: configuration of coverage.py; None if coverage is not measured.
+        replacements: pickled replacements in modules; see `replacements.Replacements.pickled`.
     """
 
     function: Callable[..., Any]
@@ -68,7 +65,7 @@ class Shipped:
 
 
 def bare(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` without its attributes: pytest's marks and Hypothesis' settings are for the pytest process."""
+    """Return a copy of `function` without attributes: ranks need neither pytest's marks nor Hypothesis' settings."""
     if isinstance(function, types.MethodType):
         return types.MethodType(bare(function.__func__), function.__self__)
     if isinstance(function, functools.partial):
@@ -86,10 +83,10 @@ def bare(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def by_value(modules: Iterable[types.ModuleType]) -> Iterator[None]:
-    """Let what `modules` define travel by value: the ranks cannot import test modules, or not as pytest rewrote them."""
+    """Within the context, pickle `modules` by value: ranks cannot import test modules as pytest has rewritten them."""
     registered = []
     for module in modules:
-        # With --import-mode=importlib, pytest takes a conftest out again for the next one; it travels by value as it is.
+        # With --import-mode=importlib, pytest removes a conftest from `sys.modules`; cloudpickle then pickles it by value.
         there = module.__name__ in sys.modules
         if there and module.__name__ not in cloudpickle.list_registry_pickle_by_value():
             cloudpickle.register_pickle_by_value(module)

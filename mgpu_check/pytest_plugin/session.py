@@ -1,4 +1,4 @@
-"""Keep one pytest run: its settings, its pool, and what it has to report at the end."""
+"""The state of one pytest run: its settings, its pool of ranks, and the lines for its summary."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["PRELOAD", "FirstFailure", "GpuSession", "TooFewDevices"]
 
-# What assertion rewriting refers to in every test that it rewrote.
+# Every rewritten test refers to this module, through pytest's assertion rewriting.
 PRELOAD = ("mgpu_check.pytest_plugin.in_rank",)
 
 
 class FirstFailure(BaseException):
-    """The first example of a test has failed, in a run that wants no more of it: see `GpuSession.first_failure`.
+    """Raised by the first failing example of a test, to end the test at once: see `GpuSession.first_failure`.
 
-    No ``Exception``, because Hypothesis would run the example again.
+    Not an ``Exception``, because Hypothesis would run the example again.
     """
 
     def __init__(self, failure: AssertionError) -> None:
@@ -42,30 +42,30 @@ class FirstFailure(BaseException):
 
 
 class GpuSession:
-    """The plugin's state during a pytest run. Nothing is started before it is needed.
+    """The plugin's state during a pytest run. Ranks are started only when they are needed.
 
     Attributes:
-        settings: what was asked for, with "all" counted once `count_devices` was called.
-        devices: the real devices, as far as they were looked up.
-        examples: examples, or plain runs, that the current test has completed.
-        failing: the example of the current test that was the last to fail.
-        seen: what a second look at it has shown.
-        values: what the examples of a check of the packaged suite were given.
+        settings: the options of the run; `count_devices` replaces "all" by the number of devices.
+        devices: the real devices; empty before they are counted, and on a node simulated on the CPU.
+        examples: number of examples, or plain runs, that the current test has completed.
+        failing: the last failing example of the current test.
+        seen: the result of the second look at that example.
+        values: the values drawn by a check of the packaged suite; None in other tests.
         looked: seconds that all second looks of the run have taken.
-        met: the known defects of others that it has met.
-        on_example: called after each, to show progress.
-        fault: name of a planted fault that every function sent from now on has with it.
-        first_failure: end a test at the first example that fails, by `FirstFailure`, for who asks only whether one does.
-        drawn: the current test draws examples.
-        in_body: it is the body of a test that runs, and no fixture.
+        met: the known defects that the current test has met.
+        on_example: called after each example, to show progress.
+        fault: name of a fault that is planted on ranks during every call; None for no fault.
+        first_failure: end a test at its first failing example, by `FirstFailure`.
+        drawn: whether the current test draws examples.
+        in_body: whether the body of a test is running, not a fixture.
         remarks: lines for the end of the run.
-        deaths: lines about ranks that died while no test used them; any makes the run fail.
-        interrupted: where the ranks were that Ctrl-C has interrupted in a call; nothing where there were none.
-        shared: where the workers of one run lease simulated devices from each other; None in a run of one process.
-        waits: how long tests had to wait for devices that others had, in seconds.
-        on_wait: told whom a test waits for, if it is long.
-        on_ranks: called before ranks are used through the fixture `ranks`: the test may not be known as one that does.
-        replacements: gives what fixtures have replaced, for a function to have it on ranks too.
+        deaths: lines about ranks that died while no test used them; any line makes the run fail.
+        interrupted: the positions of the ranks when Ctrl-C interrupted a call; "" if it interrupted no call.
+        shared: directory where the workers of one run lease simulated devices; None in a run of one process.
+        waits: seconds that each delayed test waited for devices.
+        on_wait: called with a line about each long wait.
+        on_ranks: called before the fixture `ranks` is used: a test may use it without having asked for it.
+        replacements: pickles the replacements of fixtures for a function; see `Replacements.pickled`.
         until_end: contexts that end with the current test.
     """
 
@@ -107,11 +107,11 @@ class GpuSession:
 
     @property
     def has_agents(self) -> bool:
-        """Whether ranks are started by agents that a launcher has launched."""
+        """Whether agents of a launcher start the ranks."""
         return self._agents is not None
 
     def _new_pool(self, devices: int) -> RankPool:
-        # Here, because every pytest run where this package is installed makes a session, and few need ranks.
+        # Imported here: every pytest run with this package installed creates a session, but few need ranks.
         from mgpu_check.engine.hash_seeds import FIRST
         from mgpu_check.engine.launcher import LocalLauncher
         from mgpu_check.engine.pool import RankPool
@@ -135,7 +135,7 @@ class GpuSession:
 
     @property
     def leasing(self) -> Leasing:
-        """The leases of the current test; to be asked when they are counted."""
+        """The leases of the current test. Use it only after the devices have been counted."""
         if self._leasing is None:
             self._leasing = Leasing(
                 self.settings,
@@ -148,10 +148,10 @@ class GpuSession:
         return self._leasing
 
     def count_devices(self) -> None:
-        """Look at the real devices, in a process of their own, and see that there are enough.
+        """Count the real devices, in a process of their own, and check that there are enough.
 
         Raises:
-            TooFewDevices: saying what was asked for, what there is, and what to do.
+            TooFewDevices: there are not; the message names the requested and the visible devices, and the remedy.
         """
         from mgpu_check.engine.inventory import look
 
@@ -175,19 +175,19 @@ class GpuSession:
             self.leasing.check()
 
     def hand_over(self) -> dict[str, Any]:
-        """Tell a worker of pytest-xdist on this machine what it need not find out, and where the workers lease."""
+        """Return the devices and the lease directory, for a pytest-xdist worker on this machine."""
         shared = str(self._directory.make()) if self.settings.simulate else ""
         return {"devices": [dataclasses.asdict(device) for device in self.devices], "shared": shared}
 
     def take_over(self, told: dict[str, Any] | None, run: str) -> None:
-        """Take over, in a worker, what the process that hands out the tests has told; nothing, where that is another
-        machine.
+        """Use the devices of the controller in a pytest-xdist worker.
 
         Args:
-            run: what tells this run from all others.
+            told: the result of the controller's `hand_over`; None on another machine, where the worker counts its own.
+            run: unique id of this run.
 
         Raises:
-            TooFewDevices: as `count_devices`.
+            TooFewDevices: see `count_devices`.
         """
         if told is None:
             self.shared = self._directory.of(run) if self.settings.simulate else None
@@ -206,16 +206,16 @@ class GpuSession:
             raise TooFewDevices(str(misfit)) from None
 
     def lack(self, count: int, host: int | None = None) -> str | None:
-        """Return why a test for `count` devices (0: for all there are) cannot run here, or on `host`; None if it can."""
+        """Return why a test for `count` devices (0: all) cannot run here, or on `host`; None if it can."""
         return lack(self.settings, count, host)
 
     def count_example(self) -> None:
-        """Count an example that the current test has completed, or its one plain run."""
+        """Count a completed example, or the plain run, of the current test."""
         self.examples += 1
         self.on_example()
 
     def forget_test(self) -> None:
-        """Forget what is known of the test before, as another one begins: that may be skipped before it has devices."""
+        """Reset the per-test state. A new test starts, which may be skipped before it gets devices."""
         self.examples = 0
         self.failing = self.seen = self.values = None
         self.met.clear()
@@ -223,18 +223,18 @@ class GpuSession:
             self._pool.sizes = set()
 
     def hear_covered(self, facts: Mapping[str, Any]) -> None:
-        """Take note of what the current test goes through besides its arguments."""
+        """Record the cases that the current test covers besides its arguments."""
         if self.values is not None:
             self.values.note(facts)
 
     def begin_test(self, name: str, count: int = 0) -> int:
-        """Start the account of a test, and see that no rank died since the last one.
+        """Start a test: lease its devices, and check that no rank died since the last test. May wait for the devices.
 
         Args:
-            count: devices that it needs, and has for itself until it ends; 0 for all. It may have to wait for them.
+            count: number of devices that the test needs for its exclusive use; 0 for all.
 
         Returns:
-            How many it has.
+            The number of devices of the test.
         """
         self.forget_test()
         slots = self.leasing.begin(count, name)
@@ -245,9 +245,7 @@ class GpuSession:
 
     @contextlib.contextmanager
     def some_devices(self, size: int | None) -> Iterator[None]:
-        """Lease devices for a call outside of any test that has devices, as in the teardown of a fixture: `size`, or
-        all.
-        """
+        """Within the context, lease `size` devices, or all, for a call outside of tests, as in a fixture's teardown."""
         if self.leasing.active:
             yield
             return
@@ -261,10 +259,10 @@ class GpuSession:
             self.leasing.end()
 
     def end_test(self, failed: bool) -> None:
-        """Leave fresh ranks for the next test.
+        """End a test: clean up its ranks, and give its devices back.
 
         Raises:
-            RankDied: a rank ended after it had done its part of this one.
+            RankDied: a rank died after it had returned its result.
         """
         try:
             if self._pool is not None:
@@ -275,14 +273,14 @@ class GpuSession:
             self.leasing.end()
 
     def finish(self, interrupted: bool = False) -> None:
-        """Look at the ranks for the last time, and end them.
+        """Check the ranks for the last time, and end them.
 
         Args:
-            interrupted: by Ctrl-C, perhaps in a call.
+            interrupted: whether Ctrl-C ended the run, possibly during a call.
         """
         stopped = self._pool.stopped() if interrupted and self._pool is not None else None
         self.interrupted = "" if stopped is None else str(stopped)
-        if stopped is None:  # else they have been ended, in a call, and may have answered to nobody
+        if stopped is None:  # otherwise the interruption has ended them, so their deaths are no finding
             self._note_deaths()
         self.close()
 
@@ -291,7 +289,7 @@ class GpuSession:
             self.deaths += self._pool.died_idle(f" (the last test was {self._last})")
 
     def output(self) -> list[tuple[str, str, str]]:
-        """Return what the ranks of this test wrote: (process, stream, text)."""
+        """Return the output of the ranks in this test: (process, stream, text)."""
         return [] if self._pool is None else self._pool.output()
 
     def sizes(self) -> list[int]:
@@ -299,7 +297,7 @@ class GpuSession:
         return [] if self._pool is None else sorted(self._pool.sizes)
 
     def explain(self, error: BaseException) -> None:
-        """Give a failure that ranks have just raised the best text that they can make of it."""
+        """Let the ranks extend the text of a failure that they have just raised."""
         if self._pool is not None:
             self._pool.explain(error)
 
@@ -323,7 +321,7 @@ class GpuSession:
         self._directory.leave()
 
     def header(self) -> str:
-        """Return the line at the top of a run."""
+        """Return the header line of a run."""
         settings = self.settings
         parts = [f"mgpu-check {version()}"]
         if settings.simulate:

@@ -1,4 +1,4 @@
-"""Set up tests that need devices, also one that nobody knew to need them."""
+"""Set up tests that need devices, including tests that use ranks without having declared it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["adopt", "begin"]
 
 
 def begin(item: pytest.Item, needs: Needs, session: GpuSession) -> None:
-    """Give `item` its devices, and have fresh ranks."""
+    """Lease the devices of `item`, and start its account in the session."""
     devices = session.begin_test(item.nodeid, needs.count)
     activate(dataclasses.replace(session.settings, gpus=devices, host=needs.host))
 
 
 def adopt(item: pytest.Item, session: GpuSession) -> None:
-    """Make `item` a test of ours, as it uses ranks: by `request.getfixturevalue`, or through a fixture of another test."""
+    """Set up `item` when it first uses ranks through `request.getfixturevalue` or a fixture of wider scope."""
     if NEEDS in item.stash:
         return
     from mgpu_check.pytest_plugin.execution import modules_of

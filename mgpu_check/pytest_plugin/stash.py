@@ -1,4 +1,4 @@
-"""The keys under which the plugin keeps what a run, or a test, carries from one hook to the next."""
+"""Stash keys for the state that the plugin carries from one hook to the next."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_the_packaged_suite_under_plain_pytest(tmp_path):
 def test_without_gpus_all_that_are_visible_are_meant(command, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     text = command("-k", "tutorial", code=pytest.ExitCode.USAGE_ERROR)
-    assert "mgpu-check: looking at the GPUs of this machine" in text
+    assert "mgpu-check: counting the GPUs of this machine" in text
     assert "--gpus=all (default of mgpu-check), but this process sees 0 GPUs: none" in text
     assert "--gpus=all (--gpus), but" in command("--gpus=all", "-k", "tutorial", code=4)
 

@@ -337,7 +337,7 @@ summary.tell = told
         rf"  device 2 is held by process {os.getpid()} since .*: somebody else\n(  device . is kept already\n)*",
         output,
     ), output
-    assert re.search(r"\nmgpu-check: 1 test waited .* s, all together, for devices that others had\n", output), output
+    assert re.search(r"\nmgpu-check: 1 test waited .* s in total for devices that other tests had leased\n", output), output
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
@@ -472,4 +472,4 @@ def test_a_device_is_known_by_its_uuid_however_it_is_written(uuids, keys):
 
 def test_short_waits_are_not_worth_a_line():
     assert told([]) == told([0.2, 0.7]) == []
-    assert told([0.5, 11.8]) == ["2 tests waited 12.3 s, all together, for devices that others had"]
+    assert told([0.5, 11.8]) == ["2 tests waited 12.3 s in total for devices that other tests had leased"]

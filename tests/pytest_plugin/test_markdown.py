@@ -122,7 +122,7 @@ def test_it_tells_all_that_has_happened(run, pytester, parallel):
         ("`test_it.py::test_names[a\\|b]`", "-", "1"),
         ("``test_it.py::test_names[`x`]``", "-", "1"),
     }
-    assert "1 test that used no GPU passed, too." in page
+    assert "1 test without GPUs also passed." in page
 
 
 def test_a_failure_has_its_report_and_the_line_that_repeats_it(run, pytester, monkeypatch):
@@ -161,7 +161,7 @@ def test_without_gpus_it_says_so(run, pytester):
     run("--gpu-report=summary.md").assert_outcomes(passed=1, skipped=1)
     page = pytester.path.joinpath("summary.md").read_text()
     assert page.startswith("# mgpu-check: passed\n")
-    assert "no GPUs were asked for" in page and "SIMULATED" not in page
+    assert "no GPUs were requested" in page and "SIMULATED" not in page
     assert cells(sections(page)["Skipped, or expected to fail"])[0][1].startswith("needs GPUs")
 
 

@@ -98,8 +98,8 @@ def test_replacements_travel_or_are_told(run, pytester):
     result = run(*GPUS)
     result.assert_outcomes(passed=9, warnings=2)
     for line in (
-        "*PytestWarning: library.read is replaced in the pytest process only, and ranks have the original, because what "
-        "stands in its place is a mock, and its calls would not be seen here; replace it in the function that runs on *",
+        "*PytestWarning: library.read is replaced in the pytest process only, and ranks have the original, because the "
+        "replacement is a mock, and its calls would not be seen here; replace it in the function that runs on *",
         "*PytestWarning: library.read is replaced in the pytest process only, * cannot be pickled: *",
     ):
         result.stdout.fnmatch_lines([line])

@@ -276,9 +276,9 @@ def test_an_example_that_passes_by_now_is_green(run, pytester):
         (["--gpu-replay=nonsense"], "--gpu-replay: 'nonsense' is not valid; copy the whole line*"),
         (
             ["--gpu-replay=1.2.3:AEEB"],
-            "--gpu-replay: this example was drawn by Hypothesis 1.2.3, and here is *; install hypothesis==1.2.3, or*",
+            "--gpu-replay: the example was recorded with Hypothesis 1.2.3; version *; install hypothesis==1.2.3, or*",
         ),
-        (["--gpu-replay={version}:no blob"], "--gpu-replay: what stands after the colon is no example of Hypothesis*"),
+        (["--gpu-replay={version}:no blob"], "--gpu-replay: the text after the colon is not an example of Hypothesis*"),
         (
             ["--gpu-replay={version}:AEEB"],
             "--gpu-replay: it is the example of one test, but 2 are selected; give one node id",

@@ -233,7 +233,7 @@ def test_misuse_is_refused_by_name(run, pytester):
             "fixture 'capsys' acts on the pytest process*",
             "*argument 'lock', of type lock, cannot be pickled*",
             "*it refers to 'LOCK', of type lock, cannot be pickled*",
-            "*fixture 'gpus' has its value in the test's body only*",
+            "*fixture 'gpus' has a value only in the test's body*",
             "argument 'data': st.data() draws in the pytest process*",
             "*ranks.run: size=5 is not a world size of this run; choose 1 to 4",
         ]

@@ -28,19 +28,19 @@ def seen(*elsewhere: Trial, repeats=ALWAYS) -> Seen:
                 Trial((0, 1, 2), True),
                 Trial((1, 2, 3), True),
             ),
-            "fails from 3 devices on",
+            "fails on any 3 or more devices",
         ),
         (
             seen(Trial((0, 3), True), Trial((1, 2), False), Trial((0, 1, 2), False), Trial((1, 2, 3), False)),
-            "fails where cuda:0 and cuda:3 are together: looks like what is between them",
+            "fails if cuda:0 and cuda:3 take part together: looks like the link between them",
         ),
         (
             seen(Trial((1, 2, 3, 0), True, (1,)), repeats=[Trial((0, 1, 2, 3), True, (2,))]),
-            "looks like cuda:2: what is wrong follows it, whichever rank has it",
+            "looks like cuda:2: the error follows the device from rank to rank",
         ),
         (
             seen(Trial((1, 2, 3, 0), True, (3,)), repeats=[Trial((0, 1, 2, 3), True, (3,))]),
-            "what is wrong stays with rank 3, whatever device it has",
+            "the error stays with rank 3 on different devices",
         ),
         (
             seen(
@@ -70,7 +70,7 @@ def test_what_fails_now_and_then_is_told_with_its_rate():
         "looks like unreliable hardware, or a race: failed 5 of 20 times; looks like cuda:1: fails where it takes part, and "
         "nowhere else"
     )
-    assert "on one device alone: fails on cuda:1; is right on cuda:0, cuda:2, cuda:3" in found.lines()
+    assert "on one device alone: fails on cuda:1; passes on cuda:0, cuda:2, cuda:3" in found.lines()
 
 
 def test_planted_hardware_is_named(run, pytester):
@@ -100,12 +100,12 @@ def test_planted_hardware_is_named(run, pytester):
         ),
     )
     text = result.stdout.str()
-    assert "looks like cuda:2: what is wrong follows it, whichever rank has it" in text
+    assert "looks like cuda:2: the error follows the device from rank to rank" in text
     assert "unreliable results" not in text
     assert "looks like unreliable hardware, or a race: failed" in text
     assert "cuda:1 alone is wrong in " in text, "the check itself names it"
     xml = (pytester.path / "out.xml").read_text()
-    assert 'name="mgpu_check.second_look" value="looks like cuda:2: what is wrong follows it' in xml
+    assert 'name="mgpu_check.second_look" value="looks like cuda:2: the error follows the device' in xml
 
 
 def test_an_example_that_draws_while_it_runs_is_not_looked_at_again():

@@ -59,7 +59,7 @@ def test_pdb_opens_where_there_is_something_to_see(typed, pytester):
     )
     output = typed("p mine\nc\np mine\nc\n", "--pdb")
     assert output.count("entering PDB") == 2
-    assert output.count("mgpu-check: no debugger for this one: it ran in other processes") == 3
+    assert output.count("mgpu-check: no debugger for this test: it ran in other processes") == 3
     assert "'LOCAL OF THE CALLER'" in output
     assert "'LOCAL OF THE ASSERTION'" in output
     assert "rank 1 of 2 raised AssertionError" in output

@@ -78,7 +78,7 @@ def test_ranks_are_where_the_launcher_put_them(
     )
     run = launch.wait()
     # Whether the run has a key that only its user can read stands at its top, and in the line that repeats a failure.
-    trusting = f"NETWORK TRUSTED: whoever reaches 127.0.0.1:{port} can run code in this run (--trust-network)"
+    trusting = f"NETWORK TRUSTED: anyone who can reach 127.0.0.1:{port} can run code in this run (--trust-network)"
     assert (trusting in run.output) is bool(options)
     assert bool(re.search(r"mgpu_check pytest .*--trust-network", run.output)) is bool(options)
     assert (tmp_path / "agent-key").exists() is not bool(options)

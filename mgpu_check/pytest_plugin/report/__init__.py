@@ -1,1 +1,1 @@
-"""Report a run: failures of ranks in pytest's reports, progress, and the closing table."""
+"""Report a run: failures of ranks in pytest's reports, progress, the closing table and the Markdown summary."""

@@ -1,4 +1,4 @@
-"""``--pdb`` and ``--trace``, where tests run in other processes."""
+"""Adapt ``--pdb`` and ``--trace`` to tests that run in other processes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ REFUSED_TRACE = (
 )
 
 _NO_POST_MORTEM = (
-    "mgpu-check: no debugger for this one: it ran in other processes, which have no terminal. The report above has the "
-    "lines and values where each of them stopped. For a debugger inside of one rank, set PYTHONBREAKPOINT to one that "
-    "listens on a socket, call breakpoint(), and give it time with --rank-timeout."
+    "mgpu-check: no debugger for this test: it ran in other processes, which have no terminal. The report above shows the "
+    "line and the values where each process stopped. To debug inside a rank, set PYTHONBREAKPOINT to a debugger that "
+    "listens on a socket, call breakpoint(), and raise --rank-timeout."
 )
 
 
 class PostMortem:
-    """Stands in for pytest's own plugin of ``--pdb``: it knows which tests have nothing to show in this process.
+    """Replaces pytest's plugin for ``--pdb``, and opens no debugger for tests that ran in other processes.
 
     Args:
-        pytests_own: the plugin that it stands in for.
-        where: of an item, where its body ran: "ranks", "node", "parent", or None where it is no test of ours.
+        pytests_own: the replaced plugin.
+        where: returns where the body of an item ran: "ranks", "node" or "parent"; None for tests without ranks.
     """
 
     def __init__(self, pytests_own: Any, where: Callable[[pytest.Item], str | None]) -> None:
@@ -57,7 +57,7 @@ class PostMortem:
         terminal.line()
         terminal.sep(">", "traceback")
         report.toterminal(terminal)
-        report._pdbshown = True  # type: ignore[union-attr]  # as pytest's own does: the summary need not repeat it
+        report._pdbshown = True  # type: ignore[union-attr]  # as pytest's plugin does, so that the summary does not repeat it
         terminal.line(_NO_POST_MORTEM, yellow=True)
 
     def pytest_internalerror(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
@@ -65,9 +65,7 @@ class PostMortem:
 
 
 def _to_file(tb: types.TracebackType | None, path: Path) -> types.TracebackType | None:
-    """Return `tb` up to the last frame of the test's own file that is a frame of a function, and no further; None if
-    none is.
-    """
+    """Cut `tb` after the last function frame in the test's own file; return None if there is no such frame."""
     frames = []
     while tb is not None:
         frames.append(tb)

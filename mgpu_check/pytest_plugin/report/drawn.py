@@ -1,4 +1,4 @@
-"""Tell what the examples of a check had in common, and where they differed: dtypes, sizes, layouts, ... in a line."""
+"""Summarise the drawn values of a check in a line: dtypes, ranges of sizes, layouts, ..."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 __all__ = ["Drawn"]
 
 _SHOWN = 3
-"""Words of one kind that are named; of more the number is told."""
+"""Words of one kind that are named, so that the line stays short; for more words, the count follows."""
 _LONGEST = 24
 _SILENT = frozenset({"seed"})
-_WORDS = 1000  # of one kind: a check may draw texts
+_WORDS = 1000  # kept per kind: bounds the memory of a check that draws texts
 
 
 class Drawn:
-    """What a check was given in its examples, by the names of its arguments and of the fields of specs.
+    """The drawn values of a check, by the names of its arguments and of the fields of specs.
 
     Specs are plain values: dataclasses, tuples, words and numbers. A shape counts by its number of elements.
     """
@@ -29,14 +29,14 @@ class Drawn:
         self._examples = 0
 
     def add(self, arguments: Mapping[str, Any]) -> None:
-        """Take note of an example."""
+        """Record the arguments of an example."""
         leaves = tuple(_leaves("", arguments))
         self._examples += 1
         self._different.add(hash(leaves))
         self._note(leaves)
 
     def note(self, facts: Mapping[str, Any]) -> None:
-        """Take note of what an example goes through besides its arguments."""
+        """Record the cases that an example covers besides its arguments."""
         self._note(_leaves("", facts))
 
     def _note(self, leaves: Iterable[tuple[str, str | float]]) -> None:
@@ -52,7 +52,7 @@ class Drawn:
                 self._numbers[name] = min(least, value), max(most, value)
 
     def __str__(self) -> str:
-        """Return it in a line, such as "dtype float32 float16 bool (10), elements 0 to 1,048,576"; empty for nothing."""
+        """Return the summary, such as "dtype float32 float16 bool (10), elements 0 to 1,048,576"; "" without values."""
         parts = [_of_words(name, list(words)) for name, words in self._words.items()]
         parts += [_of_numbers(name, least, most) for name, (least, most) in self._numbers.items()]
         if parts and self._examples > 2 * len(self._different):
@@ -61,7 +61,7 @@ class Drawn:
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, str | float]]:
-    """Yield the words and numbers of a plain value, each with the name of the innermost argument or field that has it."""
+    """Yield the words and numbers in a plain value, each with the name of its innermost argument or field."""
     if isinstance(value, str):
         yield name, value if len(value) <= _LONGEST else f"{value[: _LONGEST - 1]}…"
     elif isinstance(value, bool):

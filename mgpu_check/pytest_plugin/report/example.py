@@ -1,4 +1,4 @@
-"""``--gpu-replay``: one property with one example, the one that has failed."""
+"""Implement ``--gpu-replay``: run one property with the one example that has failed."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ __all__ = ["apply", "blob_of_this", "check", "draws_on", "is_final", "keeping_st
 
 
 def check(text: str) -> None:
-    """See that `text` is an example of this version of Hypothesis.
+    """Check that `text` is an example of the installed version of Hypothesis.
 
     Raises:
-        pytest.UsageError: it is not; says why.
+        pytest.UsageError: it is not; the message says why.
     """
     version, colon, blob = text.partition(":")
     here = importlib.metadata.version("hypothesis")
     if not colon or not blob:
         raise pytest.UsageError(
-            f"mgpu-check: {FLAG}: {text!r} is not valid; copy the whole line at the end of a failure's report, which has "
+            f"mgpu-check: {FLAG}: {text!r} is not valid; copy the whole line at the end of a failure's report: the value is "
             "the version of Hypothesis, a colon, and the example"
         )
     if version != here:
         raise pytest.UsageError(
-            f"mgpu-check: {FLAG}: this example was drawn by Hypothesis {version}, and here is {here}, which may draw "
-            f"another by it; install hypothesis=={version}, or run the test without {FLAG}"
+            f"mgpu-check: {FLAG}: the example was recorded with Hypothesis {version}; version {here} may draw a "
+            f"different one; install hypothesis=={version}, or run the test without {FLAG}"
         )
     from hypothesis.core import decode_failure
 
@@ -40,23 +40,23 @@ def check(text: str) -> None:
         decode_failure(blob.encode())
     except Exception:
         raise pytest.UsageError(
-            f"mgpu-check: {FLAG}: what stands after the colon is no example of Hypothesis; copy the whole line at the end "
+            f"mgpu-check: {FLAG}: the text after the colon is not an example of Hypothesis; copy the whole line at the end "
             "of a failure's report"
         ) from None
 
 
 def draws_on(argument: object) -> bool:
-    """Return whether an argument of a test is what `st.data()` gives, of which it draws while it runs."""
+    """Return whether an argument of a test comes from `st.data()`, which draws while the test runs."""
     return type(argument).__name__ == "DataObject" and type(argument).__module__.startswith("hypothesis.")
 
 
 def apply(text: str, items: Sequence[pytest.Item]) -> str | None:
-    """Have the one item run this example only; why that cannot be, if it cannot."""
+    """Make the one selected item run only this example. Return an error message if that is impossible."""
     if len(items) != 1:
         return f"mgpu-check: {FLAG}: it is the example of one test, but {len(items)} are selected; give one node id"
     function: Any = getattr(items[0], "function", None)
     if not getattr(function, "is_hypothesis_test", False):
-        return f"mgpu-check: {FLAG}: {items[0].nodeid} draws no examples; run it without"
+        return f"mgpu-check: {FLAG}: {items[0].nodeid} draws no examples; run it without this option"
     from hypothesis import reproduce_failure
 
     version, _, blob = text.partition(":")
@@ -65,9 +65,9 @@ def apply(text: str, items: Sequence[pytest.Item]) -> str | None:
 
 
 def blob_of_this() -> str | None:
-    """Return the example that Hypothesis runs now; None where it is not known.
+    """Return the current Hypothesis example, encoded for ``--gpu-replay``; None if it is unknown.
 
-    By inner parts of Hypothesis: it tells of an example only if that raises an `Exception`.
+    Uses internals of Hypothesis, which reports an example only if it raises an `Exception`.
     """
     with contextlib.suppress(Exception):
         from hypothesis import __version__
@@ -78,17 +78,16 @@ def blob_of_this() -> str | None:
     return None
 
 
-# What it asks whether there is one: in recent releases, and in those before.
+# How Hypothesis decides whether an observer is present: in recent releases, and in older ones.
 _OBSERVED = {"observability_enabled": lambda: True, "TESTCASE_CALLBACKS": (None,)}
 
 
 @contextlib.contextmanager
 def keeping_steps() -> Iterator[None]:
-    """Have state machines keep the text of each step that they take, for `forwarding.steps_to`, for the time of the
-    context.
+    """Within the context, make state machines record the text of each step, for `forwarding.steps_to`.
 
-    By inner parts of Hypothesis: it writes the steps of an example for an observer, or when it runs the example for the
-    last time, and one that hangs is run once.
+    Uses internals of Hypothesis, which records steps only for an observer or in the final run of an example. An example
+    that hangs has no final run.
     """
     stateful: Any = sys.modules.get("hypothesis.stateful")
     with contextlib.ExitStack() as stack:
@@ -99,7 +98,7 @@ def keeping_steps() -> Iterator[None]:
 
 
 def is_final() -> bool:
-    """Return whether Hypothesis runs an example for the last time, to report it."""
+    """Return whether this is the final run of an example, in which Hypothesis reports it."""
     with contextlib.suppress(Exception):
         from hypothesis.control import current_build_context
 

@@ -1,4 +1,4 @@
-"""Put what happened in the ranks into pytest's reports."""
+"""Put the errors and the output of ranks into pytest's reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOLD_BELOW = "Failed to reproduce exception"
 
 
 def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
-    """Add what each rank has written as a section of its own; show it at once where nothing is captured (``-s``)."""
+    """Add the output of each rank as a report section; with ``-s``, also print it at once."""
     for who, stream, text in session.output():
         item.add_report_section(when, f"{stream} of {who}", text)
         if item.config.option.capture == "no":
@@ -33,7 +33,7 @@ def add_output(item: pytest.Item, session: GpuSession, when: str) -> None:
 def replace_traceback(
     item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None], session: GpuSession, in_parent: bool
 ) -> None:
-    """Show the ranks' story in place of the engine's traceback."""
+    """Replace the engine's traceback in the report by the errors of the ranks."""
     error = call.excinfo.value if call.excinfo is not None else None
     parts = parts_of(error)
     if error is None or not any(isinstance(p, (RankFailure, RankHang)) for p in parts):
@@ -56,7 +56,7 @@ def replace_traceback(
         headline += f" (and {len(parts) - 1} more)"
     crash = ReprFileLocation(location.path, location.lineno, _printable(headline))
     entry = ReprEntryNative([line + "\n" for line in _printable("\n".join(lines)).split("\n")])
-    entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest itself prints that line
+    entries = [] if item.config.option.tbstyle == "line" else [entry]  # pytest prints the line itself
     report.longrepr = ReprExceptionInfo(ReprTraceback(entries, None, style="native"), crash)
 
 
@@ -67,7 +67,7 @@ def _story(error: BaseException, item: pytest.Item, report: pytest.TestReport, i
         return [str(info.getrepr(style="short")), *notes]
     if not in_parent:
         return [str(error), *notes]
-    # A test that calls `ranks.run` itself has a line of its own to tell, besides that in the rank.
+    # A test that calls `ranks.run` itself also has a failing line in this process.
     location = _location_in_test(error, item, report)
     return [f"{location.path}:{location.lineno}: in {item.name}", "", str(error), *notes]
 
@@ -78,7 +78,7 @@ def add_replay(report: pytest.TestReport, lines: Sequence[str]) -> None:
 
 
 def add_second_look(report: pytest.TestReport, session: GpuSession) -> None:
-    """Add to the report of a failure what a second look has shown, where there was one."""
+    """Add the results of the second look, if any, to the report of a failure."""
     lines = [] if session.seen is None else session.seen.lines()
     if lines:
         _add(report, _SECOND_LOOK, lines)
@@ -92,14 +92,12 @@ def _add(report: pytest.TestReport, title: str, lines: Sequence[str]) -> None:
 
 
 def _printable(text: str) -> str:
-    """Return `text` without lone surrogates, which neither files nor xdist's channels take."""
+    """Escape lone surrogates, which neither files nor xdist's channels accept."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _location_in_test(error: BaseException, item: pytest.Item, report: pytest.TestReport) -> ReprFileLocation:
-    """Return the innermost line of the test's file that the error passed, in this process or, as `raised_at` has it, in
-    a rank.
-    """
+    """Return the innermost line of the test's file in the error's traceback; without one, the start of the test."""
     path, line, _ = report.location
     if error.__traceback__ is not None:
         for entry in reversed(pytest.ExceptionInfo.from_exception(error).traceback):

@@ -1,4 +1,4 @@
-"""Ranks that died while no test used them, as a case of their own in a JUnit file."""
+"""Report ranks that died between tests as a separate case in the JUnit file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CASE = "mgpu_check::ranks that died while no test used them"
 
 
 def add_case(config: pytest.Config, deaths: Sequence[str]) -> None:
-    """Add a failed case to the JUnit file, if one is written: who reads nothing else is to see red."""
+    """Add a failed case to the JUnit file, if one is written, for readers that see only this file."""
     for plugin in config.pluginmanager.get_plugins():
         if type(plugin).__name__ == "LogXML" and hasattr(plugin, "pytest_runtest_logreport"):
-            # To this plugin only: no test has failed, so there is nothing that others could count, or run again.
+            # Only to this plugin: no test has failed, so other plugins must neither count nor rerun it.
             plugin.pytest_runtest_logreport(report=_report("setup", "\n".join(deaths)))
             plugin.pytest_runtest_logreport(report=_report("teardown", None))
 

@@ -1,4 +1,4 @@
-"""A summary of a run in GitHub's Markdown, for the page of a CI job."""
+"""Write a summary of a run in GitHub's Markdown, for the page of a CI job."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mgpu_check.settings import OPTIONS
 __all__ = ["LARGEST", "Page", "Summary", "render"]
 
 LARGEST = 900_000
-"""Bytes. GitHub shows no summary of a step that is larger than 1 MiB."""
+"""Bytes. GitHub does not show a step summary above 1 MiB."""
 
 _LONGEST_STORY = 20_000  # characters
 _BEGUN = (
-    "# mgpu-check: the run has not ended\n\nIt was killed, or could not begin: what it has printed says why. "
+    "# mgpu-check: the run has not ended\n\nIt was killed, or failed to start: see its output for the reason. "
     "Nothing is proven.\n"
 )
 _RESULTS = {
@@ -36,13 +36,13 @@ _RESULTS = {
 
 
 class Summary:
-    """A pytest plugin of the process that the user has started: it hears of all tests, whoever runs them."""
+    """A pytest plugin that writes the summary. It runs in the process that receives the reports of all tests."""
 
     def __init__(self, config: pytest.Config, session: GpuSession) -> None:
-        """See that the files can be written, and say in them that nothing has come of the run yet.
+        """Check that the files can be written, and write a summary that says that the run has not ended.
 
         Raises:
-            pytest.UsageError: one cannot; names the option, the file and the reason.
+            pytest.UsageError: a file cannot be written; the message names the option, the file and the reason.
         """
         self._session = session
         self._outcomes = Outcomes()
@@ -83,14 +83,14 @@ class Summary:
 
 
 def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """Render the summary, of `LARGEST` bytes at most."""
+    """Render the summary, at most `LARGEST` bytes long."""
     page = Page()
     page.add(f"# mgpu-check: {_verdict(outcomes, session, exit_status)}", "")
     page.add(*_header(session), "")
     page.add(f"**{text(_counts(outcomes))}**", "")
     failed = outcomes.failed
     page.rows("Failed", ("test", "world sizes", "what", "looks like"), [_row_of_failure(one) for one in failed])
-    page.parts("more failures are told in the log only", [_details(one) for one in failed])
+    page.parts("more failures are shown in the log only", [_details(one) for one in failed])
     if session.deaths:
         page.add("## Ranks that died while no test used them", "", *fenced("\n".join(session.deaths)), "")
     skipped = [(code(one.name), text(one.headline)) for one in outcomes.of("skipped", "xfailed")]
@@ -103,21 +103,21 @@ def render(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
         [(code(one.name), text(one.sizes or "-"), text(one.examples)) for one in ours],
     )
     if others := len(passed) - len(ours):
-        page.add(f"{others} {'test' if others == 1 else 'tests'} that used no GPU passed, too.", "")
+        page.add(f"{others} {'test' if others == 1 else 'tests'} without GPUs also passed.", "")
     for line in [*session.remarks, *leasing.told(session.waits)]:
         page.add(f"- {text(line)}")
     return page.content()
 
 
 class Page:
-    """Lines, as long as they fit in `LARGEST` bytes."""
+    """The lines of a page of at most `LARGEST` bytes."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._size = 0
 
     def add(self, *lines: str) -> bool:
-        """Add lines, all or none; whether they fit."""
+        """Add all lines if they fit; otherwise add none. Return whether they fit."""
         size = sum(len(line.encode(errors="backslashreplace")) + 1 for line in lines)
         if self._size + size > LARGEST:
             return False
@@ -126,7 +126,7 @@ class Page:
         return True
 
     def rows(self, title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Render a table under a title; nothing where there are no rows."""
+        """Add a table under a title; do nothing if there are no rows."""
         if not rows or not self.add(f"## {title}", "", *table(head)):
             return
         self._several((table((), row) for row in rows), len(rows), "more rows are left out")
@@ -142,7 +142,7 @@ class Page:
                 break
             shown += 1
         if shown < count:
-            # Beyond the limit by as much as this line, which it leaves room for.
+            # This line may exceed `LARGEST`, which is far enough below GitHub's limit.
             self._lines += ["", f"… {count - shown} {what}: the summary would be too large for GitHub.", ""]
 
     def content(self) -> str:
@@ -150,7 +150,7 @@ class Page:
 
 
 def _verdict(outcomes: Outcomes, session: GpuSession, exit_status: int) -> str:
-    """State the result in one clause. A run in which nothing has run is no success; one that is simulated says so."""
+    """Return the result in one clause. A run without executed tests is not "passed"; a simulated run says so."""
     known = exit_status in {int(status) for status in _RESULTS}
     result = _RESULTS[pytest.ExitCode(exit_status)] if known else f"exit code {exit_status}"
     if result == "passed" and not outcomes.of("passed", "xpassed", "xfailed"):
@@ -166,14 +166,14 @@ def _header(session: GpuSession) -> list[str]:
     if settings.asked:
         lines = [text(session.header())]
         if settings.simulate:
-            lines += ["", "**SIMULATED**: this run says something about code, and nothing about hardware."]
+            lines += ["", "**SIMULATED**: this run tests code, and says nothing about hardware."]
     else:
         from mgpu_check.version import torch_version, version
 
         lines = [
-            text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were asked for"),
+            text(f"mgpu-check {version()}; torch {torch_version()}; no GPUs were requested"),
             "",
-            "Tests that need GPUs were skipped; `--gpus=N` runs them, `--gpus=N --simulate` where there are none.",
+            "Tests that need GPUs were skipped; `--gpus=N` runs them, `--gpus=N --simulate` on a machine without GPUs.",
         ]
     import hypothesis.version as hypothesis
 

@@ -1,4 +1,4 @@
-"""GitHub's Markdown, in which nothing of what is quoted is taken for markup."""
+"""Render GitHub's Markdown, and escape quoted text so that it is not parsed as markup."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 __all__ = ["code", "fenced", "table", "text"]
 
-# What opens emphasis, links, HTML, cells, formulas, mentions, or references to issues.
+# Characters that start emphasis, links, HTML, cells, formulas, mentions, or references to issues.
 _MARKUP = str.maketrans({character: f"&#{ord(character)};" for character in "\\`*_[]<>&|~#$@"})
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def text(words: str) -> str:
-    """Escape words so that they show as they are, on one line, in Markdown or HTML."""
+    """Escape text for Markdown or HTML, on one line, so that it is shown literally."""
     return " ".join(_printable(words).split()).translate(_MARKUP)
 
 
 def code(words: str) -> str:
-    """Set words in the type of code, on one line, for a cell of a table or a line of text."""
+    """Render text as inline code, on one line, for a table cell or a sentence."""
     words = " ".join(_printable(words).split()).replace("|", "\\|")
     fence = "`" * (_longest_run(words) + 1)
     space = " " if words.startswith("`") or words.endswith("`") else ""
@@ -26,14 +26,14 @@ def code(words: str) -> str:
 
 
 def fenced(words: str, language: str = "text") -> list[str]:
-    """Render a block of code that holds `words`, with whatever fences they have."""
+    """Render `words` as a code block, with a fence longer than any run of backticks in them."""
     words = _printable(words).strip("\n")
     fence = "`" * max(3, _longest_run(words) + 1)
     return [f"{fence}{language}", *words.split("\n"), fence]
 
 
 def table(head: Sequence[str], *rows: Sequence[str]) -> list[str]:
-    """Render a table of cells that are Markdown, on one line each; without a head, rows only."""
+    """Render a table, one line per row. Cells are Markdown. With an empty `head`, return only the rows."""
     top = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)] if head else []
     return [*top, *("| " + " | ".join(row) + " |" for row in rows)]
 
@@ -43,6 +43,6 @@ def _longest_run(words: str) -> int:
 
 
 def _printable(words: str) -> str:
-    """Remove colours, and make visible what no file or page can show."""
+    """Remove terminal colours, and escape unprintable characters."""
     words = _ESCAPES.sub("", words).encode(errors="backslashreplace").decode()
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in words.replace("\r\n", "\n"))

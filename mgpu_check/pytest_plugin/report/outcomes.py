@@ -1,4 +1,4 @@
-"""Collect what has come of each test from its reports: in this process, or in one of pytest-xdist's workers."""
+"""Collect the outcome of each test from its reports, whether it ran here or in a pytest-xdist worker."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _OURS = re.compile(r"^(?:[\w.]+\.)?(\w+): ")  # mgpu_check.errors.ScalingMismatc
 
 @dataclass
 class Outcome:
-    """The outcome of one test, or of one phase of it that has failed.
+    """The outcome of one test, or of one failed phase.
 
     Attributes:
         kind: one of "failed", "errors", "passed", "skipped", "xfailed", "xpassed".
         phase: "setup", "call", "teardown", or "" for a file that was not collected.
-        headline: what has failed, or why it was skipped.
-        story: the whole report of a failure, without the lines that repeat it.
-        properties: those of mgpu-check, by the last part of their names.
+        headline: the failure, or the reason for a skip, in one line.
+        story: the whole report of a failure, without the replay lines.
+        properties: the report's properties from mgpu-check, by the last part of their names.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Outcome:
 
     @property
     def ours(self) -> bool:
-        """True if it has used GPUs, or ranks."""
+        """True if the test has used GPUs or ranks."""
         return "world_sizes" in self.properties
 
     @property
@@ -53,19 +53,19 @@ class Outcome:
 
     @property
     def mistakes(self) -> list[str]:
-        """The classes of mistakes that a failure looks like, the likeliest first."""
+        """The classes of mistakes that a failure looks like, most likely first."""
         return self.properties.get("mistakes", "").split()
 
 
 class Outcomes:
-    """All that was heard of."""
+    """The outcomes of a run."""
 
     def __init__(self) -> None:
         self._tests: dict[str, Outcome] = {}
         self._failed: list[Outcome] = []
 
     def collected(self, report: pytest.CollectReport) -> None:
-        """Take note of a file that cannot be collected, or was skipped as a whole."""
+        """Record a file that cannot be collected, or was skipped as a whole."""
         if report.outcome == "failed":
             story = report.longreprtext
             last = story.strip().rpartition("\n")[2].removeprefix("E").strip()
@@ -74,7 +74,7 @@ class Outcomes:
             self._tests[report.nodeid] = Outcome(report.nodeid, "skipped", "", _reason(report))
 
     def add(self, report: pytest.TestReport) -> None:
-        """Take note of a phase of a test."""
+        """Record the report of one phase of a test."""
         kind = _kind_of(report)
         if kind is None:
             return
@@ -98,24 +98,24 @@ class Outcomes:
 
     @property
     def failed(self) -> list[Outcome]:
-        """Failures, in the order in which they came; a test may have failed in its call and in its teardown."""
+        """Failures in order of time; a test may fail in its call and in its teardown."""
         return self._failed
 
     def of(self, *kinds: str) -> list[Outcome]:
-        """Return the tests of these kinds, by file and in the order in which they ended."""
+        """Return the tests of these kinds, sorted by file, then by time."""
         return sorted(
             (one for one in self._tests.values() if one.kind in kinds), key=lambda one: one.name.split("::")[0]
         )
 
     def counts(self) -> dict[str, int]:
-        """Count each kind, as in pytest's last line."""
+        """Return the count of each kind, named as in pytest's last line."""
         kinds = [one.kind for one in (*self._failed, *self._tests.values())]
         found = {kind: kinds.count(kind) for kind in _ORDER if kind in kinds}
         return {"error" if (kind, count) == ("errors", 1) else kind: count for kind, count in found.items()}
 
 
 def _kind_of(report: pytest.TestReport) -> str | None:
-    """Return the kind of a phase; None where it tells nothing about the test, as one of a try that is repeated."""
+    """Return the kind of a phase; None if it does not decide the outcome, such as a passed setup or a rerun."""
     outcome: str = report.outcome
     if hasattr(report, "wasxfail"):
         return "xfailed" if outcome == "skipped" else "xpassed"

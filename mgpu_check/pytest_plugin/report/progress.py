@@ -1,4 +1,4 @@
-"""Show progress of `mgpu-check`: one line that lives on a terminal, a line per check in a log."""
+"""Show the progress of `mgpu-check`: a live line on a terminal, or a line per check in a log."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mgpu_check.pytest_plugin.session import GpuSession
 
 __all__ = ["LiveLine", "Progress"]
 
-_INTERVAL = 0.1
+_INTERVAL = 0.1  # seconds between two updates of the live line
 _SILENCE = 30.0
-"""Seconds until a log has a line about a check that still runs: more often would fill it."""
+"""Seconds between lines in a log about a running check: shorter intervals would fill the log."""
 
-# pytest's own, so that its last line counts as ever.
+# pytest's own categories, so that its last line keeps its usual counts.
 _CATEGORIES = {
     "passed": "passed",
     "FAILED": "failed",
@@ -28,13 +28,13 @@ _CATEGORIES = {
 
 
 class LiveLine:
-    """A line at the foot of a terminal that is written anew as a run goes on; in a log, only what stays.
+    """A line at the bottom of a terminal that is rewritten during a run. In a log, only permanent lines are written.
 
-    It can be written while a test runs, whose own output pytest takes in.
+    It bypasses pytest's capturing, so it can be written while a test runs.
 
     Args:
-        terminal: pytest's, or None where it has none.
-        clock: seconds since any time.
+        terminal: pytest's terminal reporter, or None.
+        clock: returns seconds from any fixed time.
     """
 
     def __init__(self, terminal: pytest.TerminalReporter | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,11 +44,11 @@ class LiveLine:
 
     @property
     def lives(self) -> bool:
-        """Whether there is a terminal."""
+        """True if the output is a terminal."""
         return self._terminal is not None and bool(self._terminal.isatty)
 
     def show(self, text: Callable[[], str], now: bool = False) -> None:
-        """Write the line, unless that was done a moment ago; with `now`, whenever that was."""
+        """Write the line, at most once per 0.1 s; with `now`, in any case."""
         clock = self._clock()
         if self._terminal is not None and self.lives and (now or clock - self._shown >= _INTERVAL):
             self._shown = clock
@@ -56,14 +56,14 @@ class LiveLine:
                 terminal.rewrite(text()[: terminal._tw.fullwidth - 1], erase=True)
 
     def clear(self) -> None:
-        """Take the line away, for what is to stay in its place."""
+        """Erase the line, to make room for permanent output."""
         if self._terminal is not None and self.lives:
             with self._past_capture() as terminal:
                 terminal.rewrite("", erase=True)
                 terminal.rewrite("")  # back to the first column
 
     def stay(self, text: str, **markup: bool) -> None:
-        """Write a line that stays, above the one that lives."""
+        """Write a permanent line above the live one."""
         if self._terminal is not None:
             self.clear()
             with self._past_capture() as terminal:
@@ -82,7 +82,7 @@ class Progress:
     """A pytest plugin that replaces pytest's dots.
 
     Args:
-        clock: seconds since any time.
+        clock: returns seconds from any fixed time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -111,9 +111,9 @@ class Progress:
     def pytest_sessionstart(self) -> Generator[None, None, None]:
         assert self._session is not None
         if self._session.settings.simulate != "cpu":
-            self._tell("mgpu-check: looking at the GPUs of this machine")  # a process imports torch for that
+            self._tell("mgpu-check: counting the GPUs of this machine")  # takes seconds: a process imports torch for it
         yield
-        self._tell(self._session.header())  # pytest's own header is off, and the rest of it of no use here
+        self._tell(self._session.header())  # because pytest's own header is off
         self._tell(told_level(self._session.settings.gpu_level))
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -152,7 +152,7 @@ class Progress:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
-        """Print no letter for a check: this plugin reports in words how it went."""
+        """Print no letter for a check, because this plugin writes a line about it."""
         row = row_of(report)
         if row is None or row.result.startswith("ERROR"):
             return None

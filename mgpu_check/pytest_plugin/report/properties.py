@@ -1,4 +1,4 @@
-"""Record what a test has used as properties of its report: for JUnit files, and for the closing table."""
+"""Record facts about a test as properties of its report, for JUnit files and the closing table."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _LACK, _SHOWED, _UNSEEN = "lack", "known_defects", "known_defects_unseen"
 
 
 def add_identity(item: pytest.Item, host: int | None) -> None:
-    """Record of which property of the packaged suite a test is a check, and what it says. Begins the record of a try.
+    """Record the property and the title of a check of the packaged suite. Clears the record of an earlier try.
 
     Args:
-        host: where it runs, if it is the same check on each of several hosts.
+        host: host of the test, if the check runs on each of several hosts; otherwise None.
     """
     ours = (
         "mgpu_check.failed_ranks",
         "mgpu_check.mistakes",
         "mgpu_check.replay",
         "mgpu_check.second_look",
-    )  # of a try before this one, where failures are tried again
+    )  # from an earlier try, if failures are rerun
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in ours]
     module = getattr(item, "module", None)
     package, _, name = getattr(module, "__name__", "").rpartition(".test_")
@@ -38,7 +38,7 @@ def add_identity(item: pytest.Item, host: int | None) -> None:
 
 
 def add_usage(item: pytest.Item, session: GpuSession) -> None:
-    """Record what the test has used."""
+    """Record examples, world sizes, devices, seeds, drawn values and known defects of the test."""
     _set(item, "examples", session.examples)
     _set(item, "world_sizes", " ".join(map(str, session.sizes())))
     if session.values is not None:
@@ -71,16 +71,14 @@ def lacks_devices(report: object) -> bool:
 
 
 def defects_met(report: object) -> tuple[list[str], list[str]]:
-    """Return the known defects of others that a test has met: those that showed, and those that did not."""
+    """Return the names of the known defects that a test has met: those that occurred, and those that did not."""
     found = {str(name): str(value) for name, value in getattr(report, "user_properties", ())}
     showed, unseen = (found.get(f"mgpu_check.{name}", "").split() for name in (_SHOWED, _UNSEEN))
     return showed, unseen
 
 
 def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence[str], seen: Seen | None) -> None:
-    """Record which ranks were involved in a failure, which mistakes it looks like, what repeats it, and what a second
-    look has shown.
-    """
+    """Record the failed ranks, the likely mistakes, the replay lines and the headline of the second look."""
     if seen is not None and seen.headline:
         _set(item, "second_look", seen.headline)
     mistakes = dict.fromkeys(name for part in parts_of(error) for name in getattr(part, "mistakes", ()))
@@ -92,7 +90,7 @@ def add_failure(item: pytest.Item, error: BaseException | None, replay: Sequence
 
 
 def _set(item: pytest.Item, name: str, value: object) -> None:
-    """Set a property, which has one value, however often a test is tried again."""
+    """Set a property, and replace its value from an earlier try."""
     key = f"mgpu_check.{name}"
     item.user_properties[:] = [entry for entry in item.user_properties if entry[0] != key]
     item.user_properties.append((key, value))

@@ -1,4 +1,4 @@
-"""The shell line that repeats a failure."""
+"""Build the shell line that repeats a failure."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["BLOB", "FLAG", "CommandLine", "Invocation", "lines_for", "parts_of",
 FLAG = "--gpu-replay"
 
 BLOB = "_mgpu_check_blob"
-"""Attribute by which an exception names the Hypothesis example that raised it."""
+"""Attribute of an exception that holds the Hypothesis example that raised it."""
 
 _PACKAGED = {"mgpu_check.suite": (), "mgpu_check.acceptance": ("accept",)}
-"""Packages of tests, with the words by which `mgpu-check` runs them."""
+"""Packages of tests, with the words after `mgpu-check` that run them."""
 
 _OURS = frozenset({FLAG, *(option.flag for option in OPTIONS.values())})
 
-# Options that select tests, stop early, run in parallel, measure or show: one test fails without them as it did with
-# them. What is not listed here is kept, because options of a repository's own decide what its tests do.
+# Options that select tests, stop early, run in parallel, measure or show. A single test fails in the same way without
+# them. All other options are kept, because a repository's own options may change its tests.
 _DROPPED = frozenset(
     """
     --lf --last-failed --ff --failed-first --nf --new-first --lfnf --last-failed-no-failures --cache-show --cache-clear
@@ -47,8 +47,8 @@ _DROPPED = frozenset(
     --hypothesis-explain --hypothesis-show-statistics
     """.split()  # noqa: SIM905  # a list would be four times as long
 )
-_SWITCHES = "xvqslhdf"  # short options without a value, none of which is needed
-_DROPPED_LETTERS = "kmnr"  # short options with one
+_SWITCHES = "xvqslhdf"  # short options without a value, all dropped
+_DROPPED_LETTERS = "kmnr"  # short options with a value
 _IRRELEVANT_PLUGINS = ("no:cacheprovider", "no:terminal", "no:progress", "mgpu_check")
 
 _NOTE = re.compile(r"@reproduce_failure\('(?P<version>[^']+)', (?P<blob>b'[^']*'|b\"[^\"]*\")\)")
@@ -56,14 +56,14 @@ _NOTE = re.compile(r"@reproduce_failure\('(?P<version>[^']+)', (?P<blob>b'[^']*'
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A plugin of the `mgpu-check` command: what the user typed, where pytest sees more.
+    """A pytest plugin that holds the `mgpu-check` command line as the user typed it.
 
     Attributes:
-        words: such as ("mgpu-check",) or ("mgpu-check", "selftest"), the program's name left open.
-        arguments: what follows them, as pytest has them.
-        omits: the prefix that options of the plugin lack in this command: "--accept-" for ``--report`` in place of
-            ``--accept-report``.
-        added: options that the command has added to what the user typed.
+        words: the subcommand, such as () or ("selftest",).
+        arguments: the arguments that pytest received.
+        omits: the prefix that the user leaves out of option names in this command: "--accept-" for ``--report`` in place
+            of ``--accept-report``.
+        added: options that the command has added.
     """
 
     words: tuple[str, ...]
@@ -75,26 +75,26 @@ class CommandLine:
         parser.prog = " ".join(("mgpu-check", *self.words))
 
     def origin_of(self, flag: str) -> str:
-        """Return where the value of an option on the command line comes from, in the user's words."""
+        """Return the origin of an option's value: the option as typed, or the default of the command."""
         return f"default of {' '.join(('mgpu-check', *self.words))}" if flag in self.added else self.as_typed(flag)
 
     def as_typed(self, word: str) -> str:
-        """Return a word of `arguments` as users write it."""
+        """Return a word of `arguments` as users type it."""
         return f"--{word.removeprefix(self.omits)}" if self.omits and word.startswith(self.omits) else word
 
 
 @dataclass(frozen=True)
 class Invocation:
-    """The command line of this run, as far as it matters for one of its tests. Plain data, for xdist's workers.
+    """The parts of this run's command line that a replay needs. Plain data, for xdist's workers.
 
     Attributes:
-        directory: where it was called.
+        directory: working directory of the call.
         program: the shell words before the options, such as ("python", "-m", "pytest").
-        suite_program: those for a check of the packaged suite.
-        options: of mgpu-check, by its settings.
-        suite_options: the same with those that stand in an ini file, of which the packaged suite has another.
-        kept: other options that this run was called with.
-        seed: of Hypothesis, as given on the command line.
+        suite_program: the shell words for a check of the packaged suite.
+        options: options of mgpu-check that differ from the ini file.
+        suite_options: all options of mgpu-check; the packaged suite does not read this ini file.
+        kept: other options of the call that may change a test.
+        seed: of Hypothesis, from the command line; None if it was not given.
     """
 
     directory: str
@@ -128,9 +128,7 @@ class Invocation:
 
     @classmethod
     def told(cls, values: Mapping[str, Any]) -> Invocation:
-        """Return the command line of the process that has started this one, by `dataclasses.asdict` and a channel
-        without tuples.
-        """
+        """Rebuild the command line of the parent process from `dataclasses.asdict`, whose tuples have become lists."""
         plain: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
         return cls(**plain)
 
@@ -149,14 +147,14 @@ class Invocation:
         return shlex.join([*words, *extra])
 
     def _ini(self, item: pytest.Item) -> list[str]:
-        """Return the options that name ini file and root, where pytest would find others if it is given this test only."""
+        """Return options for the ini file and rootdir if pytest would find a different ini file for this test alone."""
         if any(word.startswith(("-c", "--config-file")) for word in self.kept):
             return []
         try:
             from _pytest.config.findpaths import locate_config
 
             found = locate_config(Path(self.directory), [item.path.parent])[1]
-        except Exception:  # an inner part of pytest: without it, the line is right wherever there is one ini file
+        except Exception:  # an internal of pytest; without it, the line is still correct if there is only one ini file
             return []
         used = item.config.inipath
         if found == used:
@@ -169,12 +167,11 @@ class Invocation:
 def lines_for(
     item: pytest.Item, invocation: Invocation, error: BaseException | None, replayed: str | None
 ) -> list[str]:
-    """Return the shell lines that repeat a failure of `item`: one for each of the distinct errors that Hypothesis
-    found.
+    """Return the shell lines that repeat a failure of `item`: one for each distinct error that Hypothesis found.
 
     Args:
-        error: with the notes that Hypothesis has left on it.
-        replayed: the example that this run was told to repeat.
+        error: the failure; `take_blobs` has been called on it.
+        replayed: the value of ``--gpu-replay`` in this run, or None.
     """
     seed = _seed_of(item, invocation)
     fallback = [f"{FLAG}={replayed}"] if replayed else [f"--hypothesis-seed={seed}"] if seed is not None else []
@@ -187,16 +184,14 @@ def lines_for(
 
 
 def parts_of(error: BaseException | None) -> list[BaseException]:
-    """Return the errors of a group that Hypothesis has made, of distinct failures or of a flaky one; else the error
-    itself.
-    """
+    """Return the leaves of an exception group, as Hypothesis raises for distinct or flaky failures; else the error."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in parts_of(part)]
     return [] if error is None else [error]
 
 
 def take_blobs(error: BaseException | None) -> None:
-    """Move the example that Hypothesis has noted on an error, and on those in a group, from its notes to `BLOB`."""
+    """Move the example from Hypothesis' note on an error to its attribute `BLOB`; also for the errors of a group."""
     if error is None:
         return
     kept = []
@@ -219,9 +214,7 @@ def _is_explicit(error: BaseException) -> bool:
 
 
 def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
-    """Return the seed by which Hypothesis has drawn the examples of `item`; None where it has not, or by one in the
-    source.
-    """
+    """Return the seed of the Hypothesis test `item`; None if it is no Hypothesis test, or its source sets the seed."""
     function = getattr(item, "function", None)
     if not getattr(function, "is_hypothesis_test", False) or getattr(function, "_hypothesis_internal_use_seed", None):
         return None
@@ -229,14 +222,14 @@ def _seed_of(item: pytest.Item, invocation: Invocation) -> object:
 
 
 def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bool) -> Iterator[str]:
-    """Return the options that hold the settings of this run, but for those that stand in the ini file."""
+    """Yield the options of mgpu-check for this run; with `everything`, also those from the ini file."""
     typed = {word.partition("=")[0] for word in [*arguments, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]}
     for name, option in OPTIONS.items():
         if not option.repeats:
             continue
         text = config.getoption(name, None)
         if text is not None and option.flag not in typed and not everything:
-            text = None  # in `addopts` of the ini file
+            text = None  # it comes from `addopts` in the ini file
         elif text is None:
             text = os.environ.get(option.variable, config.getini(name) if everything else None)
         if text is None:
@@ -253,7 +246,7 @@ def _own_options(config: pytest.Config, arguments: Sequence[str], everything: bo
 
 
 def _kept(arguments: Sequence[str], positionals: Sequence[str]) -> Iterator[str]:
-    """Choose, of the words that pytest was called with, those that determine how a test runs."""
+    """Yield the arguments of the pytest call that may change how a test runs."""
     rest = list(positionals)
     keep = False
     words = iter(arguments)
@@ -291,7 +284,7 @@ def _pytest_program() -> tuple[str, ...]:
 
 
 def _program(module: str, script: str) -> tuple[str, ...]:
-    """Return a script of this environment, or the module by which it goes too, as it was called."""
+    """Return the script of this environment, or ``python -m module`` if that was called or the script is missing."""
     beside = str(Path(sys.executable).with_name(script))
     if Path(sys.argv[0]).name == "__main__.py" or not os.path.exists(beside):
         return (_python(), "-m", module)
@@ -304,6 +297,6 @@ def _python() -> str:
 
 
 def _reachable(name: str, path: str) -> str:
-    """Return `name` where the shell finds that of this environment by it, `path` elsewhere."""
+    """Return `name` if the shell finds this environment's program by it; otherwise `path`."""
     found: Any = shutil.which(name)
     return name if found and os.path.dirname(os.path.abspath(found)) == os.path.dirname(path) else path

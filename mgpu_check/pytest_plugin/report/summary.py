@@ -17,7 +17,7 @@ __all__ = ["print_to", "tell"]
 
 
 def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
-    """Print where ranks were interrupted, deaths between tests, remarks, tests skipped for want of devices, and SIMULATED where it is true."""
+    """Print the closing table, interrupted and dead ranks, remarks, and tests skipped because of too few devices."""
     table.print_to(terminal, session.settings.gpu_level)
     if session.interrupted:
         terminal.section("ranks that were interrupted", red=True)
@@ -39,13 +39,13 @@ def print_to(terminal: pytest.TerminalReporter, session: GpuSession) -> None:
     for name in sorted(unseen - showed):
         terminal.line(f"mgpu-check: {table.told_unseen(name)}", yellow=True)
     if session.settings.simulate and session.settings.asked:
-        # As a category of its own it stands in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
-        terminal._known_types = None  # cached where the run stopped early
+        # A category of its own appears in pytest's last line: "3 passed, 4 SIMULATED GPUs in 1.20s".
+        terminal._known_types = None  # pytest has cached it if the run stopped early
         terminal.stats.setdefault("SIMULATED GPUs", [SimpleNamespace() for _ in range(session.settings.gpus or 0)])
 
 
 def tell(config: pytest.Config, line: str) -> None:
-    """Say something before the end, to the terminal itself."""
+    """Print a line to stderr at once, past pytest's capturing."""
     capture = config.pluginmanager.get_plugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
         print(f"\nmgpu-check: {line}", file=sys.stderr, flush=True)

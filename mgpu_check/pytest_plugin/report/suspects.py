@@ -1,4 +1,4 @@
-"""Say which device, or how many of them, a failure needs: from what came of the same example on other devices."""
+"""Localise a failure to a device, a pair, a rank or a world size, from trials of the same example on other devices."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Seen", "Trial"]
 
 @dataclass(frozen=True)
 class Trial:
-    """One more run of an example that has failed.
+    """One rerun of a failed example.
 
     Attributes:
-        devices: indices of those that took part, in the order of ranks.
-        failed: whether it has failed again.
-        ranks: those that the failure names.
-        refused: it could not run on these devices, which says nothing of them.
+        devices: indices of the participating devices, in rank order.
+        failed: whether it failed again.
+        ranks: the ranks that the failure names.
+        refused: whether it could not run on these devices, so that the trial is inconclusive.
     """
 
     devices: tuple[int, ...]
@@ -32,12 +32,12 @@ class Trial:
 
 @dataclass
 class Seen:
-    """What a second look at an example has shown.
+    """The trials of a second look at a failed example.
 
     Attributes:
-        repeats: the example as it was, again and again.
-        elsewhere: the same on other devices, in another order, or in smaller worlds.
-        notes: what was left out, and why.
+        repeats: unchanged reruns of the example.
+        elsewhere: reruns on other devices, in another order, or in smaller worlds.
+        notes: omitted trials, and the reason.
     """
 
     repeats: list[Trial] = field(default_factory=list)
@@ -50,12 +50,12 @@ class Seen:
 
     @property
     def unreliable(self) -> bool:
-        """True if the same example fails and passes."""
+        """True if an unchanged rerun passes."""
         return any(not trial.failed for trial in self.repeats)
 
     @property
     def headline(self) -> str:
-        """What the failure looks like, in a line; empty where nothing was seen."""
+        """The likely cause of the failure, in a line; "" if there is no conclusion."""
         if not self.repeats:
             return ""
         part = self._part()
@@ -65,18 +65,18 @@ class Seen:
         return f"looks like unreliable hardware, or a race: {times}" + (f"; {part}" if part else "")
 
     def lines(self) -> list[str]:
-        """Return all that was seen, the headline first."""
+        """Return the headline, the counts of the trials, and the notes."""
         if not self.repeats:
             return self.notes
         failed = sum(trial.failed for trial in self.repeats)
         found = [self.headline] if self.headline else []
-        found.append(f"again as it was: failed {failed} of {len(self.repeats)} times")
+        found.append(f"unchanged reruns: {failed} of {len(self.repeats)} failed")
         for size in sorted({len(trial.devices) for trial in self.elsewhere}):
             trials = [trial for trial in self.elsewhere if len(trial.devices) == size]
             wrong = [_shown(trial.devices) for trial in trials if trial.failed]
             right = [_shown(trial.devices) for trial in trials if not trial.failed]
             what = "on one device alone" if size == 1 else f"on {size} devices"
-            ended = [f"{verb} on {', '.join(each)}" for verb, each in (("fails", wrong), ("is right", right)) if each]
+            ended = [f"{verb} on {', '.join(each)}" for verb, each in (("fails", wrong), ("passes", right)) if each]
             found.append(f"{what}: {'; '.join(ended)}")
         return found + self.notes
 
@@ -99,22 +99,20 @@ class Seen:
         apart = everything - common <= several and not any(common <= devices for devices in passing)
         if len(common) == 2 and len(everything) > 2 and apart:
             first, second = sorted(common)
-            return f"fails where cuda:{first} and cuda:{second} are together: looks like what is between them"
-        # Where a rank is alone there is no other that it could be.
+            return f"fails if cuda:{first} and cuda:{second} take part together: looks like the link between them"
+        # A trial on one device cannot distinguish ranks.
         named = [trial for trial in failing if trial.ranks and len(trial.devices) > 1]
         if len({trial.devices for trial in named}) > 1:
             devices = frozenset.intersection(*(trial.blamed for trial in named))
             ranks = set.intersection(*(set(trial.ranks) for trial in named))
             if len(devices) == 1 and not ranks:
-                return f"looks like cuda:{min(devices)}: what is wrong follows it, whichever rank has it"
+                return f"looks like cuda:{min(devices)}: the error follows the device from rank to rank"
             if len(ranks) == 1 and not devices:
-                return (
-                    f"what is wrong stays with rank {min(ranks)}, whatever device it has: looks like the code, or torch"
-                )
+                return f"the error stays with rank {min(ranks)} on different devices: looks like the code, or torch"
         least = min(len(trial.devices) for trial in failing)
         fewer: set[int] = set().union(*(devices for devices in passing if len(devices) < least))
         if len(common) < least and everything <= fewer:
-            return f"fails from {least} devices on, whichever they are: looks like the code, or torch, and not like one device"
+            return f"fails on any {least} or more devices: looks like the code, or torch, and not like one device"
         return ""
 
 

@@ -1,4 +1,4 @@
-"""The closing table of the packaged suite: property, check, examples, world sizes, result, seconds; what was drawn."""
+"""Print the closing table of the packaged suite: property, check, examples, world sizes, result, seconds, drawn values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mgpu_check.version import torch_version
 __all__ = ["Row", "print_to", "row_of", "told", "told_level", "told_unseen"]
 
 _LEAST_TEXT = 40
-_NUMBERS = 25  # columns of examples and seconds, and the space between all
+_NUMBERS = 25  # width of the columns "examples" and "seconds" and of all gaps
 
 _LEVELS = {
     "quick": "a few examples of each check; --gpu-level=standard draws four times as many, tests larger tensors and more "
@@ -35,7 +35,7 @@ _RESULTS = {
 
 @dataclass
 class Row:
-    """One check of the suite, as it went."""
+    """The table row of one check of the suite."""
 
     property: str
     check: str
@@ -49,8 +49,8 @@ class Row:
 
 
 def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
-    """Return the row of a check's report; None for others, and for the phases of a check that add nothing new."""
-    if isinstance(report, pytest.CollectReport):  # of a file that cannot be imported
+    """Return the row for the report of a check; None for other reports, and for a passed setup or teardown."""
+    if isinstance(report, pytest.CollectReport):  # a file that cannot be imported
         return None
     properties = dict(report.user_properties)
     name = properties.get("mgpu_check.property")
@@ -84,27 +84,27 @@ def row_of(report: pytest.TestReport | pytest.CollectReport) -> Row | None:
 
 
 def told(name: str) -> str:
-    """Return what a known defect is, and where it is reported."""
+    """Describe a known defect, with a link to its report."""
     defect = KNOWN_DEFECTS[name]
     return f"{defect.summary}: a known defect of others, {defect.link}"
 
 
 def told_unseen(name: str) -> str:
-    """Return that a known defect was met, and did not show."""
+    """Return a remark that a test met the conditions of a known defect, and the defect did not occur."""
     defect = KNOWN_DEFECTS[name]
     return (
-        f"the known defect {name} did not show with torch {torch_version()}: it is mended, or needs another condition; "
+        f"the known defect {name} did not occur with torch {torch_version()}: it is fixed, or needs another condition; "
         f"see {defect.link}"
     )
 
 
 def told_level(level: str) -> str:
-    """Return what the packaged suite does at a level, and what the next level adds."""
+    """Describe the packaged suite at a level, and what the next level adds."""
     return f"level {level}: {_LEVELS[level]}"
 
 
 def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
-    """Print the table, if checks of the packaged suite have run, and what a higher level than `level` adds."""
+    """Print the table and a line about `level`, if checks of the packaged suite have run."""
     rows = [
         row
         for reports in terminal.stats.values()
@@ -145,7 +145,7 @@ def print_to(terminal: pytest.TerminalReporter, level: str) -> None:
 
 
 def _below(terminal: pytest.TerminalReporter, indent: int, text: str, begin: str) -> None:
-    """Print what there is to say of a row, below it, over the whole width; links stay in one piece."""
+    """Print a note below a row, wrapped to the terminal's width without breaking links."""
     width = max(_LEAST_TEXT, terminal._tw.fullwidth - indent - 2)
     for line in textwrap.wrap(
         text,
