@@ -1,4 +1,4 @@
-"""`mgpu-check accept`: may this node join the fleet, and if not, which part of it goes back?"""
+"""`mgpu-check accept`: decide whether a node may join the fleet, and name its defective parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OWN = {
     "--report": "node.html",
     "--plant": "copy-zeros",
 }
-"""Options of this command that the plugin has as ``--accept-...``, with a value that one may have."""
+"""Options of this command that the plugin calls ``--accept-...``, each with an example value."""
 
 _HELP = """\
 usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for=TIME] [--simulate] [--memory=SHARE]
@@ -33,18 +33,18 @@ usage: mgpu-check accept [--gpus=N|all] [--gpu-level=quick|standard|long] [--for
        mgpu-check accept merge FILE.json FILE.json ... [--report=FILE]
        mgpu-check accept lint [FILE ...]
 
-Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and ends with one verdict.
-Without --gpus it takes all visible GPUs. Under torchrun or srun it takes those of all hosts, with one verdict for each.
+Checks the GPUs of this node, their memory, arithmetic, links, collectives, training and health, and prints one verdict.
+Without --gpus it checks all visible GPUs. Under torchrun or srun it checks the GPUs of all hosts, with a verdict per host.
 
-  --gpu-level       quick: under a minute on 8 GPUs; standard (default): under ten; long: as thorough as it can be
-  --for             keep the GPUs under load for so long after the checks: 90s, 30m, 2h
+  --gpu-level       quick: under a minute on 8 GPUs; standard (default): under ten; long: as thorough as possible
+  --for             keep the GPUs under load for this time after the checks: 90s, 30m, 2h
   --memory          share of the free memory that is written and read back (default: 0.9)
-  --baseline        hold facts and speed against a file that --record-baseline has written on a node that is right
-  --record-baseline write facts and speed of these GPUs to a file, unless something was wrong: on a node that you trust
+  --baseline        compare facts and speed with a file that --record-baseline has written on a good node
+  --record-baseline write facts and speed of these GPUs to a file, unless a check failed; use it on a node that you trust
   --report          write a report; can be given several times
-  --simulate        make the GPUs in software: shows what the checks do, and says nothing of hardware
-  --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists them
-  -k                only checks whose names match; the verdict says so
+  --simulate        simulate the GPUs in software: shows how the checks work, and proves nothing about hardware
+  --plant           plant a defect in simulated GPUs, such as copy-zeros:device=0,peer=2; --plant=list lists all defects
+  -k                run only the checks whose names match; the verdict says so
 
 exit codes:
   0 ACCEPTED   1 REJECTED   2 INCONCLUSIVE: something could not be checked   3 internal error   4 wrong usage
@@ -53,7 +53,7 @@ exit codes:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the acceptance; the exit code of its verdict."""
+    """Run the acceptance, and return the exit code of its verdict."""
     arguments = list(argv)
     if arguments[:1] == ["merge"]:
         from mgpu_check.cli import accept_merge
@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         return _list_faults()
     arguments = at_standard(on_all_gpus(arguments))
     if not any(argument.startswith("--hypothesis-seed") for argument in arguments):
-        arguments.append(f"--hypothesis-seed={secrets.randbelow(2**32)}")  # by which the whole run is repeated
+        arguments.append(f"--hypothesis-seed={secrets.randbelow(2**32)}")  # one seed repeats the whole run
     ending = _Ending()
     line = command_line(("accept",), arguments, typed, "--accept-")
     code = run([*arguments, "-rN"], [ending, line], mgpu_check.acceptance)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         return INTERRUPTED
     if code == pytest.ExitCode.NO_TESTS_COLLECTED:
         print(
-            f"mgpu-check accept: no check was selected; checks are {', '.join(CHECKS)}: choose among them with -k, such as "
+            f"mgpu-check accept: no check was selected; checks are {', '.join(CHECKS)}: select some with -k, such as "
             "-k 'memory or links'",
             file=sys.stderr,
         )
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class _Ending:
-    """A pytest plugin that tells a run that was interrupted from one that could not decide: pytest has one code for both."""
+    """A pytest plugin that distinguishes an interrupted run from an undecided one: pytest's exit code is 2 for both."""
 
     interrupted = False
     broken = False
@@ -99,13 +99,13 @@ class _Ending:
     def pytest_configure(self, config: pytest.Config) -> None:
         if config.getoption("dist", "no") != "no":
             raise pytest.UsageError(
-                f"mgpu-check accept: it uses all GPUs at once, and runs in one process: leave out -n "
+                f"mgpu-check accept: the command uses all GPUs at once, and runs in one process: leave out -n "
                 f"{config.getoption('numprocesses', None) or ''}".rstrip()
             )
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         self.broken = excinfo.type is not KeyboardInterrupt
-        # pytest's own Interrupted, a subclass, ends its collection.
+        # pytest's own Interrupted, a subclass of KeyboardInterrupt, ends its collection.
         self.interrupted = excinfo.type is KeyboardInterrupt
 
 
@@ -119,15 +119,15 @@ def _list_faults() -> int:
 
 
 def _without_value(arguments: Sequence[str]) -> str:
-    """Return what is wrong where an option of this command has no value; empty where all is right."""
+    """Return an error message if an option of this command lacks its value; otherwise ""."""
     for argument, following in itertools.pairwise([*arguments, "--"]):
         if argument in _OWN and following.startswith("-"):
-            return f"{argument}: it needs a value, such as {argument}={_OWN[argument]}"
+            return f"{argument} needs a value, such as {argument}={_OWN[argument]}"
     return ""
 
 
 def in_pytests_words(arguments: Sequence[str]) -> list[str]:
-    """Return arguments of this command as the plugin has them: ``--report=FILE`` as ``--accept-report=FILE``."""
+    """Translate the options of this command into those of the plugin: ``--report=F`` into ``--accept-report=F``."""
     found = []
     for argument in arguments:
         name, equals, value = argument.partition("=")

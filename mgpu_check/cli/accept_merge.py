@@ -1,4 +1,4 @@
-"""`mgpu-check accept merge a.json b.json ...`: one report of many nodes."""
+"""`mgpu-check accept merge a.json b.json ...`: join the reports of many nodes into one."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mgpu_check.option_values import ACCEPTANCE_SUFFIXES
 __all__ = ["main"]
 
 _EPILOG = """\
-exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 one is REJECTED; 2 one is INCONCLUSIVE, and none is REJECTED;
-3 internal error; 4 wrong usage.
-Nodes that are slower than others of their model are named. That is no verdict: each node's own run has one.
+exit codes: the worst verdict counts: 0 all nodes are ACCEPTED; 1 a node is REJECTED; 2 a node is INCONCLUSIVE, no node is
+REJECTED; 3 internal error; 4 wrong usage.
+The report names nodes that are slower than others with the same GPU model. This does not change their verdicts.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Join the reports of `argv`, print the verdict, and write what was asked for; the exit code of the worst verdict."""
+    """Join the reports of `argv`, print the verdict, write the reports, and return the exit code of the worst verdict."""
     parser = Parser(
         prog="mgpu-check accept merge",
         usage="mgpu-check accept merge FILE.json FILE.json ... [--report=FILE.html|.json|.md|.xml]",
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE.json", help="of `mgpu-check accept --report=FILE.json`"
+        "files", nargs="+", type=Path, metavar="FILE.json", help="a report of `mgpu-check accept --report=FILE.json`"
     )
     parser.add_argument(
         "--report",
@@ -43,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
         default=[],
         type=Path,
         metavar="FILE",
-        help=f"write a report of all nodes, by its suffix: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given several times",
+        help=f"write a report of all nodes; the suffix is the format: {', '.join(ACCEPTANCE_SUFFIXES)}; can be given several "
+        "times",
     )
     try:
         given = parser.parse_args(list(argv))

@@ -1,4 +1,4 @@
-"""The exit codes of all commands, and the parser that keeps to them."""
+"""The exit codes of all commands, and an argument parser that uses them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import NoReturn
 
 __all__ = ["INTERNAL_ERROR", "INTERRUPTED", "RIGHT", "UNDECIDED", "WRONG", "WRONG_USAGE", "Parser"]
 
-# As pytest has them, as far as it has them.
+# The same as pytest's exit codes, where pytest has one.
 RIGHT = 0
 WRONG = 1
-UNDECIDED = 2  # pytest's for a run that was interrupted, which says as little
+UNDECIDED = 2  # pytest's code for an interrupted run, which has no verdict either
 INTERNAL_ERROR = 3
 WRONG_USAGE = 4
 INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends the process with `WRONG_USAGE`, where argparse ends it with 2."""
+    """An `ArgumentParser` that exits with `WRONG_USAGE` on an error; argparse exits with 2."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(None)

@@ -1,4 +1,4 @@
-"""``mgpu-check compare --gpus=4 -- train.py --args``: does a training script do on four ranks what it does on one device?"""
+"""``mgpu-check compare --gpus=4 -- train.py --args``: compare a training script on four ranks with one device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ _USAGE = (
     "       mgpu-check compare [...] -- -m module [args...]"
 )
 _EPILOG = """\
-In the arguments of the script, {…} with W in it is replaced by its value, where W is the number of processes of the run:
---batch-size={64/W}, --lr={0.1*W}.
+In the arguments of the script, an expression in braces that contains W is replaced by its value. W is the number of
+processes of the run: --batch-size={64/W}, --lr={0.1*W}.
 
-exit codes: 0 equal; 1 it differs, or fails or hangs on the ranks; 2 not comparable: the ranks were given other samples or
-other parameters, the script is not repeatable, makes no optimizer step, or gives no finite numbers from the first step on;
-or undecided: nothing differs, but a trained parameter was not compared;
-3 internal error of mgpu-check, which says nothing of the script; 4 wrong usage; 130 interrupted.
-What a script must do to be comparable: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
+exit codes:
+  0 equal   1 differs, or fails or hangs on the ranks
+  2 not comparable: the ranks saw other samples or started from other parameters, or the script is not repeatable, makes no
+    optimizer step, or has no finite numbers from the first step on; or undecided: a trained parameter was not compared, and
+    nothing else differs
+  3 internal error of mgpu-check, no verdict on the script   4 wrong usage   130 interrupted
+Requirements for a comparable script: https://github.com/mgpu-check/mgpu-check/blob/main/docs/how-to/compare.md.
 """
 _CODES = {"equal": RIGHT, "differs": WRONG, "not comparable": UNDECIDED, "undecided": UNDECIDED}
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun", "jsrun")
@@ -49,10 +51,10 @@ def _number(least: int, what: str) -> type[int]:
         except ValueError:
             n = least - 1
         if n < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is no {what}; give an integer of at least {least}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {what}; give an integer of at least {least}")
         return n
 
-    return parse  # type: ignore[return-value]  # what argparse takes for a type
+    return parse  # type: ignore[return-value]  # argparse accepts any callable as a type
 
 
 def _seconds(text: str) -> float:
@@ -61,7 +63,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; give a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; give a number of seconds above 0")
     return value
 
 
@@ -94,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="mgpu-check compare",
         usage=_USAGE,
-        description="Run a training script as it is on one device and on N ranks, and name the first optimizer step and "
-        "parameter that part ways.",
+        description="Run an unchanged training script on one device and on N ranks, and name the first optimizer step and "
+        "parameter that differ.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -109,12 +111,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=300.0,
         metavar="SECONDS",
-        help="end a run in which no rank gets further for so long (default: 300)",
+        help="end a run if no rank makes progress for this time (default: 300)",
     )
     add(
         "--fresh-directory",
         action="store_true",
-        help="begin each run in a copy of the current directory, in which what other runs write is not there",
+        help="start each run in a fresh copy of the current directory, without files of other runs",
     )
     add(
         "--unjudged",
@@ -122,23 +124,23 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN=REASON",
-        help="parameters that need not be compared, and why not; the report repeats it (may be given several times)",
+        help="parameters that need not be compared, and the reason, which the report repeats (may be given several times)",
     )
     add(
         "--html",
         type=_page,
         metavar="FILE",
-        help=f"write a page with the curves of loss and deviation; it takes {pages.INSTALL}",
+        help=f"write a page with the curves of loss and deviation; requires {pages.INSTALL}",
     )
-    add("--json", type=_writable, metavar="FILE", help="write the verdict, and what was compared, for programs")
+    add("--json", type=_writable, metavar="FILE", help="write the verdict and the compared values as JSON")
     return parser
 
 
 def _script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Return the command of a script, which may begin with the Python that is to run it.
+    """Return the command of a script, which may start with a Python interpreter.
 
     Raises:
-        SystemExit: by `parser`, where it is a launcher, or another program than a Python: each rank is the script itself.
+        SystemExit: by `parser`: `program` is a launcher, or not a Python program. Each rank runs the script directly.
     """
     name = Path(program[0]).name if program else ""
     python = _PYTHON.fullmatch(name) is not None and not Path(program[0]).is_dir()
@@ -156,35 +158,37 @@ def _script_command(program: Sequence[str], parser: argparse.ArgumentParser) -> 
     command = simulate.program_command(program, parser)
     if command[0] != sys.executable and not python:
         parser.error(
-            f"{program[0]} is a program, and compare records Python scripts: give the script that it starts, with the "
+            f"{program[0]} is a program, but compare runs Python scripts only: give the script that it starts, with the "
             "script's arguments"
         )
     return command
 
 
 def _environments(gpus: int, backing: str | None) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the environments of the run on one device, and of the ranks."""
+    """Return two environments: for the run on one device, and for the ranks."""
     if backing is not None:
         return simulate.environment(1, backing), simulate.environment(gpus, backing)
     import torch
 
     several = dict(os.environ)
     names = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"] if torch.version.hip else ["CUDA_VISIBLE_DEVICES"]
-    visible = next((several[name] for name in names if name in several), "0")  # the first that is set counts
+    visible = next(
+        (several[name] for name in names if name in several), "0"
+    )  # the first variable that is set takes effect
     return {**several, names[0]: visible.split(",")[0]}, several
 
 
 def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
-    """Count the devices, and refuse fewer than ranks: the ranks would fail for no fault of the script.
+    """Return the number of devices. Reject a number below that of ranks, because the ranks would fail.
 
-    Without any device the script may be one for CPUs.
+    No device at all is accepted: the script may run on CPUs.
 
     Raises:
-        SystemExit: by `parser`.
+        SystemExit: by `parser`: there are too few devices.
     """
     import torch
 
-    count = torch.cuda.device_count()  # it makes no context here, which would take memory of the first device
+    count = torch.cuda.device_count()  # creates no CUDA context, which would occupy memory of the first device
     if 0 < count < gpus:
         parser.error(
             f"--gpus={gpus}, but torch sees {count} GPU{'s' * (count > 1)} here; give a smaller number, or --simulate. For a "
@@ -195,12 +199,12 @@ def _count(gpus: int, parser: argparse.ArgumentParser) -> int:
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
     for another in _ENDING:
-        signal.signal(another, signal.SIG_IGN)  # the end of the processes is not to be interrupted
+        signal.signal(another, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
     raise KeyboardInterrupt
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare what the script of `argv` does on one device and on ranks; the exit code, see ``--help``."""
+    """Compare the script of `argv` on one device and on ranks, and return the exit code: see ``--help``."""
     parser = _parser()
     try:
         own, program = simulate.split_program(argv, _TAKE_A_WORD)

@@ -1,4 +1,4 @@
-"""`mgpu-check devices`: list what GPUs torch sees here."""
+"""`mgpu-check devices`: list the GPUs that torch sees on this machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the visible devices, and what decides which those are. Exit code 0, also where there are none; 4 where there is
-    trouble with them."""
-    parser = Parser(prog="mgpu-check devices", description="List the GPUs that torch sees here.")
+    """Print the visible devices, and the variable that selects them.
+
+    Returns:
+        Exit code 0, also without devices; 4 if the driver or the devices do not work.
+    """
+    parser = Parser(prog="mgpu-check devices", description="List the GPUs that torch sees on this machine.")
     parser.parse_args(argv)
     import torch
 
@@ -29,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         print(found.trouble)
         return 4
     if not found.devices:
-        print("no GPU is visible; to have some in software: mgpu-check --gpus=4 --simulate")
+        print("no GPU is visible; to simulate some: mgpu-check --gpus=4 --simulate")
         return 0
     if torch.distributed.is_available() and torch.distributed.is_nccl_available():
         print("NCCL " + ".".join(map(str, torch.cuda.nccl.version())))

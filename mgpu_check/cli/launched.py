@@ -1,7 +1,7 @@
-"""`mgpu-check` as one of many processes that a launcher has launched: torchrun, srun, or who sets the classic variables.
+"""Run `mgpu-check` as one of many processes of a launcher: torchrun, srun, or one that sets ``RANK``, ``WORLD_SIZE``, ...
 
-Each process is an agent, which has ranks as its children. That of rank 0 starts the driver, one more process, which runs
-the command line as it would run on one machine.
+Each launched process is an agent with ranks as its children. The agent of rank 0 also starts the driver, a process that
+runs the command line as on one machine.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 
 
 def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
-    """Do the part of this process in `command`, which `arguments` stand for; the exit code.
+    """Run this process's part of a command, and return the exit code.
 
-    That is all of it, where the process was not launched with others.
+    The driver, and a process without a launcher, call `command`. A launched process becomes an agent.
+
+    Args:
+        arguments: the command line of `command`.
     """
     from mgpu_check.engine.remote.driver import is_driver, take_over
 
@@ -57,10 +60,10 @@ def run(arguments: Sequence[str], command: Callable[[], int]) -> int:
 
 
 def _key(settings: Settings) -> Key | None:
-    """Return the key of this user; None where the network is trusted.
+    """Return the key of this user; None if the network is trusted.
 
     Raises:
-        UnusableKey: it cannot be had, or others may have it.
+        UnusableKey: the key cannot be read or created, or other users could read it.
     """
     from mgpu_check.engine.remote.credentials import Key
     from mgpu_check.engine.remote.keyfile import default_path, secret_in
@@ -73,7 +76,7 @@ def _key(settings: Settings) -> Key | None:
 
 
 class _Found(BaseException):
-    """pytest has told what is asked, and need not go on."""
+    """Carries the settings out of pytest, and ends it."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -89,17 +92,17 @@ class _Question:
 
 
 def settings_of(arguments: Sequence[str]) -> Settings:
-    """Return the settings of `mgpu-check` with these arguments, by pytest's own rules, before it loads any conftest.
+    """Parse the settings from `arguments` with pytest, without loading any conftest.
 
-    The defaults where it is asked for what cannot be: the driver tells it.
+    Invalid settings give the defaults; the driver reports the error.
     """
     if arguments and arguments[0] == "pytest":
         words = list(arguments[1:])
     elif arguments and arguments[0] == "accept":
-        from mgpu_check.cli import accept  # here: other commands do without an acceptance
+        from mgpu_check.cli import accept  # here, because other commands do not need it
 
         words = accept.in_pytests_words(arguments[1:])
-    else:  # the suite has an ini file of its own
+    else:  # the packaged suite has its own ini file
         words = ["-c", str(Path(mgpu_check.suite.__file__).with_name("pytest.ini")), *arguments]
     try:
         with _quietly(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -113,7 +116,7 @@ def settings_of(arguments: Sequence[str]) -> Settings:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Have pytest import no plugins of others, which may do more than tell their options; and warn of nothing."""
+    """Within the context, disable third-party plugins of pytest, whose import may have side effects, and all warnings."""
     before = os.environ.get(_NO_PLUGINS)
     os.environ[_NO_PLUGINS] = "1"
     try:

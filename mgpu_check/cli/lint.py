@@ -1,4 +1,4 @@
-"""``mgpu-check accept lint FILE...``: would the thresholds in these files find anything?"""
+"""``mgpu-check accept lint FILE...``: check the thresholds in baselines and tables of floors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from mgpu_check.cli.codes import RIGHT, WRONG, WRONG_USAGE, Parser
 __all__ = ["main"]
 
 _DESCRIPTION = (
-    "Look for thresholds that can find nothing, or accuse everyone: wrong units, floors of zero, of a PCIe generation below the "
-    "card's, or far below the data sheet; too few repeats; sizes at which bandwidth falls; baselines of a node that was not right."
+    "Find thresholds that no node can miss, or that every node misses: wrong units; floors of zero, for a PCIe generation below "
+    "the card's, or far below the data sheet; too few repeats; sizes with low bandwidth; baselines of a defective node."
 )
 _EPILOG = """\
-FILE is a baseline (--record-baseline of mgpu-check accept) or a table of floors. Without one, the table of this package is read.
+FILE is a baseline (--record-baseline of mgpu-check accept) or a table of floors. Without FILE, the table of this package is
+checked.
 
 exit codes: 0 nothing found; 1 something found, one line each; 4 a file cannot be read, or is neither.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command.
+    """Check the files, and print one line per finding.
 
     Args:
-        argv: what follows ``mgpu-check accept lint``.
+        argv: the arguments after ``mgpu-check accept lint``.
 
     Returns:
         The exit code.

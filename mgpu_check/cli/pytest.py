@@ -1,4 +1,4 @@
-"""`mgpu-check pytest ARGUMENTS`: pytest itself, for tests of one's own on ranks that torchrun or srun has launched."""
+"""`mgpu-check pytest ARGUMENTS`: run pytest on the user's tests, on ranks that torchrun or srun has launched."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run pytest with the arguments `argv`; its exit code."""
+    """Run pytest with the arguments `argv`, and return its exit code."""
     return int(pytest.main(list(argv)))

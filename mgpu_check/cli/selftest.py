@@ -1,4 +1,4 @@
-"""`mgpu-check selftest`: plant every fault, run the checks that must catch it, print who catches what."""
+"""`mgpu-check selftest`: plant every fault, run the checks that must catch it, and print which check catches which fault."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ __all__ = ["Selftest", "main"]
 
 _QUICK, _ALL_PAIRS, _SEEDS = "--quick", "--all-pairs", "--seeds"
 _SHARE = 3
-"""`--quick` takes one fault of so many."""
+"""`--quick` plants one fault in three: enough to notice a broken check, in a third of the time."""
 _PARAMETER = "planted_fault"
 _CELL = "mgpu_check.cell"
 _HELP = """\
 usage: mgpu-check selftest [--quick] [--all-pairs] [--seeds=N] [--gpus=N] [--simulate] [pytest arguments]
                            [FILE[::CHECK] ...]
 
-Plants each known fault, runs the checks that must catch it, and prints who catches what. Runs each check without any, too.
-Without --gpus it simulates four; without --gpu-level it plants faults at the level standard. Every argument of pytest
-works, but for -n: -k NAME, -x, ...
+Plants each known fault, runs the checks that must catch it, and prints which check catches which fault. Also runs each check
+without a fault. Without --gpus it simulates 4 GPUs. Without --gpu-level it plants faults at the level standard.
+All arguments of pytest work, except -n: -k NAME, -x, ...
 
-  --quick      plant a third of the faults, always the same ones, and leave out checks that must catch none of them
-  --all-pairs  try each fault on all checks of its property, and want for each check a fault that no other catches
-  --seeds=N    try each pair with the seeds 0 to N-1, and want 19 of 20 to catch the fault
-  -k           only pairs whose names match: of a property, a check, or a fault
+  --quick      plant the same third of the faults each time; skip checks without a fault to catch
+  --all-pairs  try each fault on all checks of its property; require for each check a fault that no other check catches
+  --seeds=N    try each pair with the seeds 0 to N-1; require that 19 of 20 catch the fault
+  -k           run only pairs whose property, check or fault matches
 
 exit codes:
-  0 every fault is caught by the checks that must   1 one is not, or a check fails without any   2 interrupted
+  0 each check catches its faults   1 a fault is not caught, or a check fails without a fault   2 interrupted
   3 internal error   4 wrong usage   5 no test was run
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plant each fault for the checks that must catch it, and run every check without any.
+    """Plant each fault for the checks that must catch it, and run every check without a fault.
 
-    ``--quick`` plants a third of the faults, the same always. ``--all-pairs`` tries each on all checks of its property,
-    and wants each check to catch one that no other catches.
-    ``--seeds=N`` tries each pair with the seeds 0 to N-1, and wants 19 of 20 to catch it.
+    ``--quick`` plants always the same third of the faults. ``--all-pairs`` tries each fault on all checks of its property,
+    and requires each check to catch a fault that no other check catches. ``--seeds=N`` tries each pair with the seeds 0 to
+    N-1, and requires that 19 of 20 catch the fault.
 
     Returns:
-        0 if every check catches all faults that it must, there is one for each check, and every check passes without
-        any; 1 if not; 4 for a wrong option; pytest's own exit code where the run itself did not work.
+        0 if every check catches all its faults, has at least one, and passes without a fault; 1 if not; 4 for a wrong
+        option; pytest's own exit code if the run itself failed.
     """
     if "-h" in argv or "--help" in argv:
         print(_HELP, end="")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     seeds = [word.partition("=")[2] for word in own if word.startswith(_SEEDS)]
     if _SEEDS in arguments or any(not text.isdecimal() or int(text) < 1 for text in seeds):
         given = f"={seeds[-1]}" if seeds else ""
-        print(f"mgpu-check selftest: {_SEEDS}{given}: write how many seeds, such as {_SEEDS}=20", file=sys.stderr)
+        print(f"mgpu-check selftest: {_SEEDS}{given}: give the number of seeds, such as {_SEEDS}=20", file=sys.stderr)
         return WRONG_USAGE
     if not asks_for_gpus(arguments):
         arguments = ["--gpus=4", "--simulate", *arguments]
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class _Try:
-    """One run of a check: with a fault or without, by a seed of its own or by that of the whole run."""
+    """One run of a check. Without `fault`, no fault is planted; without `seed`, the seed of the whole run applies."""
 
     fault: str | None = None
     seed: int | None = None
@@ -95,16 +95,16 @@ class _Try:
 
 
 class Selftest:
-    """A pytest plugin that runs each check without a fault, and with those that it must catch.
+    """A pytest plugin that runs each check without a fault, and with each fault that it must catch.
 
-    A check without a fault draws as many examples as at the level "quick"; with one, as many as at the level of the run,
-    until the first that fails.
+    Without a fault, a check draws the number of examples of the level "quick". With a fault, it draws the number of the
+    run's level, until the first example that fails.
 
     Args:
-        quick: plant a third of the faults only, the same always: which ones depends on their own names alone. Checks that
-            must catch none of them do not run.
+        quick: plant a third of the faults; the choice depends only on the names of the faults. Checks without a fault to
+            catch do not run.
         all_pairs: try each fault on all checks of its property.
-        seeds: try each pair with so many seeds; 0 for that of the run.
+        seeds: number of seeds to try each pair with; 0 for the seed of the run.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Selftest:
         self.collects_only = config.getoption("collectonly")
         if config.getoption("dist", "no") != "no":
             raise pytest.UsageError(
-                f"mgpu-check selftest: it plants faults in one process, and cannot share its tests with others: leave out "
+                f"mgpu-check selftest: the command plants faults in one process, and cannot use several: leave out "
                 f"-n {config.getoption('numprocesses', None) or ''}".rstrip()
             )
 
@@ -137,7 +137,7 @@ class Selftest:
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         name = metafunc.module.__name__.rpartition(".test_")[2]
         if name not in self.matrices:
-            return  # a test of the user's own, which is refused when all are collected
+            return  # a test of the user, which `pytest_collection_modifyitems` refuses
         check = metafunc.definition.originalname
         mine = [fault for fault in self.matrices[name].faults if self.all_pairs or check in fault.caught_by]
         drawn = getattr(metafunc.function, "is_hypothesis_test", False)
@@ -151,12 +151,12 @@ class Selftest:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         foreign = [item for item in items if item.path.parent != Path(mgpu_check.suite.__path__[0])]
         if foreign:
-            items.clear()  # they are looked at even so
+            items.clear()  # because hooks after the error still process them
             raise pytest.UsageError(
-                f"mgpu-check selftest: {foreign[0].path.name}::{foreign[0].name} is no check of the packaged suite, and no "
+                f"mgpu-check selftest: {foreign[0].path.name}::{foreign[0].name} is not a check of the packaged suite, and no "
                 f"fault is planted for it: give options only, or one of {', '.join(files())}"
             )
-        without = [item for item in items if _try_of(item) is None]  # a parameter without a value: not to be run
+        without = [item for item in items if _try_of(item) is None]  # an empty parameter set: nothing to run
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
 
@@ -185,7 +185,7 @@ class Selftest:
         self._draw(item, tried)
 
     def _draw(self, item: pytest.Item, tried: _Try) -> None:
-        """Have a check draw as many examples, and by the seed, as this try is to."""
+        """Set the number of examples and the seed of a check for this try."""
         from hypothesis import Phase, settings
 
         from mgpu_check.suite import budget
@@ -203,7 +203,7 @@ class Selftest:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
-        # The matrix is the table of this run.
+        # Prevent the closing table: this run prints the matrix.
         report.user_properties = [entry for entry in report.user_properties if entry[0] != "mgpu_check.property"]
         tried = _try_of(item)
         if tried is None or tried.fault is None:
@@ -213,14 +213,14 @@ class Selftest:
             outcome = SKIPPED
         elif report.failed and report.when != "setup" and call.excinfo is not None:
             outcome = CAUGHT if _is_finding(call.excinfo.value) else ERROR
-            report.outcome = "passed"  # of the check, which did what it is there for
+            report.outcome = "passed"  # the check caught the fault, or its error is in the matrix
             report.longrepr = None
             report.sections.clear()
             report.user_properties.append((_CELL, outcome))
             if report.when == "call" and isinstance(call.excinfo.value, FirstFailure):
                 from mgpu_check.pytest_plugin.stash import FAILED
 
-                item.stash[FAILED] = False  # its ranks are as warm as before, unless they are broken
+                item.stash[FAILED] = False  # the ranks can be reused, unless they are broken
         elif report.when == "call":
             outcome = PASSED
         if outcome is not None:
@@ -236,7 +236,7 @@ class Selftest:
         return ("caught" if cell == CAUGHT else "no finding", cell, cell) if cell and report.when == "call" else None
 
     def print_verdict(self) -> bool:
-        """Print the matrix, and what is wrong with it; whether nothing is."""
+        """Print the matrix and everything that is not proven. Return whether everything is proven."""
         tried = [matrix for matrix in self.matrices.values() if matrix.checks]
         for matrix in tried:
             print("\n".join(matrix.lines()))
@@ -244,7 +244,7 @@ class Selftest:
         alone = f"{ALONE} by this check alone, " if self.all_pairs and not self.seeds else ""
         how = f" by 19 of 20 of the seeds 0 to {self.seeds - 1}" if self.seeds else ""
         print(
-            f"\n{CAUGHT} caught, {alone}{PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is no finding; "
+            f"\n{CAUGHT} caught, {alone}{PASSED} passed, {SKIPPED} skipped, {ERROR} an error that is not a finding; "
             f"{caught} of {pairs} pairs are caught{how}"
         )
         wrong = [line for matrix in tried for line in matrix.not_proven()]
@@ -256,7 +256,7 @@ class Selftest:
             most = max(fault.least_gpus for fault in self.out_of_reach)
             names = ", ".join(fault.name for fault in self.out_of_reach)
             print(
-                f"left out, because they strike in larger worlds only: {names}; plant them with --gpus={most} --simulate"
+                f"left out, because they occur in larger worlds only: {names}; plant them with --gpus={most} --simulate"
             )
         planted, every = sum(len(matrix.planted) for matrix in tried), len(self.faults)
         some = f"{every} faults" if planted == every else f"{planted} of {every} faults"
@@ -268,7 +268,7 @@ class Selftest:
 
 
 def _is_finding(error: BaseException) -> bool:
-    """Return whether a check has reported something wrong, rather than broken down over the fault's own code."""
+    """Return whether the error is a finding of the check, and not a crash in the planted fault's own code."""
     if isinstance(error, FirstFailure):
         return _is_finding(error.failure)
     if isinstance(error, BaseExceptionGroup):
@@ -277,7 +277,7 @@ def _is_finding(error: BaseException) -> bool:
         return True
     if isinstance(error, RankFailure):
         return isinstance(error.__cause__, AssertionError)
-    return isinstance(error, AssertionError)  # a check that compares in the pytest process what ranks have returned
+    return isinstance(error, AssertionError)  # from a check that compares the ranks' results in the pytest process
 
 
 def _check_of(item: pytest.Item) -> tuple[str, str]:

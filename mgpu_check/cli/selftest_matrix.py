@@ -1,4 +1,4 @@
-"""What came of each pair of fault and check in a selftest, as a table and as a verdict."""
+"""Results of a selftest: a table of each pair of fault and check, and the verdict."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ __all__ = ["ALONE", "CAUGHT", "ERROR", "PASSED", "SKIPPED", "Matrix", "of_proper
 
 CAUGHT, PASSED, SKIPPED, ERROR = "x", ".", "s", "e"
 ALONE = "X"
-"""In the table, in place of `CAUGHT`: by this check, and by no other."""
+"""In the table, in place of `CAUGHT`: caught by this check and by no other."""
 _OF_SEEDS = 19, 20
-"""A check must catch a fault that it is proven by with so many of so many seeds."""
+"""A check must catch each of its faults on at least 19 of 20 seeds."""
 
 
 @dataclass
 class Matrix:
-    """The faults and checks of one property, and what came of each pair that was tried.
+    """The faults and checks of one property, and the outcomes of each pair that was tried.
 
     Attributes:
         name: of the property.
-        faults: those that were planted.
-        checks: those that have run, in their order.
-        cells: (fault, check) -> what came of each try: `CAUGHT`, `PASSED`, `SKIPPED` or `ERROR`.
-        complete: no fault of the property is left out, so each check must catch one.
-        deselected: pairs of (fault, check) that are not to be tried, as by ``-k``.
-        all_pairs: each fault is tried on all checks, so each check must catch one that no other catches.
+        faults: the faults to plant.
+        checks: the checks that have run, in their order.
+        cells: (fault, check) -> the outcome of each try: `CAUGHT`, `PASSED`, `SKIPPED` or `ERROR`.
+        complete: whether all faults of the property are planted, so that each check must catch at least one.
+        deselected: pairs of (fault, check) that were deselected, as by ``-k``.
+        all_pairs: whether each fault is tried on all checks, so that each check must catch one that no other catches.
     """
 
     name: str
@@ -39,34 +39,34 @@ class Matrix:
     all_pairs: bool = False
 
     def add(self, fault: str, check: str, outcome: str) -> None:
-        """Note what came of a try."""
+        """Record the outcome of a try."""
         self.cells.setdefault((fault, check), []).append(outcome)
 
     def caught(self, fault: Fault, check: str) -> bool:
-        """Return whether the check catches the fault: with 19 of 20 seeds, where several were tried."""
+        """Return whether the check catches the fault; with several seeds, on at least 19 of 20."""
         tries = self.cells.get((fault.name, check), [])
         least, of = _OF_SEEDS
         return bool(tries) and tries.count(CAUGHT) * of >= least * len(tries)
 
     def caught_alone(self, fault: Fault, check: str) -> bool:
-        """Return whether the check catches the fault, and no other check of the property does, of which all were tried."""
+        """Return whether all checks of the property were tried on the fault, and only this check catches it."""
         all_tried = self.all_pairs and not any(fault.name == name for name, _ in self.deselected)
         return all_tried and [one for one in self.checks if self.caught(fault, one)] == [check]
 
     @property
     def pairs_caught(self) -> int:
-        """Number of pairs of fault and check of which the check catches the fault."""
+        """Number of pairs whose check catches the fault."""
         return sum(self.caught(fault, check) for fault in self.faults for check in self.checks)
 
     @property
     def planted(self) -> Sequence[Fault]:
-        """The faults that were not deselected from every check."""
+        """The faults that were planted: all except those deselected from every check."""
         tried = {fault for fault, _ in self.cells}
         left_out = {fault for fault, _ in self.deselected} - tried
         return [fault for fault in self.faults if fault.name not in left_out]
 
     def lines(self) -> Iterator[str]:
-        """Yield the table: a row for each fault that was planted, a column for each check."""
+        """Yield the lines of the table: a row per planted fault, a column per check."""
         width = max((len(fault.name) for fault in self.planted), default=0)
         yield ""
         yield self.name
@@ -79,15 +79,16 @@ class Matrix:
             yield f"  {fault.name:<{width}} {row}   {fault.summary}{when}"
 
     def _shown(self, fault: Fault, check: str) -> str:
-        """Return a cell: one letter for one try, and how many have caught it for several."""
+        """Return a cell: a letter for one try; for several tries, the number that caught the fault."""
         tries = self.cells.get((fault.name, check), [" "])
         if len(tries) > 1:
             return str(tries.count(CAUGHT))
         return ALONE if self.caught_alone(fault, check) else tries[0]
 
     def not_proven(self) -> Iterator[str]:
-        """Yield what is missing: a check that misses what it must catch, a fault that no check catches, or a check that
-        catches none, or none alone where all pairs were tried. Of what was deselected nothing is asked.
+        """Yield a line for each missed fault, each fault that no check catches, and each check that catches no fault.
+
+        If all pairs were tried, also for each check that catches no fault alone. Deselected pairs are ignored.
         """
         for fault in self.faults:
             if not set(self.checks) & set(fault.caught_by):
@@ -113,7 +114,7 @@ class Matrix:
 def of_properties(
     names: Sequence[str], faults: Mapping[str, Fault], chosen: set[str], *, all_pairs: bool = False
 ) -> dict[str, Matrix]:
-    """Return an empty matrix for each property, with those of its faults that are in `chosen`."""
+    """Return an empty matrix for each property, with its faults that are in `chosen`."""
     found = {}
     for name in names:
         all_of_it = [fault for fault in faults.values() if fault.property == name]

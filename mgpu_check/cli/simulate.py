@@ -1,9 +1,8 @@
 """``mgpu-check simulate --gpus=4 -- script.py --args``: run a program as if this machine had four GPUs.
 
-The program runs in a Python of its own, in which ``sitecustomize`` (see :mod:`mgpu_check.startup`) enters the
-simulated node when torch is first imported; the processes that it starts inherit that by the environment. So the program
-may also be a launcher, such as mpiexec, whose Pythons are simulated. Whatever is printed or computed inside says nothing
-about hardware.
+The program runs in its own Python process. There, ``sitecustomize`` (see :mod:`mgpu_check.startup`) enters the simulated
+node when torch is first imported. Child processes inherit this through the environment, so the program may also be a
+launcher, such as mpiexec. The results of a simulated run say nothing about hardware.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _USAGE = (
 
 
 _NOT_SIMULATED = (
-    "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A Python takes "
-    "no part that runs with -I or -E, without the environment of its parent, or on another host"
+    "mgpu-check simulate: nothing was simulated: no Python of the program imported torch on the simulated node. A Python is not "
+    "simulated if it runs with -I or -E, without the environment of its parent, or on another host"
 )
 
 
@@ -41,12 +40,12 @@ def _gpus(text: str) -> int:
     except ValueError:
         n = 0
     if n < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of GPUs; give an integer of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; give an integer of at least 1")
     return n
 
 
 def backing_device(text: str) -> str:
-    """Return the real device that computes, "cpu" or "cuda:I", as `argparse` parses it.
+    """Return `text` if it names a real device that can back simulated ones: "cpu" or "cuda:I". A type for `argparse`.
 
     Raises:
         argparse.ArgumentTypeError: `text` is neither.
@@ -54,7 +53,7 @@ def backing_device(text: str) -> str:
     kind, _, index = text.partition(":")
     if text == "cpu" or (kind == "cuda" and index.isdecimal()):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is no backing device; give cpu, or cuda:I of a real GPU")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a backing device; give cpu, or cuda:I of a real GPU")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=_USAGE,
         description="Run a Python script, or a PROGRAM of the PATH such as torchrun, mpiexec or bash, and every Python that "
         "it starts, on a SIMULATED node with N GPUs.",
-        epilog="The exit code is the program's own (128 + N where signal N has ended it), or 4 on wrong usage. "
+        epilog="The exit code is the program's own (128 + N if signal N has ended it), or 4 on wrong usage. "
         "A simulated run proves code, never hardware.",
         allow_abbrev=False,
     )
@@ -73,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) -> None:
-    """Add ``--simulate[=DEVICE]``, spelled and read as by pytest's plugin: without a device it is the CPU."""
+    """Add ``--simulate[=DEVICE]``, with the syntax of the pytest option: without a device it means the CPU."""
     parser.add_argument(
         "--simulate",
         type=backing_device,
@@ -81,16 +80,17 @@ def add_simulate(parser: argparse.ArgumentParser, default: str | None = None) ->
         const="cpu",
         default=default,
         metavar="DEVICE",
-        help="make the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware",
+        help="simulate the GPUs in software, on the CPU (default) or on a real GPU; proves code, never hardware",
     )
 
 
 def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split our own options from the program and its arguments, which start after ``--``, or at ``-m`` or the first
-    name.
+    """Split `argv` into options of the command and the program with its arguments.
+
+    The program starts after ``--``, or at ``-m`` or the first word that is not an option.
 
     Args:
-        takes_a_word: the options of ours whose value may be the next word.
+        takes_a_word: options of the command whose value may be the next word.
     """
     position = 0
     while position < len(argv):
@@ -104,14 +104,15 @@ def split_program(argv: Sequence[str], takes_a_word: Sequence[str]) -> tuple[lis
 
 
 def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hint: str = "") -> list[str]:
-    """Return the command that starts `program` with its arguments: a script or ``-m`` and a module, in a Python of its own;
-    or a program, by its path or as the PATH has it.
+    """Return the command that starts `program`: a script, ``-m`` and a module, or a program by its path or name.
+
+    Scripts and modules run in a new Python process.
 
     Args:
-        hint: what to add where there is no such script.
+        hint: added to the message if there is no such script.
 
     Raises:
-        SystemExit: by `parser`, with what is wrong: there is none, or no such script.
+        SystemExit: by `parser`: `program` is missing or does not exist.
     """
     if not program:
         parser.error("no program given; name a script, or a module with -m")
@@ -123,7 +124,7 @@ def program_command(program: Sequence[str], parser: argparse.ArgumentParser, hin
         parser.error(f"unknown option {program[0]!r}; options of the program come after its name")
     path = Path(program[0])
     if (path / "__main__.py").exists() if path.is_dir() else path.exists():
-        # Its name stays for `sys.argv`.
+        # Keep the name as given, for `sys.argv`.
         command = [str(path.absolute())] if _runs_by_itself(path) else [sys.executable, program[0]]
     elif found := shutil.which(program[0], path=_search_path()):
         command = [found] if _runs_by_itself(Path(found)) else [sys.executable, found]
@@ -138,7 +139,7 @@ def _search_path() -> str:
 
 
 def _runs_by_itself(path: Path) -> bool:
-    """Return whether a file is a program for the kernel, or for another interpreter than Python."""
+    """Return whether a file is a binary, or a script of an interpreter other than Python."""
     if not path.is_file() or not os.access(path, os.X_OK):
         return False
     with path.open("rb") as file:
@@ -147,12 +148,12 @@ def _runs_by_itself(path: Path) -> bool:
 
 
 def environment(gpus: int, backing: str) -> dict[str, str]:
-    """Return this process's environment, with what makes a Python started in it simulate ``gpus`` GPUs on ``backing``."""
+    """Return this environment plus the variables that make a child Python simulate ``gpus`` GPUs on ``backing``."""
     return simulating(os.environ, gpus, backing)
 
 
 def main(argv: list[str]) -> int:
-    """Run the program named by ``argv``; returns its exit code (128 + N where signal N ended it), 4 on wrong usage."""
+    """Run the program of ``argv``, and return its exit code (128 + N if signal N ended it); 4 on wrong usage."""
     parser = _parser()
     try:
         own, program = split_program(argv, ("--gpus",))
@@ -166,7 +167,7 @@ def main(argv: list[str]) -> int:
     print(notice, file=sys.stderr)
     with tempfile.TemporaryFile() as entered:
         variables = environment(given.gpus, given.simulate)
-        # By this path processes that inherit no files, as those of mpiexec, reach it too.
+        # A path, because processes that inherit no file descriptors, such as those of mpiexec, must reach the file.
         variables["_MGPU_CHECK_ENTERED"] = f"/proc/{os.getpid()}/fd/{entered.fileno()}"
         try:
             code = _run(command, variables)
@@ -180,7 +181,7 @@ def main(argv: list[str]) -> int:
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     with subprocess.Popen(command, env=variables) as child:
-        # Ctrl-C reaches the whole foreground group: the program decides what it means, we wait for its end.
+        # Ctrl-C reaches the whole foreground group. The program handles it, and this process waits for its end.
         kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             return child.wait()

@@ -38,7 +38,7 @@ __all__ = [
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every check of the suite; pytest's exit code."""
+    """Run the checks of the packaged suite, and return pytest's exit code."""
     arguments = list(argv)
     if refused := misuse(arguments):
         print(f"mgpu-check: {refused}", file=sys.stderr)
@@ -50,26 +50,26 @@ def main(argv: Sequence[str]) -> int:
 def command_line(
     words: tuple[str, ...], arguments: Sequence[str], typed: Sequence[str], omits: str = ""
 ) -> CommandLine:
-    """Return the command line of ``mgpu-check WORDS``, whose user typed `typed`, and whose pytest gets `arguments`."""
+    """Return the command line of ``mgpu-check WORDS``: the user typed `typed`, and pytest gets `arguments`."""
     flags, theirs = ({word.partition("=")[0] for word in some} for some in (arguments, typed))
     return CommandLine(words, tuple(arguments), omits, frozenset(flags - theirs))
 
 
 def asks_for_gpus(arguments: Sequence[str]) -> bool:
-    """Return whether the command line, or the environment, gives a number of devices."""
+    """Return whether the command line or the environment sets the number of devices."""
     return _gives("gpus", arguments)
 
 
 def on_all_gpus(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` with all GPUs that there are, where the user gives no number."""
+    """Return `arguments` with ``--gpus`` set to all GPUs, unless the user has set the number."""
     if asks_for_gpus(arguments):
         return list(arguments)
-    driver = current.driver()  # it knows the number without looking, so it may be one of simulated devices
+    driver = current.driver()  # it knows the number of launched ranks, so this also works with simulated devices
     return ["--gpus=all" if driver is None else f"--gpus={driver.size}", *arguments]
 
 
 def at_standard(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments` with the level of commands that are to find rare faults, where the user names no level."""
+    """Return `arguments` with ``--gpu-level=standard``, which finds rare faults, unless the user has set the level."""
     return list(arguments) if _gives("gpu_level", arguments) else ["--gpu-level=standard", *arguments]
 
 
@@ -81,25 +81,25 @@ def _gives(name: str, arguments: Sequence[str]) -> bool:
 
 
 def misuse(arguments: Sequence[str]) -> str:
-    """Return what is wrong where an option lacks its value, or simulated GPUs their number; empty where all is right."""
+    """Return an error message if an option lacks its value, or ``--simulate`` the number of GPUs; otherwise ""."""
     for argument, following in itertools.pairwise([*arguments, "--"]):
         option = OPTIONS.get(argument.removeprefix("--").replace("-", "_"))
         valued = option is not None and "metavar" in option.command_line and "nargs" not in option.command_line
         if option is not None and argument == option.flag and valued and following.startswith("-"):
-            return f"{argument}: it needs a value: {argument}={option.command_line['metavar']}"
+            return f"{argument} needs a value: {argument}={option.command_line['metavar']}"
     simulated = any(argument.partition("=")[0] == "--simulate" for argument in arguments)
     if simulated and not asks_for_gpus(arguments) and current.driver() is None:
-        return "--simulate: say how many GPUs to simulate, such as --gpus=4 --simulate"
+        return "--simulate needs the number of GPUs, such as --gpus=4 --simulate"
     return ""
 
 
 def names_a_check(argument: str, package: ModuleType = mgpu_check.suite) -> bool:
-    """Return whether an argument is a file of a package of tests, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
+    """Return whether an argument names a file of the package, or a check in it: ``test_scatter.py::test_tutorial_shapes``."""
     return argument.partition("::")[0] in files(package)
 
 
 def files(package: ModuleType = mgpu_check.suite) -> list[str]:
-    """Return the files of a package of tests."""
+    """Return the names of the test files of a package."""
     return sorted(path.name for path in _directory(package).glob("test_*.py"))
 
 
@@ -108,9 +108,9 @@ def _directory(package: ModuleType) -> Path:
 
 
 def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = mgpu_check.suite) -> int:
-    """Run pytest on a package of tests, quietly, with nothing taken from or left in the current directory."""
+    """Run pytest on a package of tests, quietly. Do not read configuration from, or write to, the current directory."""
     ini = _directory(package) / "pytest.ini"
-    # Named, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set here as everywhere.
+    # The plugin is named explicitly, because PYTEST_DISABLE_PLUGIN_AUTOLOAD may be set.
     ours = ["-q", "-c", str(ini), "-p", "mgpu_check", "-p", "no:cacheprovider"]
     chosen = [
         str(ini.with_name(word)) if names_a_check(word, package) and before != "-k" else word
@@ -119,7 +119,7 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
     if chosen == list(arguments):
         ours += ["--pyargs", package.__name__]
     scratch = Scratch.new("suite")
-    # Hypothesis keeps tables there even without an example database; xdist's workers inherit it.
+    # Hypothesis stores tables there even without an example database. xdist's workers inherit the variable.
     kept = os.environ.setdefault(_HYPOTHESIS_HOME, str(scratch.path))
     try:
         return int(pytest.main([*ours, *chosen], plugins=[_Words(package), *plugins]))
@@ -130,7 +130,7 @@ def run(arguments: Sequence[str], plugins: Sequence[Any], package: ModuleType = 
 
 
 class _Words:
-    """A pytest plugin that refuses words which name no tests: the message of pytest is about packages."""
+    """A pytest plugin that rejects arguments that name no test file, with a clearer message than pytest's."""
 
     def __init__(self, package: ModuleType) -> None:
         self.package = package
@@ -140,7 +140,7 @@ class _Words:
             name = word.partition("::")[0]
             if not Path(config.invocation_params.dir, name).exists() and not _is_module(name):
                 raise pytest.UsageError(
-                    f"mgpu-check: {word!r} is no file and no module; choose one of {', '.join(files(self.package))}, or "
+                    f"mgpu-check: {word!r} is neither a file nor a module; choose one of {', '.join(files(self.package))}, or "
                     "checks by -k NAME"
                 )
 

@@ -64,10 +64,10 @@ def test_nothing_is_planted_on_several_hosts() -> None:
     [
         ((*NODE, "--plant=slow"), "ERROR: mgpu-check: --plant: 'slow' is no fault of hardware"),
         ((*NODE, "-k", "nosuchcheck"), "no check was selected; checks are inventory, memory,"),
-        ((*NODE, "-n", "2"), "it uses all GPUs at once, and runs in one process: leave out -n 2"),
+        ((*NODE, "-n", "2"), "the command uses all GPUs at once, and runs in one process: leave out -n 2"),
         (("accept", "--gpus=9999"), "or simulate them: --gpus=9999 --simulate"),
-        (("accept", "--simulate"), "--simulate: say how many GPUs to simulate, such as --gpus=4 --simulate"),
-        ((*NODE, "--baseline", "-x"), "--baseline: it needs a value, such as --baseline=h100.json"),
+        (("accept", "--simulate"), "--simulate needs the number of GPUs, such as --gpus=4 --simulate"),
+        ((*NODE, "--baseline", "-x"), "--baseline needs a value, such as --baseline=h100.json"),
     ],
     ids=str,
 )

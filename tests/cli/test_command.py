@@ -125,11 +125,11 @@ def test_accept_without_arguments_takes_all_gpus(command, monkeypatch):
 @pytest.mark.parametrize("words", [(), ("accept",), ("selftest",)], ids=["suite", "accept", "selftest"])
 def test_what_is_missing_or_unknown_is_named_with_a_remedy(words, command):
     for flag, value in (("--gpus", "N|all"), ("--rank-timeout", "SECONDS"), ("--gpu-level", "quick|standard|long")):
-        assert f"{flag}: it needs a value: {flag}={value}" in command(*words, flag, code=4)
+        assert f"{flag} needs a value: {flag}={value}" in command(*words, flag, code=4)
     text = command(*words, "--gpus=2", "--simulate", "test_nowhere.py", code=4)
     some = "test_memory.py" if words == ("accept",) else "test_scatter.py"
     assert re.search(
-        rf"'test_nowhere.py' is no file and no module; choose one of .*{some}.* or checks by -k NAME", text
+        rf"'test_nowhere.py' is neither a file nor a module; choose one of .*{some}.* or checks by -k NAME", text
     )
 
 
@@ -168,7 +168,7 @@ def test_selftest_by_seeds_counts_how_many_catch_a_fault(command):
 
 def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_gpus(command):
     few = command("selftest", "-k", "shards_cover_the_batch")
-    assert "left out, because they strike in larger worlds only: last-shards-swapped" in few
+    assert "left out, because they occur in larger worlds only: last-shards-swapped" in few
     assert "last-shards-swapped  " not in few
     enough = command("selftest", "--gpus=5", "--simulate", "-k", "shards_cover_the_batch")
     assert re.search(r"^  last-shards-swapped +x ", enough, re.MULTILINE), enough
@@ -177,7 +177,7 @@ def test_selftest_plants_what_strikes_in_larger_worlds_where_there_are_as_many_g
 
 @pytest.mark.parametrize("seeds", ["--seeds=0", "--seeds=few", "--seeds"])
 def test_selftest_refuses_a_number_of_seeds_that_is_none(command, seeds):
-    assert "write how many seeds, such as --seeds=20" in command("selftest", seeds, code=4)
+    assert "give the number of seeds, such as --seeds=20" in command("selftest", seeds, code=4)
 
 
 def test_the_third_that_selftest_takes_does_not_depend_on_other_faults():
@@ -226,14 +226,14 @@ def test_an_expression_may_be_the_name_of_a_file(command):
 def test_selftest_refuses_a_test_that_is_none_of_the_suite(command, tmp_path):
     (tmp_path / "test_mine.py").write_text("def test_of_mine(): pass")
     text = command("selftest", "test_mine.py", code=4)
-    assert "test_mine.py::test_of_mine is no check of the packaged suite, and no fault is planted for it" in text
+    assert "test_mine.py::test_of_mine is not a check of the packaged suite, and no fault is planted for it" in text
     assert "give options only, or one of test_allreduce.py, test_collectives.py" in text
 
 
 def test_selftest_does_not_share_its_tests(command):
     """The processes of pytest-xdist plant nothing: their checks pass, and say nothing of faults."""
     text = command("selftest", "-n", "2", code=4)
-    assert "it plants faults in one process, and cannot share its tests with others: leave out -n 2" in text
+    assert "the command plants faults in one process, and cannot use several: leave out -n 2" in text
 
 
 def test_selftest_without_a_check_proves_nothing(command):

@@ -337,7 +337,9 @@ summary.tell = told
         rf"  device 2 is held by process {os.getpid()} since .*: somebody else\n(  device . is kept already\n)*",
         output,
     ), output
-    assert re.search(r"\nmgpu-check: 1 test waited .* s in total for devices that other tests had leased\n", output), output
+    assert re.search(r"\nmgpu-check: 1 test waited .* s in total for devices that other tests had leased\n", output), (
+        output
+    )
 
 
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])

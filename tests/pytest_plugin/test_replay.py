@@ -285,7 +285,7 @@ def test_an_example_that_passes_by_now_is_green(run, pytester):
         ),
         (
             ["--gpu-replay={version}:AEEB", "-k", "other"],
-            "--gpu-replay: test_it.py::test_other draws no examples; run it without",
+            "--gpu-replay: test_it.py::test_other draws no examples; run it without this option",
         ),
     ],
 )

@@ -33,9 +33,9 @@ def script(folder, name, text):
     ("argv", "words"),
     [
         ([], "no program given"),
-        (["--gpus=0", "a.py"], "'0' is no number of GPUs"),
-        (["--gpus=four", "a.py"], "'four' is no number of GPUs"),
-        (["--simulate=tpu", "a.py"], "'tpu' is no backing device"),
+        (["--gpus=0", "a.py"], "'0' is not a number of GPUs"),
+        (["--gpus=four", "a.py"], "'four' is not a number of GPUs"),
+        (["--simulate=tpu", "a.py"], "'tpu' is not a backing device"),
         (["--backing=cpu", "a.py"], "unrecognized arguments: --backing=cpu"),
         (["--", "-m"], "-m needs the name of a module"),
         (
