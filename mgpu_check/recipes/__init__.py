@@ -1,1 +1,1 @@
-"""Code for several devices as people write it by hand: device helpers, batch splitting, allreduce, models, training steps."""
+"""Recipes: typical hand-written code for several devices, which the checks test."""

@@ -1,7 +1,7 @@
 """Allreduce written by hand: on the devices of one process, and over point-to-point messages between ranks.
 
-The one over devices is what the chapter on multiple GPUs of *Dive into Deep Learning* teaches; ring, tree and recursive halving
-and doubling are the algorithms that collective libraries are made of.
+The version for devices is that of the chapter on multiple GPUs of *Dive into Deep Learning*. Collective libraries use the
+algorithms for ranks: ring, tree, and recursive halving and doubling.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = [
 
 
 def allreduce(data: Sequence[torch.Tensor]) -> None:
-    """Sum tensors of one shape and dtype, each on a device of its own, into each of them, in place.
+    """Replace each tensor by the sum of all, in place. They have one shape and dtype, and a device each.
 
-    Everything is added up on the device of the first, and the result is copied back to all others.
+    The sum is computed on the device of the first tensor, and copied to all others.
     """
     for other in data[1:]:
         data[0].add_(other.to(data[0].device))
@@ -33,9 +33,9 @@ def allreduce(data: Sequence[torch.Tensor]) -> None:
 
 
 def chunks(elements: int, parts: int) -> list[slice]:
-    """Return `parts` slices that cover `elements` in order; sizes differ by at most one, the first ones are the larger.
+    """Return `parts` slices that cover `elements` in order. Sizes differ by at most one; the first slices are larger.
 
-    Some are empty where there are fewer elements than parts.
+    The last slices are empty if there are fewer elements than parts.
     """
     size, larger = divmod(elements, parts)
     ends = [size * (part + 1) + min(part + 1, larger) for part in range(parts)]
@@ -43,10 +43,10 @@ def chunks(elements: int, parts: int) -> list[slice]:
 
 
 def ring_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum `tensor` over the ranks of `group` into each of them, in place, around a ring. Any shape, dtype and layout.
+    """Sum `tensor` over the ranks of `group`, in place on every rank, around a ring. Any shape, dtype and layout.
 
-    Each rank passes one chunk per step to its right: after n-1 steps rank r holds the whole sum of chunk r+1 (scatter
-    and reduce), after n-1 more every rank holds all (gather). Each rank sends 2·(n-1)/n of the tensor, whatever n is.
+    In each step, every rank sends one chunk to its right neighbour. After n-1 steps, rank r holds the sum of chunk r+1
+    (reduce-scatter); after n-1 more, every rank holds all chunks (all-gather). Each rank sends 2·(n-1)/n of the tensor.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flat = tensor.detach().reshape(-1).clone()
@@ -61,7 +61,7 @@ def ring_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def _shift(flat: torch.Tensor, out: slice, into: slice, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Send the chunk `out` to the right while the chunk `into` comes from the left; what has come."""
+    """Send the chunk `out` to the right neighbour, and return the chunk `into` received from the left one."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     return _exchange(flat, out, (rank + 1) % size, into, (rank - 1) % size, group)
 
@@ -69,10 +69,10 @@ def _shift(flat: torch.Tensor, out: slice, into: slice, group: dist.ProcessGroup
 def _exchange(
     flat: torch.Tensor, out: slice, target: int, into: slice, source: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Send the chunk `out` to rank `target` while the chunk `into` comes from rank `source`; what has come."""
+    """Send the chunk `out` to rank `target`, and return the chunk `into` received from rank `source`."""
     sent, received = flat[out].clone(), torch.empty_like(flat[into])
     transfers = []
-    # Chunks may be empty, on both ends alike; there is nothing to send then.
+    # An empty chunk is empty on both sides, and not sent.
     if sent.numel():
         transfers.append(dist.P2POp(dist.isend, sent, _global_rank(target, group), group))
     if received.numel():
@@ -83,10 +83,10 @@ def _exchange(
 
 
 def tree_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum `tensor` over the ranks of `group` into each of them, in place, up and down a binomial tree.
+    """Sum `tensor` over the ranks of `group`, in place on every rank, up and down a binomial tree.
 
-    Rank r receives from r+1, r+2, r+4, … as long as these bits of r are zero, then sends to r without its lowest bit;
-    the sum goes down the same way. 2·⌈log2 n⌉ steps, for any number of ranks.
+    Rank r receives from r+1, r+2, r+4, … as long as these bits of r are zero, then sends to r without its lowest set bit.
+    The sum returns by the same path. Takes 2·⌈log2 n⌉ steps, for any number of ranks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flat = tensor.detach().reshape(-1).clone()
@@ -112,11 +112,13 @@ def tree_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def halving_doubling_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Sum `tensor` over the ranks of `group` into each of them, in place, by recursive halving and doubling.
+    """Sum `tensor` over the ranks of `group`, in place on every rank, by recursive halving and doubling.
 
-    Partners at distances n/2, n/4, …, 1 exchange halves of what they still hold and add up the half that they keep; then
-    they exchange what they have, at distances 1, …, n/2. Ranks past the largest power of two hand their part to one
-    below it first, and get the sum from there in the end. R. Rabenseifner, *Optimization of Collective Reduction Operations*, ICCS 2004.
+    Halving: partners at distances n/2, n/4, …, 1 split their current range in halves; each keeps one half, and adds the
+    partner's values to it. Doubling: partners at distances 1, …, n/2 exchange their results. Ranks beyond the largest power
+    of two first send their data to a lower rank, and receive the sum from it at the end.
+
+    Source: R. Rabenseifner, *Optimization of Collective Reduction Operations*, ICCS 2004.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     flat = tensor.detach().reshape(-1).clone()
@@ -148,7 +150,7 @@ def halving_doubling_allreduce(tensor: torch.Tensor, group: dist.ProcessGroup | 
 
 
 def reduce_broadcast(tensor: torch.Tensor, root: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Sum `tensor` over the ranks of `group` on rank `root` of it, then send the sum from there to all, in place."""
+    """Sum `tensor` over the ranks of `group` on its rank `root`, then broadcast the sum to all, in place."""
     source = _global_rank(root, group)
     dist.reduce(tensor, source, group=group)
     dist.broadcast(tensor, source, group=group)

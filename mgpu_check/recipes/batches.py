@@ -1,4 +1,4 @@
-"""Spreading a batch over devices by hand, as tutorials teach it."""
+"""Split a batch over devices by hand, as tutorials do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["chunk_and_load", "collect", "collect_dealt", "deal", "split_and_load
 def split_batch(
     X: torch.Tensor, y: torch.Tensor, devices: Sequence[torch.device]
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Split inputs `X` and labels `y`, both (n, …), along their first dimension: a shard of each per device.
+    """Split inputs `X` and labels `y`, both (n, …), along the first dimension: one shard of each per device.
 
     Raises:
         ValueError: `X` and `y` have different numbers of samples.
@@ -24,9 +24,9 @@ def split_batch(
 
 
 def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Split `X`, (n, …), without `nn.parallel`: a slice for each device, the first n % len(devices) one sample longer.
+    """Split `X`, (n, …), without `nn.parallel`: one slice per device; the first n % len(devices) have one more sample.
 
-    Other than `torch.chunk`, this gives every device a shard; with fewer samples than devices the last are empty.
+    Unlike `torch.chunk`, this returns a shard for every device; with fewer samples than devices, the last are empty.
     """
     size, rest = divmod(len(X), len(devices))
     shards, start = [], 0
@@ -38,22 +38,22 @@ def split_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[tor
 
 
 def collect(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Collect the shards, (n_i, …) each on its own device, in one tensor, (sum of n_i, …), on `device`."""
+    """Concatenate the shards, (n_i, …) on a device each, into one tensor, (sum of n_i, …), on `device`."""
     return torch.cat([shard.to(device) for shard in shards])
 
 
 def chunk_and_load(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Split `X`, (n, …), by `torch.chunk`, and send it by copies that do not block: the last devices may get nothing."""
+    """Split `X`, (n, …), by `torch.chunk`, and copy without blocking. The last devices may get no shard."""
     return [part.to(device, non_blocking=True) for part, device in zip(X.chunk(len(devices)), devices, strict=False)]
 
 
 def deal(X: torch.Tensor, devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Deal `X`, (n, …), out like cards: device i gets the rows i, i + len(devices), and so on."""
+    """Split `X`, (n, …), in round-robin order: device i gets the rows i, i + len(devices), and so on."""
     return [X[index :: len(devices)].to(device) for index, device in enumerate(devices)]
 
 
 def collect_dealt(shards: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Collect what was dealt out, in the order that it had before."""
+    """Collect the shards of `deal` on `device`, in the original order."""
     whole = torch.empty(sum(map(len, shards)), *shards[0].shape[1:], dtype=shards[0].dtype, device=device)
     for index, shard in enumerate(shards):
         whole[index :: len(shards)] = shard.to(device)

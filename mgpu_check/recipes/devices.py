@@ -1,4 +1,4 @@
-"""Choose a device as tutorials teach it."""
+"""Choose devices by hand, as tutorials do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["try_all_gpus", "try_gpu"]
 
 
 def try_gpu(i: int = 0) -> torch.device:
-    """Return GPU number `i` if there is one, else the CPU.
+    """Return GPU number `i` if it exists, else the CPU.
 
     Raises:
         ValueError: `i` is negative.
@@ -21,6 +21,6 @@ def try_gpu(i: int = 0) -> torch.device:
 
 
 def try_all_gpus() -> list[torch.device]:
-    """Return all GPUs in order, or only the CPU where there is none."""
+    """Return all GPUs in order; without GPUs, the CPU."""
     count = torch.cuda.device_count()
     return [torch.device("cuda", i) for i in range(count)] or [torch.device("cpu")]

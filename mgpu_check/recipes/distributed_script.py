@@ -1,4 +1,4 @@
-"""A training script with DistributedDataParallel, as tutorials write it: run it by torchrun, or let it spawn its ranks itself.
+"""A training script with DistributedDataParallel, as in tutorials. Run it with torchrun, or let it spawn its ranks.
 
 ```sh
 torchrun --standalone --nproc-per-node=4 distributed_script.py --epochs 5
@@ -42,7 +42,7 @@ VARIABLES = (
 
 
 def setup(rank: int, local_rank: int, world_size: int) -> None:
-    """Join the process group, with the GPU of this rank as the current device."""
+    """Select the GPU of this rank, and join the process group."""
     torch.cuda.set_device(local_rank)
     dist.init_process_group("nccl", rank=rank, world_size=world_size)
 
@@ -53,7 +53,7 @@ def cleanup() -> None:
 
 
 def make_dataset(samples: int, width: int) -> Dataset[Any]:
-    """Make inputs (samples, width), and labels (samples, 1) that a linear function gives them; alike on all ranks."""
+    """Create inputs (samples, width) and labels (samples, 1), a linear function of them; equal on all ranks."""
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(samples, width, generator=generator)
     return TensorDataset(inputs, inputs @ torch.randn(width, 1, generator=generator) / width**0.5)
@@ -70,7 +70,7 @@ class Trainer:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def run_epoch(self, epoch: int) -> float:
-        """Train for an epoch; return the mean loss over the batches of all ranks."""
+        """Train for one epoch, and return the mean loss over the batches of all ranks."""
         self.sampler.set_epoch(epoch)
         total = torch.zeros((), device=self.device)
         for inputs, labels in self.loader:
@@ -88,7 +88,7 @@ def train(rank: int, local_rank: int, world_size: int, args: argparse.Namespace)
     """Train on this rank."""
     setup(rank, local_rank, world_size)
     torch.set_default_dtype(getattr(torch, args.dtype))
-    torch.manual_seed(rank)  # DistributedDataParallel gives all ranks the parameters of rank 0
+    torch.manual_seed(rank)  # different seeds, because DistributedDataParallel broadcasts the parameters of rank 0
     hidden = [layer for _ in range(args.layers) for layer in (nn.Linear(args.width, args.width), nn.ReLU())]
     model = nn.Sequential(*hidden, nn.Linear(args.width, 1))
     trainer = Trainer(model, make_dataset(args.samples, args.width), local_rank, args.batch_size // world_size)
@@ -124,20 +124,20 @@ def _report(directory: str, rank: int, trainer: Trainer, losses: list[float], se
 
 
 def spawned(rank: int, world_size: int, args: argparse.Namespace) -> None:
-    """Be a rank that this script has spawned: on one machine, the rank is the local one, too."""
+    """Train on a spawned rank; on one machine, the local rank equals the rank."""
     train(rank, rank, world_size, args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as one rank of torchrun's, or spawn all ranks."""
+    """Train as a rank of torchrun, or spawn all ranks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of all ranks together")
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--width", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=1, help="hidden ones")
+    parser.add_argument("--layers", type=int, default=1, help="number of hidden layers")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--report", default="", help="a directory for what each rank has to tell")
+    parser.add_argument("--report", default="", help="directory for the JSON report of each rank")
     parser.add_argument("--spawn", action="store_true")
     args = parser.parse_args(argv)
     if not args.spawn:

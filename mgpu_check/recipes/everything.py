@@ -1,4 +1,4 @@
-"""A module with parameters and buffers of every dtype, of random bits: what must arrive elsewhere as it is."""
+"""A module with parameters and buffers of every dtype and random bits, to test that copies and broadcasts are exact."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from torch import nn
 __all__ = ["Everything"]
 
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
-# Not int16, which neither NCCL nor gloo sends.
+# Without int16, because neither NCCL nor gloo sends it.
 _WHOLE = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool, torch.float32)
 _MANY = 66_000
 
 
 class Everything(nn.Module):
-    """Parameters without dimensions, of 7 and of 64 elements, in float32 of more than 64 Ki; buffers; shared and frozen parts.
+    """A module with parameters of different sizes, buffers, and shared and frozen parts.
 
-    Bits are random: NaN with payloads, infinities and subnormals are among the values.
+    Parameters have no dimensions, 7 or 64 elements; in float32, 66,000 in place of 64. All bits are random: the values
+    include NaN with payloads, infinities and subnormals.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Loading data for several ranks by hand: partitions, streams that ranks and workers share, samplers that go on in the middle."""
+"""Load data for several ranks by hand: partitions, streams shared by ranks and workers, and resumable samplers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Partition(Dataset[Any]):
 
 
 def partitions(data: Any, sizes: Sequence[float], seed: int) -> list[Partition]:
-    """Divide a dataset at random in a part for each of `sizes`, which are fractions that sum to 1.
+    """Divide a dataset at random into one part for each of `sizes`, which are fractions with the sum 1.
 
-    All ranks must give the same seed. Sizes are rounded down; the last part has what remains.
+    All ranks must pass the same seed. Sizes are rounded down; the last part gets the rest.
     """
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
     counts = [int(size * len(order)) for size in sizes[:-1]]
@@ -38,7 +38,7 @@ def partitions(data: Any, sizes: Sequence[float], seed: int) -> list[Partition]:
 
 
 class SharedStream(IterableDataset[Any]):
-    """A stream of samples of which each worker of each rank takes every (ranks * workers)-th."""
+    """A stream of samples: each worker of each rank takes every (ranks * workers)-th sample."""
 
     def __init__(self, data: Any, rank: int, world_size: int) -> None:
         self.data = data
@@ -54,7 +54,7 @@ class SharedStream(IterableDataset[Any]):
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """A `DistributedSampler` that goes on in the middle of an epoch, after samples that a checkpoint says were seen."""
+    """A `DistributedSampler` that can resume in the middle of an epoch, after the samples recorded in a checkpoint."""
 
     start = 0
 
@@ -71,6 +71,6 @@ class ResumableSampler(DistributedSampler[Any]):
         return {"epoch": self.epoch, "start": seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self.set_epoch(state["epoch"])
         self.start = state["start"]

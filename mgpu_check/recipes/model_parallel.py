@@ -1,4 +1,4 @@
-"""Model parallelism written by hand: parts of one model on several devices of a process."""
+"""Model parallelism by hand: parts of one model on several devices of a process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Branched", "Staged"]
 
 
 class Staged(nn.Module):
-    """Modules one after the other, each on a device of its own; activations move between them."""
+    """A sequence of modules, each on its own device; activations are copied between the devices."""
 
     def __init__(self, stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         super().__init__()
@@ -19,14 +19,14 @@ class Staged(nn.Module):
         self.stages = nn.ModuleList(stage.to(device) for stage, device in zip(stages, devices, strict=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of the last stage, on its device, for `x` on any device."""
+        """Return the output of the last stage, on its device; `x` may be on any device."""
         for stage, device in zip(self.stages, self.devices, strict=True):
             x = stage(x.to(device))
         return x
 
 
 class Branched(nn.Module):
-    """Modules side by side, each on a device of its own, of one input; their outputs are added up on the last device."""
+    """Parallel modules with one input, each on its own device; their outputs are summed on the last device."""
 
     def __init__(self, branches: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Branched(nn.Module):
         self.branches = nn.ModuleList(branch.to(device) for branch, device in zip(branches, devices, strict=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the outputs, on the last device, for `x` on any device."""
+        """Return the sum of the outputs, on the last device; `x` may be on any device."""
         end = self.devices[-1]
         outputs = [branch(x.to(device)) for branch, device in zip(self.branches, self.devices, strict=True)]
         total: torch.Tensor = outputs[-1]

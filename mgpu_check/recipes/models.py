@@ -1,4 +1,4 @@
-"""Models that people train on several devices: an MLP, LeNet from bare parameters, ResNet-18 for 1x28x28 images."""
+"""Common models: an MLP, LeNet as a function of its parameters, a small convolutional network, and ResNet-18."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENET_SHAPES = {
 
 
 def mlp(features: int = 6, hidden: int = 16, classes: int = 4) -> nn.Sequential:
-    """Build two hidden layers with ReLU: (batch, features) -> (batch, classes)."""
+    """Build an MLP with two hidden layers and ReLU: (batch, features) -> (batch, classes)."""
     return nn.Sequential(
         nn.Linear(features, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, classes)
     )
@@ -39,16 +39,16 @@ def lenet_parameters(scale: float = 0.01) -> dict[str, torch.Tensor]:
 
 
 def lenet(images: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run LeNet with ReLU and average pooling from bare parameters: (batch, 1, 28, 28) -> (batch, 10), not normalised."""
+    """Run LeNet, with ReLU and average pooling, on the given parameters: images (batch, 1, 28, 28) -> logits (batch, 10)."""
     p = parameters
     hidden = F.avg_pool2d(F.relu(F.conv2d(images, p["W1"], p["b1"])), 2)
     hidden = F.avg_pool2d(F.relu(F.conv2d(hidden, p["W2"], p["b2"])), 2)
-    # Not reshape(len(images), -1): a rank may have no images, and -1 cannot be told then.
+    # Not reshape(len(images), -1): a rank may have no images, and torch cannot infer -1 then.
     return torch.mm(F.relu(torch.mm(hidden.flatten(1), p["W3"]) + p["b3"]), p["W4"]) + p["b4"]
 
 
 class LeNet(nn.Module):
-    """`lenet` as a module, for what takes modules only."""
+    """`lenet` as a module."""
 
     def __init__(self, scale: float = 0.01) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class LeNet(nn.Module):
 
 
 def small_convnet(channels: int = 4, classes: int = 10) -> nn.Sequential:
-    """Build one convolution with BatchNorm: (batch, 1, height, width) -> (batch, classes)."""
+    """Build a network with one convolution and BatchNorm: (batch, 1, height, width) -> (batch, classes)."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, stride=2, padding=1),
         nn.BatchNorm2d(channels),
@@ -94,10 +94,10 @@ class _Residual(nn.Module):
 def resnet18(
     classes: int = 10, in_channels: int = 1, width: int = 64, activation: Callable[[], nn.Module] = nn.ReLU
 ) -> nn.Sequential:
-    """Build ResNet-18 for small images: (batch, in_channels, 28, 28), or smaller -> (batch, classes).
+    """Build ResNet-18 for images of up to about 28x28: (batch, in_channels, height, width) -> (batch, classes).
 
     The variant of *Dive into Deep Learning*, without the large first kernel, stride and pooling. `width` is the number
-    of channels of the first block, doubled by each of the next three; 64 gives 11 million parameters.
+    of channels of the first block; each of the next three doubles it. 64 gives 11 million parameters.
     """
 
     def block(inside: int, outside: int, *, first: bool = False) -> nn.Sequential:

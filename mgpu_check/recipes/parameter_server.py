@@ -1,4 +1,4 @@
-"""Parameter servers written by hand: one in the devices of a process, and one over point-to-point messages."""
+"""Parameter servers by hand: on the devices of one process, and over point-to-point messages between ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ import torch.distributed as dist
 __all__ = ["KeyValueStore", "push_and_pull"]
 
 Update = Callable[[torch.Tensor, torch.Tensor], None]
-"""Takes a step, in place: (value, sum of the gradients)."""
+"""Updates a value in place: (value, sum of the gradients)."""
 
 
 class KeyValueStore:
-    """Values by key, each at home on one of several devices, as in the chapter on parameter servers of *Dive into Deep
-    Learning*.
+    """Values by key, each with a home device, as in the chapter on parameter servers of *Dive into Deep Learning*.
 
-    Gradients of all devices are pushed to a key and added up at its home, where the value takes its step; values are
-    pulled from there.
+    A push sums the gradients of all devices on the home device, and updates the value there. A pull copies the value from
+    there.
     """
 
     def __init__(self, devices: Sequence[torch.device], update: Update) -> None:
@@ -27,16 +26,16 @@ class KeyValueStore:
         self._values: dict[Hashable, torch.Tensor] = {}
 
     def init(self, key: Hashable, value: torch.Tensor) -> None:
-        """Keep a copy of `value`; homes go round the devices in the order of keys."""
+        """Store a copy of `value`. New keys are assigned to the devices in turn."""
         home = self._devices[len(self._values) % len(self._devices)]
         self._values[key] = value.detach().to(home, copy=True)
 
     def home(self, key: Hashable) -> torch.device:
-        """Return the device on which the value of `key` is kept."""
+        """Return the home device of `key`."""
         return self._values[key].device
 
     def push(self, key: Hashable, gradients: Sequence[torch.Tensor]) -> None:
-        """Add up `gradients`, one of each device, and take a step by them."""
+        """Sum `gradients`, one per device, and update the value."""
         home = self.home(key)
         total = gradients[0].detach().to(home, copy=True)
         for gradient in gradients[1:]:
@@ -55,12 +54,12 @@ def push_and_pull(
     update: Update,
     homes: Sequence[int],
 ) -> None:
-    """Take a step with parameters that live on ranks: push gradients there, pull what comes of it. In place, on all ranks.
+    """Push gradients to the home ranks of the parameters, update there, and pull the results. In place, on all ranks.
 
     Args:
-        parameters, gradients: this rank's, in one order on all ranks.
-        update: what the home does with the sum of all gradients.
-        homes: for each parameter the rank that keeps it: all 0 is one server, i % size is one that is sharded.
+        parameters, gradients: those of this rank, in the same order on all ranks.
+        update: called on the home rank with the parameter and the sum of all gradients.
+        homes: the home rank of each parameter: 0 for all is a single server, i % size a sharded one.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     for parameter, gradient, home in zip(parameters, gradients, homes, strict=True):

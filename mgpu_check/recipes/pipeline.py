@@ -1,4 +1,4 @@
-"""A pipeline written by hand: each rank holds a stage of the model, and micro-batches pass through, as in *GPipe*."""
+"""Pipeline parallelism by hand: each rank holds a stage of the model, and micro-batches pass through, as in *GPipe*."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def gpipe_step(
     width: int,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Pass all micro-batches forward through the stages, then all gradients back. Gradients are left in the parameters.
+    """Run all micro-batches forward through the stages, then all gradients backward. Fills the gradients of parameters.
 
     Ranks 0 to `stages` - 1 hold the stages in order, and call this together.
 
     Args:
         stage: this rank's part of the model.
-        index: of the stage.
-        micro_batches: the inputs of the first stage, (samples, …) each; the others need the numbers of samples.
+        index: index of the stage.
+        micro_batches: the inputs of the first stage, (samples, …) each; other stages use only their number of samples.
         loss: called on the last stage.
-        width: of the inputs of this stage: (samples, width).
+        width: width of the inputs of this stage: (samples, width).
 
     Returns:
-        The outputs of the last stage for each micro-batch, there; nothing elsewhere.
+        On the last stage, its output for each micro-batch; elsewhere an empty list.
     """
     last = index == stages - 1
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

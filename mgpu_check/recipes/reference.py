@@ -1,4 +1,4 @@
-"""Training on one device as a function of named tensors: what a parallel step is compared with, in any precision."""
+"""Reference training on one device, as a function of named tensors, in any precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Split = Callable[[torch.Tensor, int], Sequence[torch.Tensor]]
 
 
 def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Tensor]:
-    """Return all that training depends on, by name: the state of `model` and each batch."""
+    """Return all inputs of a training by name: the state of `model`, and each batch."""
     named = {f"state {name}": value.detach().clone() for name, value in model.state_dict().items()}
     for step, (inputs, labels) in enumerate(batches):
         named |= {f"inputs {step}": inputs, f"labels {step}": labels}
@@ -24,7 +24,7 @@ def as_inputs(model: nn.Module, batches: Sequence[Batch]) -> dict[str, torch.Ten
 
 
 def observed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what is compared after a step: "gradient of <parameter>", and "<parameter>" as the optimizer has left it."""
+    """Return the tensors to compare after a step: "gradient of <parameter>", and "<parameter>" after the update."""
     gradients = {f"gradient of {name}": value for name, value in training.gradients(model).items()}
     return gradients | {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
@@ -39,16 +39,16 @@ def on_one_device(
     divide: Split = training.split,
     evaluation: bool = False,
 ) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:
-    """Return `steps` steps of SGD on one device, as a function of `as_inputs` that gives what `observed` does.
+    """Return a function from the tensors of `as_inputs` to those of `observed`: `steps` steps of SGD on one device.
 
     Args:
-        build: makes the model; its state is replaced by that of the inputs, its dtype and device by theirs.
-        steps: how many; each on a batch of its own.
-        rate, momentum: of SGD.
-        shards: go through each batch in so many shards, as `training.shardwise_step` does. The results have the buffers
-            too that each shard has left after the last step, in training, as "<buffer> of rank <shard>".
-        divide: how a batch is divided.
-        evaluation: in evaluation mode: BatchNorm takes its running statistics, and leaves them as they are.
+        build: creates the model; state, dtype and device are replaced by those of the inputs.
+        steps: number of steps; each has its own batch.
+        rate, momentum: parameters of SGD.
+        shards: number of shards per batch, see `training.shardwise_step`. In training mode, the result also has the buffers
+            of each shard after the last step, as "<buffer> of rank <shard>".
+        divide: how to divide a batch into shards.
+        evaluation: train in evaluation mode: BatchNorm uses its running statistics and does not update them.
     """
 
     def run(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

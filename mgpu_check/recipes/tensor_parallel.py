@@ -1,7 +1,7 @@
-"""Tensor parallelism written by hand: linear layers whose weights are divided among ranks, by columns and by rows.
+"""Tensor parallelism by hand: linear layers with weights divided among ranks, by columns and by rows.
 
-The four autograd functions are those of *Megatron-LM* (Shoeybi et al., arXiv:1909.08053): what is a copy on the way forward is a
-sum on the way back, and what is a gather is a division.
+The four autograd functions are those of *Megatron-LM* (Shoeybi et al., arXiv:1909.08053): the backward pass of a copy is a
+sum, that of a gather is a division, and vice versa.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _own(width: int) -> slice:
 
 
 def _gathered(part: torch.Tensor, width: int) -> torch.Tensor:
-    """Put together the parts of the last dimension that ranks hold; they may differ in width by one."""
+    """Concatenate the ranks' parts along the last dimension; their widths may differ by one."""
     pieces = chunks(width, dist.get_world_size())
     widest = pieces[0].stop
     padded = F.pad(part, (0, widest - part.shape[-1])).contiguous()
@@ -82,27 +82,27 @@ class _Divide(torch.autograd.Function):
 
 
 def copy_to_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Return `x`, which all ranks hold alike; its gradient is the sum of theirs."""
+    """Return `x`, which is equal on all ranks; backward, sum the gradient over the ranks."""
     return _Copy.apply(x)  # type: ignore[no-any-return]
 
 
 def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of what the ranks hold; each gets the gradient of the sum."""
+    """Return the sum of `x` over the ranks; backward, pass the gradient on unchanged."""
     return _Sum.apply(x)  # type: ignore[no-any-return]
 
 
 def gather_from_ranks(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the last dimension, of `width`, of which each rank holds its chunk; each gets its chunk of the gradient."""
+    """Concatenate the ranks' chunks of the last dimension to `width`; backward, take this rank's chunk of the gradient."""
     return _Gather.apply(x, width)  # type: ignore[no-any-return]
 
 
 def divide_among_ranks(x: torch.Tensor) -> torch.Tensor:
-    """Return this rank's chunk of the last dimension of `x`; the chunks of the gradient are put together."""
+    """Return this rank's chunk of the last dimension of `x`; backward, concatenate the ranks' chunks of the gradient."""
     return _Divide.apply(x)  # type: ignore[no-any-return]
 
 
 class ColumnLinear(nn.Module):
-    """A linear layer whose outputs are divided: a rank holds the rows of `weight`, (out, in), that make its outputs."""
+    """A linear layer with divided outputs: each rank holds the rows of `weight`, (out, in), of its outputs."""
 
     def __init__(self, layer: nn.Linear, device: torch.device, *, gather: bool = False) -> None:
         super().__init__()
@@ -112,15 +112,15 @@ class ColumnLinear(nn.Module):
         self.bias = nn.Parameter(layer.bias.detach()[own].to(device, copy=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's outputs, (…, own), of inputs (…, in) that all ranks hold; all outputs if `gather`."""
+        """Return this rank's outputs, (…, own), or all if `gather`; the inputs, (…, in), are equal on all ranks."""
         own = F.linear(copy_to_ranks(x), self.weight, self.bias)
         return gather_from_ranks(own, self.width) if self.gather else own
 
 
 class RowLinear(nn.Module):
-    """A linear layer whose inputs are divided: a rank holds the columns of `weight`, (out, in), for its inputs.
+    """A linear layer with divided inputs: each rank holds the columns of `weight`, (out, in), for its inputs.
 
-    Each holds the whole bias, which is added once, after the sum.
+    Each rank holds the whole bias, which is added once, after the sum.
     """
 
     def __init__(self, layer: nn.Linear, device: torch.device, *, divide: bool = False) -> None:
@@ -130,6 +130,6 @@ class RowLinear(nn.Module):
         self.bias = nn.Parameter(layer.bias.detach().to(device, copy=True))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return all outputs, (…, out), of this rank's inputs, (…, own); of all inputs, (…, in), if `divide`."""
+        """Return all outputs, (…, out), for this rank's inputs, (…, own); if `divide`, for all inputs, (…, in)."""
         own = divide_among_ranks(x) if self.divide else x
         return sum_over_ranks(F.linear(own, self.weight)) + self.bias

@@ -1,7 +1,7 @@
-"""Training steps, on one device and on several: by hand, with DataParallel, with DistributedDataParallel.
+"""Training steps on one and several devices: by hand, with DataParallel, and with DistributedDataParallel.
 
-In all of them the loss is the mean over the *global* batch: summed over each shard, divided by the size of the whole
-batch, so that shards of different sizes (empty ones too) weigh what they should.
+The loss is always the mean over the *global* batch: the sum over each shard, divided by the size of the whole batch. So
+shards of different sizes, including empty ones, have the correct weight.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def weighted(outputs: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Return the sum of `outputs`, each times a factor, which is its gradient: two of one shape -> ().
+    """Return the sum of `outputs` * `factors`, two tensors of one shape, as a scalar: the loss of exact training.
 
-    The loss of exact training: what it hands back is as exact as the factors.
+    The gradient of each output is its factor, so it does not round.
     """
     return (outputs * factors).sum()
 
@@ -52,26 +52,22 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def weight(batch_size: int, replicas: int = 1) -> float:
-    """Return the factor of a summed loss that makes gradients averaged over `replicas` those of the batch's mean loss."""
+    """Return the factor for a summed loss, such that averaging over `replicas` gives the gradients of the mean loss."""
     return replicas / batch_size
 
 
 def split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Split `tensor` in `parts` along the first dimension, sizes as equal as can be; some empty if there are few
-    samples.
-    """
+    """Split `tensor` along the first dimension into `parts` of almost equal size; with few samples, some are empty."""
     return list(tensor.tensor_split(parts))
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy the gradients of a module, by parameter; zeros where there is none."""
+    """Return copies of the gradients of a module by parameter name; zeros for a missing gradient."""
     return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, labels: torch.Tensor) -> None:
-    """Take one step on one device, or with `nn.DataParallel`, which gathers the outputs of all devices on the first
-    one.
-    """
+    """Take one step on one device, or with `nn.DataParallel`, which gathers all outputs on the first device."""
     optimizer.zero_grad()
     loss = summed_loss(model(inputs), labels) * weight(len(inputs))
     loss.backward()
@@ -81,12 +77,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch
 def accumulated_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, shards: Sequence[Shard], batch_size: int, ranks: int = 1
 ) -> None:
-    """Take one step whose gradients are accumulated over micro-batches; DDP communicates with the last of them only.
+    """Take one step with gradients accumulated over micro-batches; DDP synchronizes only in the last one.
 
     Args:
-        shards: the micro-batches of this rank (one: a step without accumulation).
-        batch_size: samples in the whole batch, of all ranks and micro-batches.
-        ranks: how many ranks DDP averages over.
+        shards: the micro-batches of this rank; a single one means no accumulation.
+        batch_size: samples in the whole batch, over all ranks and micro-batches.
+        ranks: number of ranks that DDP averages over.
     """
     optimizer.zero_grad()
     for index, (inputs, labels) in enumerate(shards):
@@ -96,10 +92,7 @@ def accumulated_step(
 
 
 def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
-    """Keep gradients with the rank under DDP, for the time of the context.
-
-    Any other module has nothing to hold back.
-    """
+    """Within the context, do not synchronize the gradients of a DDP module; do nothing for other modules."""
     if not isinstance(model, DistributedDataParallel):
         return nullcontext()
     context: AbstractContextManager[None] = model.no_sync()
@@ -109,14 +102,14 @@ def unsynchronized(model: nn.Module) -> AbstractContextManager[None]:
 def shardwise_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]
 ) -> list[dict[str, torch.Tensor]]:
-    """Take one step on one device that goes through the batch shard by shard, as several devices do.
+    """Take one step on one device that processes the batch shard by shard, as several devices do.
 
-    The right reference where samples of a shard see each other (BatchNorm in training): each shard is normalised by its
-    own statistics. Every shard starts from the same buffers; the model keeps those that the first one leaves, as the
-    first device of DataParallel and rank 0 of DDP do.
+    This is the correct reference if the samples of a shard interact, as in BatchNorm: each shard is normalised by its own
+    statistics. Every shard starts from the same buffers. The model keeps the buffers of the first shard, as DataParallel
+    keeps those of its first device, and DDP those of rank 0.
 
     Returns:
-        The buffers that each shard leaves, in order: those of the ranks of DDP.
+        The buffers after each shard, in order; they correspond to those of the ranks of DDP.
     """
     optimizer.zero_grad()
     batch_size = sum(len(inputs) for inputs, _ in shards)
@@ -132,13 +125,13 @@ def shardwise_step(
 
 
 def _set_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    # Through .data, because a backward pass that is still to come may hold a buffer's version.
+    # Through .data: a later backward pass may check the version counter of a buffer.
     for name, buffer in model.named_buffers():
         buffer.data.copy_(values[name])
 
 
 def replicate(parameters: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> list[dict[str, torch.Tensor]]:
-    """Copy parameters to each device, each a leaf that requires gradients."""
+    """Copy the parameters to each device, as leaf tensors that require gradients."""
     return [
         {name: value.detach().clone().to(device).requires_grad_() for name, value in parameters.items()}
         for device in devices
@@ -153,10 +146,10 @@ def train_batch(
     rate: float,
     loss: Loss = summed_loss,
 ) -> None:
-    """Take one step by hand on as many devices as there are replicas of the parameters.
+    """Take one step by hand, on one device per replica of the parameters.
 
-    The batch is split, the loss summed over each shard, gradients are added up by `allreduce`, and every replica takes
-    the same step of SGD.
+    Splits the batch, sums the loss over each shard, sums the gradients with `allreduce`, and takes the same step of SGD on
+    every replica.
     """
     devices = [next(iter(replica.values())).device for replica in replicas]
     shards = zip(split(inputs, len(devices)), split(labels, len(devices)), devices, replicas, strict=True)
@@ -180,9 +173,9 @@ def train(
     epochs: int = 1,
     loss: Loss = summed_loss,
 ) -> list[dict[str, torch.Tensor]]:
-    """Train replicas of `parameters` on `devices` by `train_batch`, batch after batch; return the replicas.
+    """Train replicas of `parameters` on `devices` with `train_batch`, and return the replicas.
 
-    The loop of the chapter on multiple GPUs of *Dive into Deep Learning*. `parameters` stay as they are.
+    This is the loop of the chapter on multiple GPUs of *Dive into Deep Learning*. It does not change `parameters`.
     """
     replicas = replicate(parameters, devices)
     for _ in range(epochs):
@@ -199,9 +192,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def sgd(parameters: Mapping[str, torch.Tensor], rate: float, batch_size: int) -> None:
-    """Step against gradients that are summed over `batch_size` samples, in place; gradients become means, and stay.
+    """Take a step of SGD in place. Gradients are sums over `batch_size` samples, and are divided by it in place.
 
-    The next step must start without them: see `clear`.
+    Call `clear` before the next backward pass.
     """
     with torch.no_grad():
         for parameter in parameters.values():

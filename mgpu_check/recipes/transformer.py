@@ -1,4 +1,4 @@
-"""A causal transformer as people write it: attention, layer norm, embedding, GELU."""
+"""A causal transformer: attention, layer norm, embedding, GELU."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Transformer(nn.Module):
     """Predict the next token: int64 (batch, length) -> logits (batch, length, vocabulary).
 
     Args:
-        tied: the output layer has the weights of the embedding.
-        dropout: leave out a tenth of what each half of a block adds.
+        tied: whether the output layer shares the weights of the embedding.
+        dropout: whether to drop a tenth of the output of each half of a block.
     """
 
     def __init__(

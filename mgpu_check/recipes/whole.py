@@ -1,7 +1,6 @@
-"""Models whose outputs and gradients are whole numbers where parameters, inputs and targets are: no sum of them rounds.
+"""Models with integer outputs and gradients for integer parameters, inputs and targets, so that no sum rounds.
 
-Each maps (batch, 16) to (batch, 4). They are small: what they are for is that every order of summation, over devices
-and ranks too, gives the same bits.
+Each maps (batch, 16) to (batch, 4). Every order of summation, also over devices and ranks, gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,14 +22,15 @@ CLASSES = 4
 _SIDE = 4
 _WORDS = 12
 _WIDE = 4200
-"""Hidden units of "wide": its first weight has 67,200 elements, more than 64 Ki."""
+"""Hidden units of "wide": its first weight has 67,200 elements, to cover sizes above 64 Ki."""
 PER_BATCH = (1 << 58) + 5
-"""What "counting" adds to its count for each batch, beside the rows. Of such numbers float64 has the multiples of 64 only, and
-the count, which begins from -3 to 3, is none after a batch of up to 50 rows."""
+"""Increment of the count of "counting" per batch, in addition to the rows. At this magnitude float64 holds only multiples
+of 64. The count starts between -3 and 3 and has up to 50 rows per batch, so a count that passes through float64 comes back
+wrong."""
 
 
 def draw(model: nn.Module, seed: int, most: int = 3) -> nn.Module:
-    """Set each parameter and each buffer of `model` to whole numbers from -`most` to `most`; return the model."""
+    """Set each parameter and buffer of `model` to random integers from -`most` to `most`, and return the model."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
@@ -40,21 +40,21 @@ def draw(model: nn.Module, seed: int, most: int = 3) -> nn.Module:
 
 
 def settle(model: nn.Module, most: int = 3) -> None:
-    """Round each parameter to whole numbers, and wrap them to -`most` to `most`, so that the next step is exact, too."""
+    """Round each parameter to integers, and wrap them into -`most` to `most`, so that the next step is exact as well."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.remainder(parameter.round() + most, 2 * most + 1) - most)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Turn whole numbers into words of the dictionary: any shape, int64."""
+    """Map integers of any shape to word indices, int64."""
     return x.detach().abs().long() * 3 % _WORDS
 
 
 class Mixed(nn.Module):
-    """Two layers of float32, and one of another dtype beside the first of them, as in models that keep parts in other precision.
+    """Two layers in float32 and an inner layer in another dtype, as in models of mixed precision.
 
-    In float64 the gradients of that one need more than the 24 bits that float32 has.
+    In float64, the gradients of the inner layer need more than the 24 bits of float32.
     """
 
     def __init__(self, inner: torch.dtype) -> None:
@@ -71,7 +71,7 @@ class Mixed(nn.Module):
 
 
 class LeNet(nn.Module):
-    """Two convolutions with ReLU and a pooling that sums."""
+    """Two convolutions with ReLU, and sum pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Embedded(nn.Module):
 
 
 class Attention(nn.Module):
-    """Linear attention over four tokens of four features: without softmax, which rounds."""
+    """Linear attention over four tokens of four features. It has no softmax, because softmax rounds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class Attention(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model whose output layer has the weight of its embedding."""
+    """A language model whose output layer shares the weight of its embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Tied(nn.Module):
 
 
 class Heads(nn.Module):
-    """A trunk with three heads, of which a call uses one."""
+    """A trunk with three heads; each call uses one head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Heads(nn.Module):
 
 
 class Listed(nn.Module):
-    """Weights in a list and biases in a dict, as models keep them that choose among their layers."""
+    """A model with its weights in a ParameterList and its biases in a ParameterDict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Listed(nn.Module):
 
 
 class Reused(nn.Module):
-    """A layer that is used twice, its activations recomputed, and one that is never used."""
+    """A model with a layer that is used twice, with checkpointed activations, and a layer that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,9 +186,9 @@ class Reused(nn.Module):
 
 
 class Counting(nn.Module):
-    """A layer with statistics, kept in training only: rows (int64, see `PER_BATCH`), their sum (float32), and flags (bool).
+    """A layer with statistics, updated in training only: rows (int64, see `PER_BATCH`), their sum (float32), flags (bool).
 
-    State dicts leave the flags out.
+    The state dict does not contain the flags.
     """
 
     rows: torch.Tensor
@@ -203,7 +203,7 @@ class Counting(nn.Module):
         self.register_buffer("seen", torch.zeros(2, dtype=torch.bool), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Before they are counted: the output shows from which statistics the call began.
+        # Before the update, so that the output depends on the statistics at the start of the call.
         out: torch.Tensor = self.layer(x) + self.sums.remainder(64) + self.rows.remainder(64)
         if self.training:
             with torch.no_grad():
@@ -222,7 +222,7 @@ def _wide() -> nn.Module:
 
 
 def _deep() -> nn.Module:
-    """Build twelve layers that add to what they were given: many buckets, where these are small."""
+    """Build a model with many small parameters, which fill many buckets of DDP if the buckets are small."""
     return nn.Sequential(nn.Linear(FEATURES, 5), *(_Added(5) for _ in range(6)), nn.Linear(5, CLASSES))
 
 
@@ -255,4 +255,4 @@ BUILDERS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "float16 inside": lambda: Mixed(torch.float16),
     }
 )
-"""What builds each model, by its name; parameters are drawn afterwards, by `draw`."""
+"""The builder of each model, by name. `draw` sets the parameters afterwards."""

@@ -1,5 +1,6 @@
-"""Test data as frozen dataclasses of plain values.
+"""Specs: test data as frozen dataclasses of plain values.
 
-An example is drawn in a process that imports no torch, and used in processes that import no Hypothesis: what travels is a
-spec. It prints as one line that rebuilds it, and makes its tensors where they are used, the same bits everywhere.
+The process that draws an example does not import torch, and the processes that use it do not import Hypothesis. So they
+exchange specs. The repr of a spec is one line that rebuilds it. A spec builds its tensors where they are used, with the
+same bits everywhere.
 """

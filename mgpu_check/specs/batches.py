@@ -1,4 +1,4 @@
-"""Batches as plain values: what a training step is given, nested as users nest it, and how it is split."""
+"""Specs of batches: tensors and other values, nested in containers, and their split over devices."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "BatchSpec", "Leaf", "Nested", "Sample", "Split"]
 
 Sample = namedtuple("Sample", ["inputs", "labels"])
-"""The named tuple among the nestings."""
+"""The named tuple among the containers."""
 
 KINDS = ("tuple", "list", "dict", "namedtuple", "ordereddict")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value that is not a tensor, handed to every device as it is."""
+    """A value that is not a tensor; every device gets it unchanged."""
 
     value: object
 
@@ -37,7 +37,7 @@ class Nested:
     """A tuple, list, dict (keys "a", "b", …), `OrderedDict` (keys "z", "y", …) or `Sample` of parts.
 
     Raises:
-        ValueError: the kind is unknown, or a "namedtuple" has other than two parts.
+        ValueError: the kind is unknown, or a "namedtuple" does not have two parts.
     """
 
     kind: str
@@ -64,16 +64,16 @@ BatchSpec = TensorSpec | Nested | Leaf
 
 @dataclass(frozen=True)
 class Split:
-    """A batch, and how it is to be spread over devices.
+    """A batch, and its distribution over devices.
 
     Attributes:
-        batch: what is split.
-        size: its number of samples, that is, of elements along `dim`.
-        dim: the dimension that is split.
-        devices: over how many of the run's devices.
-        source: where the batch lies before; "pinned" is the CPU.
-        target: where its shards are gathered.
-        order: indices of the devices, in the order in which they get shards; empty for the first ones, in order.
+        batch: the batch to split.
+        size: its number of samples, which is the number of elements along `dim`.
+        dim: the dimension to split.
+        devices: number of devices to split over.
+        source: device of the batch before the split; "pinned" is pinned memory of the CPU.
+        target: device that gathers the shards.
+        order: indices of the devices, in the order of their shards; empty for the first `devices` ones, in order.
     """
 
     batch: BatchSpec
@@ -85,15 +85,15 @@ class Split:
     order: tuple[int, ...] = ()
 
     def on(self, gpus: Sequence[torch.device]) -> tuple[torch.device, ...]:
-        """Return those of a run's devices that get shards, in order."""
+        """Return the devices that get shards, in order."""
         return tuple(gpus[index] for index in self.order) if self.order else tuple(gpus[: self.devices])
 
     @property
     def tensor(self) -> TensorSpec:
-        """The batch, which is a single tensor.
+        """The spec of the batch, if it is a single tensor.
 
         Raises:
-            TypeError: it is not.
+            TypeError: the batch is not a single tensor.
         """
         if not isinstance(self.batch, TensorSpec):
             raise TypeError(f"Split.tensor: the batch is {type(self.batch).__name__}, not a single tensor")

@@ -1,4 +1,4 @@
-"""Specs of calls of collectives, and which of them no backend takes."""
+"""Specs of collective calls, and the calls that a backend does not support."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTEGERS = ("int64", "int32", "int8", "uint8")
 _COMPLEX = ("complex64", "complex128")
 
 REDUCED = (*FLOATING, *INTEGERS, "bool", *_COMPLEX)
-"""The dtypes that NCCL and gloo reduce. Neither has int16, nor unsigned integers above uint8, and torch refuses to reduce float8."""
+"""The dtypes that NCCL and gloo reduce. Both lack int16 and unsigned integers above uint8; torch refuses to reduce float8."""
 
 COPIED = (*REDUCED, "float8_e4m3fn", "float8_e5m2")
 
@@ -43,21 +43,22 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One call of a collective, the same on all members of its group.
+    """One call of a collective, equal on all members of its group.
 
     Attributes:
-        function: of `REDUCING` or `COPYING`.
-        elements: of one rank's part of the result; None for as many as `values` has.
-        values: what ranks give. For reductions "exact": one result in every order; "extremes": the borders of the dtype, each against
-            each, from each rank; "borders": both of these; "special": NaN, infinities, zeros of both signs, subnormals, likewise; "random": all
-            bits in use. For copies "bits": any bits.
+        function: a name in `REDUCING` or `COPYING`.
+        elements: number of elements in one rank's part of the result; None for the number that `values` has.
+        values: the inputs of the ranks. For reductions: "exact" has the same result in every order; "extremes" pairs all
+            limits of the dtype, from each rank; "borders" is both of these; "special" pairs NaN, infinities, zeros of both
+            signs and subnormals; "random" uses all bits. For copies: "bits" has arbitrary bits.
         place: "device" or "cpu".
-        members: ranks of the group, in its order; none for all.
-        root: place in the group of the rank that gives or gets.
-        root_by: "global" or "group": by which number the root is named.
-        asynchronous: whether it is waited for later.
-        layout: "dense", a vector; "in place": the input is a part of the output, or the other way round; "uneven": parts of
-            different sizes; "channels_last", "matrix"; "transposed" has no gaps, "gaps" has: both may be refused.
+        members: ranks of the group, in its order; empty for all ranks.
+        root: position in the group of the rank that sends or receives.
+        root_by: "global" or "group": the numbering in which the call names the root.
+        asynchronous: whether the call returns a work that is waited for later.
+        layout: "dense" is a vector; "scalar" has no dimensions; in "in place" the input is a part of the output, or vice
+            versa; "uneven" has parts of different sizes; "matrix"; "channels_last"; "transposed" has no gaps; "gaps" has.
+            A backend may refuse the last two.
     """
 
     function: str
@@ -100,10 +101,10 @@ _LAYOUTS_WITHOUT_GLOO = {
 
 
 def left_out(call: CollectiveCall) -> str:
-    """Return why no backend is asked for a call; "" where it must be right."""
+    """Return why the tests omit a call; "" if its result must be correct."""
     dtype, op = call.dtype, call.op
     if call.layout == "channels_last" and dtype in _COMPLEX:
-        return "torch hands its real numbers over, in five dimensions that are not contiguous"
+        return "torch passes them as real numbers in five dimensions, which are not contiguous"
     if reason := (_no_device_takes if call.place == "device" else _gloo_does_not_take)(call):
         return reason
     if call.function in COPYING:
@@ -141,5 +142,5 @@ def _no_device_takes(call: CollectiveCall) -> str:
     if call.op in _BITWISE:
         return "NCCL has no bitwise operations"
     if call.op == "PREMUL_SUM" and call.dtype == "bfloat16":
-        return "torch hands NCCL a factor in float32, of which it reads the half that is zero: pytorch#190745"
+        return "torch passes NCCL the factor as float32, and NCCL reads only the half that is zero: pytorch#190745"
     return ""

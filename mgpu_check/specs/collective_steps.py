@@ -1,4 +1,4 @@
-"""Specs of programs of collectives: steps on a few tensors that every rank holds."""
+"""Specs of collective programs: sequences of steps on a few tensors of every rank."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["BUFFERS", "GROUPS", "LENGTH", "OF_GROUPS", "STEPS", "CollectiveStep"
 
 BUFFERS = 4
 LENGTH = 5
-"""Each rank holds so many tensors, of LENGTH elements per rank."""
+"""Each rank holds BUFFERS tensors, of LENGTH elements per rank."""
 GROUPS = 2
-"""A program has so many groups at once, beside the world: they have the numbers from 1 on."""
+"""Largest number of groups at a time, besides the world. Groups are numbered from 1."""
 
 STEPS = (
     "add",
@@ -32,13 +32,14 @@ class CollectiveStep:
     """One step of every rank.
 
     Attributes:
-        kind: of `STEPS` or `OF_GROUPS`; "add": to a tensor another one, times a number of the rank; "shift": each rank sends to one further on.
+        kind: a name in `STEPS` or `OF_GROUPS`. "add" adds the source, times a number of the rank, to the target. "shift"
+            sends from each rank to the rank `root` places further on.
         target, source: numbers of tensors.
-        root: a member of the group, modulo its size; of "shift" the distance.
-        op: "SUM", "MIN" or "MAX", where it reduces.
-        asynchronous: whether the call returns before it is done. It is waited for when one of its tensors is next used, or its group
-            destroyed.
-        group: number of the group that takes the step, or is made or destroyed; 0: all ranks.
+        root: a member of the group, modulo its size; for "shift", the distance.
+        op: "SUM", "MIN" or "MAX", for a reduction.
+        asynchronous: whether the call returns before it is done. It is waited for when one of its tensors is next used, or
+            its group is destroyed.
+        group: number of the group that takes the step, or is created or destroyed; 0 for all ranks.
         members: ranks of a new group, modulo the world size.
     """
 

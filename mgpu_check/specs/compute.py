@@ -1,4 +1,4 @@
-"""What a check of a GPU's arithmetic is to do, as plain values, and what it says for a vote among GPUs."""
+"""Specs of arithmetic checks of a GPU, and their digests for a vote among GPUs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FAMILIES: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "drawing": {"random bits": ("int64",), "normal numbers": ("float32", "float64"), "permutation": ("int64",)},
     }
 )
-"""Family -> operation -> dtypes. "tf32" is float32 with TF32 allowed; "float32" is without."""
+"""Family -> operation -> dtypes. "tf32" is float32 with TF32 allowed; "float32" has TF32 disabled."""
 
 OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {name: dtypes for family in FAMILIES.values() for name, dtypes in family.items()}
@@ -71,7 +71,7 @@ OPERATIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 TIMED = ("product known by algebra", "convolution known by algebra", "attention known by algebra")
-"""Operations whose rate tells how fast a GPU is. Their shapes follow from the size alone."""
+"""Operations that measure the speed of a GPU. Their shapes depend on the size only, so rates are comparable."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class ComputeCase:
 
     Attributes:
         operation, dtype: as in `OPERATIONS`.
-        size: elements along a side of a matrix, at least 32; what else has a size follows from it.
-        seed: of the data, and of what else is chosen.
-        repeats: how often it is done; each result is looked at.
-        seconds: after which no more repeats begin.
-        timed: its rate is measured; that is for operations of which `TIMED` knows how many floating-point operations they are.
+        size: elements along a side of a matrix, at least 32; all other sizes derive from it.
+        seed: of the data and of all other random choices.
+        repeats: number of repeats; each result is checked.
+        seconds: time limit; no repeat starts after it.
+        timed: whether to measure the rate; only for operations in `TIMED`, whose number of floating-point operations is known.
     """
 
     operation: str
@@ -111,7 +111,7 @@ class ComputeCase:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one GPU says in a vote.
+    """One GPU's result of a case, for a comparison among GPUs.
 
     Attributes:
         digest: of all bits of the result.

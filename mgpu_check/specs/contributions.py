@@ -1,4 +1,4 @@
-"""Specs of what ranks put into a reduction."""
+"""Specs of the inputs of a reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REDUCIBLE = ("float32", "float64", "float16", "bfloat16", "int64", "int32", "int
 """The dtypes that both gloo and NCCL reduce."""
 
 DENSE = ("contiguous", "channels_last")
-"""Layouts without gaps that NCCL takes."""
+"""Layouts without gaps, which NCCL accepts."""
 
 GAPPED = ("sliced", "strided")
 """Layouts with gaps: views into a larger storage."""
@@ -24,16 +24,16 @@ GAPPED = ("sliced", "strided")
 
 @dataclass(frozen=True)
 class Contributions:
-    """One tensor per rank, all of one shape, dtype and layout, different on each.
+    """One tensor per rank: equal shape, dtype and layout, different values.
 
-    Values "exact" have one result in every order of the operation; "random" have all bits in use.
+    "exact" values have the same result in every order of the operation; "random" values use all bits.
     """
 
     tensor: TensorSpec
     operation: str = "sum"
 
     def parts(self, count: int) -> list[torch.Tensor]:
-        """Return what each of `count` ranks contributes, contiguous, on the CPU."""
+        """Return the contributions of `count` ranks, contiguous, on the CPU."""
         import torch
 
         from mgpu_check.numerics import exact
@@ -45,5 +45,5 @@ class Contributions:
         return make(self.tensor.shape, dtype, count=count, seed=self.tensor.seed)
 
     def placed(self, part: torch.Tensor, device: str | torch.device) -> torch.Tensor:
-        """Copy `part` to `device`, laid out as the spec says."""
+        """Copy `part` to `device`, in the layout of the spec."""
         return self.tensor.build(device).copy_(part)

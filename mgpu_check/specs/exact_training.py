@@ -1,4 +1,4 @@
-"""Training whose every number is exact, so that any way to divide it among devices gives the same bits."""
+"""Specs of exact training: no result rounds, so any distribution over devices gives the same bits."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ __all__ = ["ExactTraining"]
 
 @dataclass(frozen=True)
 class ExactTraining:
-    """A perceptron of small whole numbers that is trained on whole numbers.
+    """A perceptron with small integer parameters, trained on integers.
 
-    Its loss is the sum of its outputs, each times a number of the batch, so no gradient rounds; the rate and the momentum
-    are powers of two, so no step of SGD does. For two steps every intermediate result is a multiple of one power of two
-    that float32 holds exactly: the same bits in every order of summation, on every device, in float64 too.
+    The loss is the sum of the outputs, each times an integer of the batch, so no gradient rounds. The learning rate and the
+    momentum are powers of two, so no step of SGD rounds. For two steps, each intermediate result is a multiple of a power
+    of two that float32 represents exactly. So it has the same bits in every order of summation, on every device, and in
+    float64.
 
     Attributes:
-        widths: of the inputs, of the hidden layers, of the outputs.
+        widths: of the inputs, the hidden layers and the outputs.
         batch: samples in the global batch of a step.
         steps: 1 or 2.
-        fine: by how much each parameter but 0 is off a whole number: what lower precision drops.
+        fine: offset of each non-zero parameter from an integer; lower precision would lose it.
 
     Raises:
-        ValueError: there are more steps than stay exact, or no layer.
+        ValueError: `steps` exceeds 2, which would round, or there is no layer.
     """
 
     widths: tuple[int, ...] = (6, 10, 5)
@@ -49,7 +50,7 @@ class ExactTraining:
         return 0.25
 
     def layers(self) -> list[nn.Linear]:
-        """Return the linear layers, float32 on the CPU, with the parameters of the start."""
+        """Return the linear layers with their initial parameters, float32 on the CPU."""
         import torch
         from torch import nn
 
@@ -74,7 +75,7 @@ class ExactTraining:
         return nn.Sequential(first, *(part for layer in others for part in (nn.ReLU(), layer)))
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return inputs, (batch, widths[0]), and factors of the outputs, (batch, widths[-1]), of each step: float32, CPU."""
+        """Return, for each step, inputs (batch, widths[0]) and output factors (batch, widths[-1]), float32 on the CPU."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed + 1)

@@ -1,4 +1,4 @@
-"""What a check of a GPU's memory is to do, as plain values."""
+"""Specs of memory checks of a GPU."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 __all__ = ["PATTERNS", "MemoryCase"]
 
 PATTERNS = ("address", "inversions", "walking ones", "walking zeros", "checkerboard", "random")
-"""What is written; see `mgpu_check.checks.memory_patterns`."""
+"""The patterns to write; see `mgpu_check.checks.memory_patterns`."""
 
 
 @dataclass(frozen=True)
 class MemoryCase:
-    """One look at the memory of a GPU.
+    """One check of the memory of a GPU.
 
     Attributes:
         pattern: one of `PATTERNS`.
-        share: of the memory that is free, to be written and read back; more than 0, less than 1.
-        seed: shifts and seeds of the pattern, and the places that are looked at from the host.
+        share: share of the free memory to write and read back; more than 0, less than 1.
+        seed: determines the shifts and seeds of the pattern, and the places that the host reads.
         passes: how often all of it is written and read back.
     """
 
@@ -30,7 +30,7 @@ class MemoryCase:
         if self.pattern not in PATTERNS:
             raise ValueError(f"MemoryCase: pattern={self.pattern!r} is unknown; choose one of {', '.join(PATTERNS)}")
         if not 0 < self.share < 1:
-            raise ValueError(f"MemoryCase: share={self.share} must be between 0 and 1, which both are excluded")
+            raise ValueError(f"MemoryCase: share={self.share} must be more than 0 and less than 1")
         if self.passes < 1:
             raise ValueError(f"MemoryCase: passes={self.passes} must be at least 1")
 

@@ -9,11 +9,11 @@ __all__ = ["Message"]
 
 @dataclass(frozen=True)
 class Message:
-    """A message.
+    """A point-to-point message.
 
     Attributes:
         source, target: ranks of the world; source -1 for any.
-        number: of the message; it decides what is in it.
+        number: of the message; determines its content.
     """
 
     source: int

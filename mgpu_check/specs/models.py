@@ -1,4 +1,4 @@
-"""Training runs as specs: a model, batches and the steps of an optimizer on them."""
+"""Specs of training runs: a model, batches and steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TrainingSpec:
     """Samples in the global batch of a step."""
     steps: int = 1
     windows: int = 1
-    """Micro-batches of each rank in a step, where gradients are accumulated."""
+    """Micro-batches of each rank in a step, over which gradients are accumulated."""
     momentum: float = 0.0
     width: int = 8
     """Channels of the first block of resnet18; 64 is the usual size."""
@@ -51,7 +51,7 @@ class TrainingSpec:
 
     @property
     def rate(self) -> float:
-        """Learning rate; large enough for a step to be seen in the parameters, small enough to stay in their region."""
+        """Learning rate: large enough that a step changes the parameters visibly, small enough to stay near them."""
         return 0.05
 
     def build(self) -> nn.Module:
@@ -59,20 +59,20 @@ class TrainingSpec:
         from mgpu_check.recipes import models
 
         if self.model == "lenet":
-            # Larger than the book's 0.01, for logits that differ between samples from the first step on.
+            # Larger than the book's 0.01, so that logits differ between samples from the first step on.
             return models.LeNet(scale=0.05)
         if self.model == "convnet":
             return models.small_convnet(classes=_CLASSES)
         if self.model == "resnet18":
             from torch import nn
 
-            # Of thousands of ReLUs some are within rounding errors of their border: what is right varies there, and a
-            # tolerance that grants it grants flipped bits too.
+            # Among thousands of ReLUs, some inputs are within rounding error of 0, and either result is correct. A
+            # tolerance that accepts both would also accept flipped bits.
             return models.resnet18(classes=_CLASSES, width=self.width, activation=nn.SiLU)
         return models.mlp(features=_FEATURES, classes=_MLP_CLASSES)
 
     def initial(self, variant: int = 0) -> nn.Module:
-        """Return the model as it is at the start, on the CPU. Variants differ in all of their state."""
+        """Return the initial model, on the CPU. Variants differ in their whole state."""
         import torch
 
         with torch.random.fork_rng(devices=[]):
@@ -80,7 +80,7 @@ class TrainingSpec:
             model = self.build()
             with torch.no_grad():
                 for buffer in model.buffers():
-                    # Not the untouched 0 and 1, with which statistics that are never used could not be told.
+                    # With the initial 0 and 1, statistics that are never used would remain unnoticed.
                     if buffer.is_floating_point():
                         buffer.add_(torch.rand_like(buffer))
         return model

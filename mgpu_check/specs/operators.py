@@ -1,17 +1,17 @@
-"""Rules for operators with operands on different devices, as plain data: which refuse them, and in which words.
+"""Rules for operators with operands on different devices: which operators refuse them, and which devices the error names.
 
-Each operator has a first operand and a second one, placed apart in one of three ways. What it must do is torch's
-behaviour on CUDA. The message must name both devices; two wordings of torch name them in their own way:
+Each operator has a first and a second operand, placed on different devices in one of three ways. The rules describe
+torch's behaviour on CUDA. The error must name both devices, with two exceptions:
 
-- convolution of a CPU tensor with a CUDA tensor, either way round: "Input type (torch.cuda.FloatTensor) and weight
-  type (torch.FloatTensor) should be the same", the kinds of device without an index ("types");
-- indexing with an index on a foreign GPU, or of a CPU tensor with an index on a GPU: "indices should be either on cpu
-  or on the same device as the indexed tensor (cuda:0)", the indexed tensor's device only ("indexed").
+- Convolution of a CPU tensor with a CUDA tensor, or vice versa: "Input type (torch.cuda.FloatTensor) and weight type
+  (torch.FloatTensor) should be the same". It names the kinds of device without an index ("types").
+- Indexing with an index on another GPU, or of a CPU tensor with an index on a GPU: "indices should be either on cpu
+  or on the same device as the indexed tensor (cuda:0)". It names only the indexed tensor's device ("indexed").
 
-All others name both. Operators built on TensorIterator (arithmetic, comparisons, mse_loss, where, index_put) say "found
-at least two devices, cuda:0 and cpu!"; those whose check is generated (mm, addmm, bmm, cat, index_select, nll_loss,
-normalisations, cudnn's convolution) say "got mat2 is on cpu, different from other tensors on cuda:0"; some have words
-of their own (masked_fill, equal, attention, recurrent layers, DataParallel).
+Operators built on TensorIterator (arithmetic, comparisons, mse_loss, where, index_put) say "found at least two devices,
+cuda:0 and cpu!". Operators with a generated check (mm, addmm, bmm, cat, index_select, nll_loss, normalisations, cudnn's
+convolution) say "got mat2 is on cpu, different from other tensors on cuda:0". A few others (masked_fill, equal, attention,
+recurrent layers, DataParallel) have messages of their own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ NOWHERE: frozenset[str] = frozenset()
 
 @dataclass(frozen=True)
 class Rule:
-    """The conditions under which an operator raises, and how it names the devices.
+    """The placements for which an operator raises, and the devices that its error names.
 
     Attributes:
-        raises: the ways of placing (first operand, second operand) apart that must raise; all others must work.
-        names: "both" devices, or what torch is content with: "types" or "indexed".
-        result: the operand, 0 or 1, on whose device the result is where operands apart work; None: where a GPU is.
+        raises: the placements of (first operand, second operand) that must raise; all others must work.
+        names: the devices in the error: "both", "types" or "indexed".
+        result: the operand, 0 or 1, whose device the result has if the placement works; None for the operand on a GPU.
     """
 
     raises: frozenset[str] = EVERYWHERE
@@ -43,12 +43,12 @@ class Rule:
 _ARITHMETIC = {
     **dict.fromkeys(("add", "mul", "maximum", "eq", "where", "addcmul", "addcmul third", "lerp"), Rule()),
     **dict.fromkeys(("add_", "mul_", "add out=", "mul out="), Rule()),
-    # As optimizers and clipping call; the latter with a first pair that lies together.
+    # As called by optimizers and by gradient clipping, the latter with a first pair on one device.
     **dict.fromkeys(("foreach add", "foreach mul_", "foreach add second"), Rule()),
 }
 _PRODUCTS = dict.fromkeys(("matmul", "matmul vector", "bmm", "einsum", "matmul out=", "addmm", "einsum third"), Rule())
 _JOINS = dict.fromkeys(("cat", "stack", "cat out=", "cat third of four", "stack third", "hstack third"), Rule())
-"""Of several tensors the third is apart from the others, which a look at the first two, or at the first and the last, does not see."""
+"""With several tensors, the third is on another device. A check of the first two, or of the first and last, would miss it."""
 _LAYERS = {
     **dict.fromkeys(("linear", "linear bias", "embedding", "layer_norm", "batch_norm", "attention"), Rule()),
     "conv2d": Rule(names="types"),
@@ -67,7 +67,7 @@ _MODULES = {
     "Conv2d": Rule(names="types"),
 }
 _SCALARS = {
-    # A 0-dim tensor on the CPU counts as a number, unless it is written to; one on a GPU is a tensor as any other.
+    # A 0-dim tensor on the CPU counts as a number, unless it is written to. On a GPU it is an ordinary tensor.
     "add 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
     "eq 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
     "maximum 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
@@ -76,7 +76,7 @@ _SCALARS = {
     "mul_ by 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
     "0-dim add 0-dim": Rule(raises=frozenset({CUDA_CUDA}), result=None),
     "0-dim add_ 0-dim": Rule(raises=frozenset({CPU_CUDA, CUDA_CUDA}), result=0),
-    # index_put_ fetches a 0-dim value from wherever it is.
+    # index_put_ accepts a 0-dim value on any device.
     "index_put 0-dim value": Rule(raises=NOWHERE, result=0),
 }
 _COPIES = {
@@ -89,13 +89,13 @@ _COPIES = {
 OPERATORS: dict[str, Rule] = {
     **_ARITHMETIC, **_PRODUCTS, **_JOINS, **_LAYERS, **_LOSSES, **_INDEXING, **_MODULES, **_SCALARS, **_COPIES
 }  # fmt: skip
-"""Every operator by name; `mgpu_check.checks.operators` knows how to call each."""
+"""Every operator by name; `mgpu_check.checks.operators` has the call of each."""
 
 GROUPS = {"modules": tuple(_MODULES), "scalars": tuple(_SCALARS), "copies": tuple(_COPIES)}
 
 
 def placement(first: str, second: str) -> str:
-    """Return how two different devices, such as "cpu" and "cuda:1", lie apart."""
+    """Return the placement of two different devices: "cpu,cuda" for "cpu" and "cuda:1"."""
     return f"{first.partition(':')[0]},{second.partition(':')[0]}"
 
 
@@ -111,7 +111,7 @@ class OperatorCase:
 
     @property
     def rule(self) -> Rule:
-        """The rule for operands that lie apart."""
+        """The rule of the operator."""
         return OPERATORS[self.operator]
 
     @property
@@ -122,14 +122,14 @@ class OperatorCase:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """Operators, each on many pairs of places: all pairs that must raise, or all that must work.
+    """Operators, each on many pairs of devices: either all pairs that must raise, or all that must work.
 
-    Each meets each device with the CPU on either side, and with one other device: the one that comes `turn` devices later.
-    So a defect of one operator on one device is met by every table.
+    Each operator combines each device with the CPU, in both orders, and with the device `turn` places later. So every table
+    finds a defect of one operator on one device.
 
     Attributes:
-        only: the name in `GROUPS` that the operators are of; None: all.
-        without: names in `GROUPS` that are left out.
+        only: a name in `GROUPS`, to restrict the operators; None for all.
+        without: names in `GROUPS` to leave out.
     """
 
     must_raise: bool

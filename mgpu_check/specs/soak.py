@@ -1,4 +1,4 @@
-"""What a round of a soak is to do, as plain values, and what each GPU says of it."""
+"""Specs of a soak: one round of load, and each GPU's results."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Loaded", "SoakCase"]
 
 @dataclass(frozen=True)
 class SoakCase:
-    """One round of load: training, beside memory that is rewritten and compared, collectives, and copies.
+    """One round of load: training, rewriting and comparing memory, collectives, and copies.
 
     Attributes:
-        training: how all GPUs train.
-        every: after so many of its steps all else is done once, and digests are taken.
-        memory_share: of the memory that is free beside the rest, to be rewritten and compared.
-        collective: elements of int32 that each rank gives, a multiple of the number of ranks.
-        copied: words of 64 bits that go to the device and back.
-        number: of the round, from 1; seeds what is written and copied.
+        training: the training of all GPUs.
+        every: number of training steps after which all other work is done once, and digests are taken.
+        memory_share: share of the remaining free memory to rewrite and compare.
+        collective: int32 elements that each rank contributes; a multiple of the number of ranks.
+        copied: 64-bit words to copy to the device and back.
+        number: of the round, from 1; seeds the written and copied data.
     """
 
     training: TransformerCase
@@ -36,15 +36,15 @@ class SoakCase:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What one GPU says of a round.
+    """One GPU's results of a round.
 
     Attributes:
-        trained: how the training went, with digests after each `SoakCase.every` steps.
+        trained: the result of the training, with digests after each `SoakCase.every` steps.
         seconds: under load, by the clock of the host.
         steps: seconds of each step, by the clock of the device.
-        bytes: written to memory and compared, copied, and given to collectives.
-        reduced: elements that the sum over all ranks had wrong.
-        exchanged: rank -> elements from it that were wrong.
+        bytes: written to memory and compared, copied, and contributed to collectives.
+        reduced: number of wrong elements in the sum over all ranks.
+        exchanged: rank -> number of wrong elements received from it.
     """
 
     trained: Trained

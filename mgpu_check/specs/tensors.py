@@ -1,4 +1,4 @@
-"""Tensors as a line of plain values that rebuilds the same data anywhere."""
+"""Specs of tensors: plain values that rebuild the same data in any process."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ COMPLEX_DTYPES = ("complex64", "complex128")
 DTYPES = (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool")
 
 LAYOUTS = ("contiguous", "transposed", "sliced", "strided", "channels_last")
-"""How a tensor lies in memory.
+"""Memory layouts of a tensor.
 
 contiguous: row by row. transposed: the last two dimensions swapped. sliced: a window into a larger storage, with an
 offset and gaps between rows. strided: every second element of the last dimension. channels_last: four dimensions, the
-second one innermost. None of them overlaps itself, so each can be written to.
+second one innermost. No layout has overlapping elements, so all can be written to.
 """
 
 VALUES = ("exact", "distinct", "random", "special", "bits")
-"""What a tensor holds.
+"""Kinds of values of a tensor.
 
-exact: whole numbers in [-15, 15] (unsigned: [0, 15]), so that a sum of 16 such tensors is exact in every dtype here, in
-any order. distinct: a permutation of consecutive whole numbers, every one of them exact; where there are more elements
-than the dtype can tell apart, numbers repeat as far apart as possible before they are permuted. random: standard
-normal (integers: the dtype's whole range). special: random with NaN, infinities and -0.0 strewn in (floats only). bits:
-any bits; of floats about an eighth each are NaN, with all kinds of payloads, and subnormal.
+exact: integers in [-15, 15] (unsigned: [0, 15]), so that a sum of 16 such tensors is exact in every dtype here, in any
+order. distinct: a permutation of consecutive integers, each exactly representable; with more elements than the dtype has
+such integers, they repeat as rarely as possible. random: standard normal (integers: the dtype's whole range). special:
+random values mixed with NaN, infinities and -0.0 (floats only). bits: arbitrary bits; about an eighth of floats are NaN or
+infinite, with arbitrary payloads, and another eighth subnormal.
 """
 
 PINNED = "pinned"
-"""Where a tensor is built that is to lie on the CPU, in pinned memory."""
+"""The device argument of `TensorSpec.build` for pinned memory of the CPU."""
 
 _EXPONENTS = {2: {"float16": 0x7C00, "bfloat16": 0x7F80}, 4: {"float32": 0x7F800000}, 8: {"float64": 0x7FF << 52}}
-"""By the bytes of an element, and dtype: the bits of the exponent."""
+"""Bytes of an element -> dtype -> mask of the exponent's bits."""
 
 _FOR_TRANSPOSING, _FOR_CHANNELS_LAST = 2, 4
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor, described.
+    """The description of a tensor.
 
     Raises:
-        ValueError: dtype, layout or values are unknown, or the layout does not exist for that number of dimensions.
+        ValueError: an unknown dtype, layout or kind of values, or a layout that does not exist for this number of dimensions.
     """
 
     shape: tuple[int, ...]
@@ -88,23 +88,21 @@ class TensorSpec:
         return math.prod(self.shape)
 
     def like(self, layout: str, *, seed: int = 0) -> TensorSpec:
-        """Return the spec of another tensor of this shape and dtype, with another layout (contiguous where it cannot
-        have that one).
-        """
+        """Return a spec of this shape and dtype with exact values and another layout; contiguous if the shape forbids it."""
         possible = layout if layout in layouts_for(len(self.shape)) else "contiguous"
         return TensorSpec(self.shape, self.dtype, possible, seed, "exact")
 
     def build(self, device: str | torch.device = "cpu") -> torch.Tensor:
-        """Build the tensor, laid out as described, on `device`, or on the CPU in pinned memory where that is `PINNED`.
+        """Build the tensor in its layout on `device`; with `PINNED`, on the CPU in pinned memory.
 
-        It has the same bits wherever and whenever it is built.
+        The result always has the same bits.
         """
         import torch
 
         if device == PINNED:
             return self.build().pin_memory()
         base, window = self._storage()
-        # Moved whole and viewed there: a copy of a view would arrive contiguous.
+        # Create the whole storage on the device and take the view there: a copied view would become contiguous.
         storage = torch.zeros(base, dtype=getattr(torch, self.dtype), device=device)
         laid_out = window(storage)
         laid_out.copy_(self._data())
@@ -135,7 +133,7 @@ class TensorSpec:
         return (order % _countable(dtype)).reshape(self.shape).to(dtype)
 
     def _storage(self) -> tuple[tuple[int, ...], _Window]:
-        """Return the shape of the storage, and how the tensor is seen in it."""
+        """Return the shape of the storage, and a function that returns the tensor's view of it."""
         shape = self.shape
         if self.layout == "transposed":
             return (*shape[:-2], shape[-1], shape[-2]), lambda storage: storage.transpose(-1, -2)
@@ -157,7 +155,7 @@ if TYPE_CHECKING:
 
 
 def _countable(dtype: torch.dtype) -> int:
-    """Return how many consecutive whole numbers from 0 on the dtype tells apart."""
+    """Return the number of consecutive integers from 0 that the dtype represents exactly."""
     import torch
 
     if dtype == torch.bool:
@@ -173,7 +171,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, generator=generator, device="cpu").bool()
     if dtype.is_floating_point:
-        # Drawn in float64 for every dtype, so that one seed means the same numbers in each.
+        # Drawn in float64 for every dtype, so that a seed gives the same numbers in all of them.
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
     limits = torch.iinfo(dtype)
     return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""What a check that trains a transformer is to do, as plain values, and what each GPU says for a vote."""
+"""Specs of checks that train a transformer, and each GPU's digests for a vote."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Trained", "TransformerCase"]
 
 PRECISIONS = ("float32", "tf32", "bfloat16", "autocast")
-"""float32: without TF32. tf32: float32 whose products may be rounded to TF32. bfloat16: parameters, too. autocast: parameters in
-float32, products in bfloat16."""
+"""float32: TF32 is disabled. tf32: float32 with TF32 allowed in products. bfloat16: all in bfloat16, parameters included.
+autocast: parameters in float32, products in bfloat16."""
 
 OPTIMIZERS = ("sgd", "adamw")
 
 
 @dataclass(frozen=True)
 class TransformerCase:
-    """A causal transformer, and how it is trained.
+    """A causal transformer and its training.
 
     Attributes:
         precision: one of `PRECISIONS`.
         optimizer: one of `OPTIMIZERS`; SGD has momentum.
-        tied: whether the output layer has the weights of the embedding.
-        dropout: whether a tenth of what goes through each block is left out, by random numbers of the device.
-        layers, heads: blocks, and heads of attention in each.
+        tied: whether the output layer shares the weights of the embedding.
+        dropout: whether each block drops a tenth of its outputs, by random numbers of the device.
+        layers, heads: number of blocks, and of attention heads per block.
         width: elements of each hidden vector; a multiple of `heads`.
-        vocabulary: different tokens.
+        vocabulary: number of different tokens.
         length: tokens in a sequence.
         batch: sequences in a step.
         steps: of the optimizer, each on a batch of its own.
@@ -73,8 +73,9 @@ class TransformerCase:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the products in one step: twice a multiplication for each weight and token, forward, and
-        twice as much backward.
+        """Floating-point operations of the products in one step.
+
+        Forward: two (a multiplication and an addition) per weight and token. Backward: twice as many.
         """
         weights = self.layers * 12 * self.width**2 + self.width * self.vocabulary
         attention = self.layers * 2 * self.length * self.width
@@ -83,12 +84,12 @@ class TransformerCase:
 
 @dataclass(frozen=True)
 class Trained:
-    """What one GPU says of its training.
+    """One GPU's result of a training.
 
     Attributes:
         names: "loss", and the names of the parameters.
-        digests: after each step, one number for each name, in [-2^63, 2^63), that depends on every bit.
-        seconds: that the device took.
+        digests: after each step, one number per name, in [-2^63, 2^63), that depends on every bit.
+        seconds: time on the device.
     """
 
     case: TransformerCase

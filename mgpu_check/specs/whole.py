@@ -1,4 +1,4 @@
-"""Training runs in whole numbers, as specs: exact in float32, so that no tolerance is needed."""
+"""Specs of training runs in integers: exact in float32, so that no tolerance is needed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ if TYPE_CHECKING:
 __all__ = ["OPTIMIZERS", "PLAIN", "WholeRun"]
 
 PLAIN = ("mlp", "wide", "deep", "lenet", "residual", "embedding", "attention", "tied")
-"""Models of `recipes.whole` that train without further arguments and state."""
+"""Models of `recipes.whole` without extra arguments or state."""
 
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw")
 
 _TARGETS = {"tied": 511, "lenet": 63, "residual": 63, "attention": 3, "reused": 63}
-"""Largest targets where products of many factors would leave the whole numbers that float32 has; else `_LARGEST`."""
+"""Largest targets of models whose products would exceed the exact integers of float32 with `_LARGEST`."""
 _LARGEST = 4095
-"""Needs 12 bits of significand: TF32 and float16 have 11, bfloat16 8."""
+"""Needs a significand of 12 bits, so lower precision rounds it: TF32 and float16 have 11 bits, bfloat16 has 8."""
 
 
 @dataclass(frozen=True)
 class WholeRun:
-    """A model and whole numbers to train it on, one step of an optimizer on each batch.
+    """A model and batches of integers, with one optimizer step per batch.
 
     Attributes:
-        model: a name of `recipes.whole.BUILDERS`.
+        model: a name in `recipes.whole.BUILDERS`.
         batch: rows of the global batch of a step.
-        optimizer: of `OPTIMIZERS`; those of Adam round, and are compared on the device itself.
-        small: parameters and targets from -1 to 1, for arithmetic in float16 and bfloat16.
+        optimizer: a name in `OPTIMIZERS`; "adam" and "adamw" round, so they are compared on the device itself.
+        small: whether parameters, inputs and targets are limited to -1 to 1, for arithmetic in float16 and bfloat16.
 
     Raises:
         ValueError: the optimizer is unknown, or a number is too small.
@@ -57,17 +57,17 @@ class WholeRun:
         return 1 if self.small else 3
 
     def build(self, variant: int = 0) -> nn.Module:
-        """Return the model as it is at the start, on the CPU. Variants differ in all of their state."""
+        """Return the initial model, on the CPU. Variants differ in their whole state."""
         from mgpu_check.recipes.whole import BUILDERS, draw
 
         return draw(BUILDERS[self.model](), self.seed + 7919 * variant, self.most)
 
     def optimize(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return an optimizer of the parameters of `model` that need gradients. Rates are large: each step is seen."""
+        """Return an optimizer of the trainable parameters of `model`. The large rate makes each step visible."""
         import torch
 
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # One by one: the joint kernels of several parameters depend on their strides.
+        # foreach=False, because the fused kernels for several parameters depend on their strides.
         if self.optimizer == "adam":
             return torch.optim.Adam(parameters, lr=1.0, foreach=False)
         if self.optimizer == "adamw":
@@ -75,7 +75,7 @@ class WholeRun:
         return torch.optim.SGD(parameters, lr=1.0, momentum=float(self.optimizer == "momentum"), foreach=False)
 
     def batches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the batch of each step on the CPU: inputs (batch, 16) and targets (batch, 4), float32; targets are odd."""
+        """Return, for each step, inputs (batch, 16) and odd targets (batch, 4), float32 on the CPU."""
         import torch
 
         from mgpu_check.recipes.whole import CLASSES, FEATURES

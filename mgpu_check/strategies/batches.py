@@ -15,7 +15,7 @@ __all__ = ["batch_sizes", "batches", "sample_tensors", "splits"]
 
 
 def batch_sizes(devices: int, *, empty: bool = True) -> st.SearchStrategy[int]:
-    """Draw batch sizes around a number of devices: fewer, as many, multiples, and those that do not divide.
+    """Draw batch sizes around a number of devices: smaller, multiples of it, and other sizes above it.
 
     Shrinks to 0 if `empty` is true, else to 1.
     """
@@ -70,12 +70,12 @@ def batches(
     """Draw a tensor, or tensors nested in tuples, lists, dicts and named tuples, each with `size` elements along `dim`.
 
     Args:
-        size: the batch size, one for all tensors, or a strategy of it.
+        size: the batch size, equal for all tensors, or a strategy for it.
         dim: the dimension along which the batch is split; may be negative.
         dtypes: of the tensors, simplest first.
         values: kinds of values of the tensors, simplest first.
-        leaves: whether things that are no tensors stand among them.
-        kinds: the containers that may be drawn; none, and the batch is a tensor.
+        leaves: whether to mix in values that are not tensors.
+        kinds: the containers to draw from; if empty, the batch is a single tensor.
     """
     length = size if isinstance(size, int) else draw(size)
     tensor: st.SearchStrategy[BatchSpec] = sample_tensors(length, dim, dtypes=dtypes, values=values)
@@ -104,16 +104,16 @@ def splits(
     leaves: bool = False,
     kinds: Sequence[str] = KINDS,
 ) -> Split:
-    """Draw batches of sizes around the number of devices, on the CPU, pinned or not, or on a device, over 1 device or up
-    to all of the run, in any order of them.
+    """Draw a batch, its source, and the devices to split it over: one up to all devices of the run, in any order.
 
-    Most are spread over all devices, since that is where shards get lost. The other arguments are those of `batches`.
+    Batch sizes are around the number of devices. The source is the CPU, pinned memory or a device. Most examples use all
+    devices, because that is where shards get lost. The other arguments are those of `batches`.
     """
     total = draw(all_devices())
     devices = draw(st.one_of(device_counts(), st.just(total)))
     dim = draw(st.sampled_from(tuple(dims)))
     size = draw(batch_sizes(devices))
-    # scatter sees a complex tensor as real with one more dimension at the end, which a negative dim would count from.
+    # scatter views a complex tensor as real with one more last dimension, so a negative dim would be off by one.
     possible = (*dtypes, *COMPLEX_DTYPES) if dim >= 0 and dtypes == DTYPES else dtypes
     batch = draw(batches(size, dim, dtypes=possible, values=values, leaves=leaves, kinds=kinds))
     source, target = draw(st.one_of(places(), st.just(PINNED))), draw(places())

@@ -1,4 +1,4 @@
-"""Calls of collectives: those that are enumerated, and those that are drawn."""
+"""Lists of collective calls, by seed, and strategies of worlds and groups for them."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ LARGE = {
     "all_gather_into_tensor": "int8",
     "reduce_scatter_tensor": "float16",
 }
-"""Dtypes of the calls of more than 1 Mi elements: 1 to 4 MiB for each rank's part."""
+"""Dtypes of the calls with more than 1 Mi elements, chosen so that each rank's part has 1 to 4 MiB."""
 _FUNCTIONS = (*REDUCING, *COPYING)
 _SPECIAL = (*FLOATING, "complex64", "complex128")
 
 
 @st.composite
 def worlds(draw: st.DrawFn, least: int = 1) -> int:
-    """Draw world sizes, the whole world first: what is wrong in large ones only is seen by the first example."""
+    """Draw world sizes, the whole world first, so that the first example finds errors of large worlds."""
     whole = settings.active().gpus or 0
     return draw(world_sizes(least) if draw(st.booleans()) else world_sizes(max(least, whole)))
 
@@ -75,13 +75,14 @@ def _reductions(functions: Sequence[str], places: Sequence[str], values: str, se
 
 
 def all_reduces(seed: int) -> list[CollectiveCall]:
-    """Return an all_reduce of every dtype by every operation, on devices and the CPU."""
+    """Return an all_reduce for every dtype and operation, on devices and the CPU."""
     return _reductions(("all_reduce",), PLACES, "borders", seed)
 
 
 def other_reductions(seed: int) -> list[CollectiveCall]:
-    """Return `reduce` and `reduce_scatter_tensor` of every dtype by every operation on devices, and of each of both one that takes
-    turns: `reduce_scatter` of a list, and one of the three on the CPU.
+    """Return `reduce` and `reduce_scatter_tensor` for every dtype and operation on devices.
+
+    Also a third, by seed, of `reduce_scatter` with lists on devices, and a fifth of all three functions on the CPU.
     """
     turns = ("reduce_scatter", "reduce_scatter_tensor", "reduce")
     return [
@@ -96,7 +97,7 @@ def other_reductions(seed: int) -> list[CollectiveCall]:
 
 
 def special(seed: int) -> list[CollectiveCall]:
-    """Return a reduction of NaN, infinities, zeros and subnormals in each floating-point dtype by each operation."""
+    """Return reductions of NaN, infinities, zeros and subnormals for each floating-point dtype and operation."""
     return [
         call
         for number, call in enumerate(_reductions(REDUCING, PLACES, "special", seed))
@@ -119,7 +120,7 @@ def rounding(seed: int) -> list[CollectiveCall]:
 
 
 def copies(seed: int) -> list[CollectiveCall]:
-    """Return every collective that copies, of every dtype, on devices, and of half of them on the CPU."""
+    """Return every copying collective for every dtype on devices, and for half of the dtypes on the CPU."""
     return _right(
         [
             CollectiveCall(function, dtype, place=place, values="bits", root=seed + number, seed=seed)
@@ -141,8 +142,9 @@ def _drawn(
     op: str | None = None,
     **more: Any,
 ) -> CollectiveCall:
-    """Return a call whose dtype, operation, place and root follow from a number, unless they are given; the dtype is the next that a
-    backend takes.
+    """Return a call; derive dtype, operation, place and root from a number if they are not given.
+
+    The dtype is the next one that the backend supports.
     """
     turn = number + seed
     place = place or PLACES[turn % 2]
@@ -172,7 +174,7 @@ def _drawn(
 
 
 def sizes(seed: int) -> list[CollectiveCall]:
-    """Return calls without and with few elements, and around 4,096, 64 Ki and 1 Mi of them."""
+    """Return calls with no elements, with few, and with about 4,096, 64 Ki and 1 Mi elements."""
     calls = []
     for number, function in enumerate(_FUNCTIONS):
         for elements in (0, 1, 3, 63 + 2 * (seed % 30)):
@@ -210,8 +212,9 @@ def layouts(seed: int) -> list[CollectiveCall]:
 
 
 def asynchronous(seed: int) -> list[CollectiveCall]:
-    """Return every collective, asynchronous, of few elements and of more than 4,096 on devices and the CPU, and of more than 64 Ki on
-    devices; sums among all reductions.
+    """Return every collective as an asynchronous call, with few, more than 4,096 and more than 64 Ki elements.
+
+    The largest calls are only on devices, the others also on the CPU. Each reduction occurs as a sum at least once.
     """
     calls = []
     for turn, (elements, places) in enumerate(((37, PLACES), (5003, PLACES), ((1 << 16) + 1, PLACES[:1]))):
@@ -226,7 +229,7 @@ def asynchronous(seed: int) -> list[CollectiveCall]:
 
 @st.composite
 def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
-    """Draw groups: a random partition of the ranks, all but one of them, and two that overlap it."""
+    """Draw groups: a random partition of the ranks, and three groups that overlap it, two of them without one rank."""
     order = draw(st.permutations(range(size)))
     cuts = sorted({0, size, *draw(st.lists(st.integers(1, max(1, size - 1)), max_size=3))})
     groups = [tuple(sorted(order[start:end])) for start, end in itertools.pairwise(cuts)]
@@ -235,8 +238,9 @@ def partitions(draw: st.DrawFn, size: int) -> list[tuple[int, ...]]:
 
 
 def in_groups(groups: Sequence[tuple[int, ...]], seed: int) -> list[CollectiveCall]:
-    """Return every collective in groups, with roots by their number in the group and in the world; reductions are means in every
-    other group, whose size is what those are divided by.
+    """Return every collective in each group, with roots named by their rank in the group and in the world.
+
+    Half of the reductions are means, whose divisor must be the size of the group.
     """
     calls = []
     for turn, members in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Strategies of messages, of programs of collectives, and of the shapes of meshes."""
+"""Draw collective programs; list messages and shapes of meshes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["mesh_shapes", "messages", "programs"]
 
 
 class _Machine:
-    """A machine of which a program is drawn, step by step: it knows which groups there are."""
+    """Draws a program step by step, and tracks the existing groups."""
 
     def __init__(self, draw: st.DrawFn) -> None:
         self._draw = draw
@@ -22,7 +22,10 @@ class _Machine:
         self.steps: list[CollectiveStep] = []
 
     def take(self, kind: str) -> None:
-        """Add a step of this kind, or one of `_PHRASES`; in place of one that cannot be, for too many groups or none, the other."""
+        """Add a step of this kind, or the steps of a phrase.
+
+        With no group to destroy, create one instead; with too many groups, destroy one instead.
+        """
         if kind in _PHRASES:
             _PHRASES[kind](self)
         elif kind not in OF_GROUPS:
@@ -41,7 +44,7 @@ class _Machine:
         group: int | None = None,
         asynchronous: bool | None = None,
     ) -> CollectiveStep:
-        """Add a step that moves data; what is not given is drawn."""
+        """Add a step that moves data; draw the arguments that are not given."""
         if target is None:
             target = self._draw(st.integers(0, BUFFERS - 1))
         if source is None:
@@ -56,7 +59,7 @@ class _Machine:
         return step
 
     def _new_group(self) -> int:
-        """Make a group, of at least two ranks wherever there are two."""
+        """Create a group, with at least two ranks if the world has two."""
         group: int = min({*range(1, GROUPS + 1)} - {*self._alive})
         first = self._draw(st.integers(0, 62))
         others = self._draw(st.lists(st.integers(0, 63), max_size=6, unique=True))
@@ -70,7 +73,7 @@ class _Machine:
         self.steps.append(CollectiveStep("destroy_group", group=group))
 
     def _overlap(self) -> None:
-        """Begin two collectives in different groups, before either is waited for."""
+        """Start two collectives in different groups before waiting for either."""
         if not self._alive:
             self._new_group()
         one, other, *sources = self._draw(st.permutations(range(BUFFERS)))
@@ -80,14 +83,14 @@ class _Machine:
             self._move(kind, target=target, source=source, group=group, asynchronous=True)
 
     def _renew(self) -> None:
-        """Destroy a group, and use one that was made after it."""
+        """Destroy a group, then create and use a new one."""
         if not self._alive:
             self._new_group()
         self._destroy_group()
         self._move("all_reduce", group=self._new_group())
 
     def _repeat(self) -> None:
-        """Take each kind of step twice, the second time with other data in the same tensors."""
+        """Take each kind of step twice, the second time with different data in the same tensors."""
         for kind in self._draw(st.permutations(_LATE)):
             step = self._move(kind)
             for changed in (step.source, step.target):
@@ -96,13 +99,13 @@ class _Machine:
 
 
 _LATE = tuple(kind for kind in STEPS if kind not in ("add", "shift"))
-"""What can be under way."""
+"""Kinds of steps that can be asynchronous."""
 _PHRASES = {"overlap": _Machine._overlap, "renew": _Machine._renew, "repeat": _Machine._repeat}
 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[CollectiveStep]:
-    """Draw programs of some 30 to 60 steps: each has every kind of step, and every phrase, at first in a drawn order."""
+    """Draw programs of some 30 to 60 steps: every kind of step and every phrase in random order, then some more."""
     machine = _Machine(draw)
     all_kinds = (*STEPS, *_PHRASES)
     for kind in (
@@ -114,9 +117,9 @@ def programs(draw: st.DrawFn) -> list[CollectiveStep]:
 
 
 def messages(size: int, seed: int, place: str, *, tags: bool = True, alike: bool = False) -> list[Message]:
-    """Return messages between all pairs of ranks: two each way, of any dtype, of no elements to above 64 Ki.
+    """Return messages between all pairs of ranks: two in each direction, of any dtype, with 0 to 65,537 elements.
 
-    Where they are `alike`, both have one dtype and size, so that only their tags tell them apart.
+    If `alike`, the two messages of a direction have the same dtype and size, and differ only by their tags.
     """
     found: list[Message] = []
     dtypes = COPIED if place == "device" else REDUCED
@@ -135,7 +138,7 @@ def messages(size: int, seed: int, place: str, *, tags: bool = True, alike: bool
 
 
 def mesh_shapes(size: int) -> list[tuple[int, ...]]:
-    """Return every shape of one to three dimensions above 1 that has `size` ranks, and one with a dimension of 1."""
+    """Return all mesh shapes for `size` ranks with one to three dimensions above 1, and ``(1, size)``."""
     found: list[tuple[int, ...]] = [(size,), (1, size)]
     for first in range(2, size):
         if size % first == 0:

@@ -1,4 +1,4 @@
-"""Strategies of what ranks put into a reduction."""
+"""Strategies of the inputs of a reduction."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def contributions(
     min_dims: int = 0,
     min_size: int = 0,
 ) -> Contributions:
-    """Draw what ranks put into a reduction: vectors of up to some dozens of elements, most of which no world size
-    divides.
-    """
+    """Draw the inputs of a reduction: vectors of up to 70 elements, few of them divisible by the world size; or tensors."""
     vector = st.integers(min_size, 70).map(lambda length: (length,))
     shape = draw(st.one_of(vector, shapes(min_dims, 4, min_size, 6)))
     operation = draw(st.sampled_from(tuple(operations)))

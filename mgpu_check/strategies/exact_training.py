@@ -19,10 +19,10 @@ def exact_trainings(
     batch: Sequence[int] = (7, 8, 5, 2, 13),
     momentum: Sequence[float] = (0.5, 0.0),
 ) -> ExactTraining:
-    """Draw two steps of exact training of a perceptron with one hidden layer.
+    """Draw exact training of a perceptron with one hidden layer, in two steps.
 
     Args:
-        hidden, batch, momentum: what is drawn from, the first most often.
+        hidden, batch, momentum: the values to draw from, simplest first.
     """
     return ExactTraining(
         widths=(6, draw(st.sampled_from(tuple(hidden))), 5),

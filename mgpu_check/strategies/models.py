@@ -23,9 +23,9 @@ def trainings(
     """Draw training runs with even and uneven batches, of one to three steps.
 
     Args:
-        models: names of `MODELS`; name one more than once to have it more often.
-        batch: samples in a batch; 1 to 13 if not given, so that some ranks of a few have less than others, or nothing.
-        steps, windows: as in `TrainingSpec`; 1 to 3 steps, one window, if not given.
+        models: names in `MODELS`; repeat a name to draw it more often.
+        batch: samples in a batch; by default 1 to 13, so that some ranks get fewer samples than others, or none.
+        steps, windows: as in `TrainingSpec`; by default 1 to 3 steps and one window.
     """
     return TrainingSpec(
         model=draw(st.sampled_from(tuple(models))),

@@ -15,11 +15,11 @@ __all__ = ["operator_tables"]
 def operator_tables(
     draw: st.DrawFn, *, must_raise: bool, only: str | None = None, without: tuple[str, ...] = ()
 ) -> OperatorTable:
-    """Draw rows, data, and which devices are paired, for all operators that must raise, or must work.
+    """Draw tables of operators: the number of rows, the data, and the pairs of devices.
 
     Args:
-        must_raise: which of the two.
-        only: the name in `GROUPS` to take.
+        must_raise: whether to take the cases that must raise, or those that must work.
+        only: a name in `GROUPS`, to restrict the operators; None for all.
         without: names in `GROUPS` to leave out.
     """
     devices = draw(all_devices())

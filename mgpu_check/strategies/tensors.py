@@ -12,7 +12,7 @@ __all__ = ["LAYOUTS", "TensorSpec", "dtypes", "layouts", "seeds", "shapes", "ten
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """Draw seeds of a spec's data; small, so that a printed spec stays readable."""
+    """Draw seeds for a spec's data; small numbers, so that a printed spec stays readable."""
     return st.integers(0, 999)
 
 
@@ -22,7 +22,7 @@ def dtypes(choices: Sequence[str] = DTYPES) -> st.SearchStrategy[str]:
 
 
 def layouts(dims: int) -> st.SearchStrategy[str]:
-    """Draw names of layouts that exist for tensors of `dims` dimensions; shrinks to contiguous."""
+    """Draw names of layouts that exist for tensors with `dims` dimensions; shrinks to contiguous."""
     return st.sampled_from(layouts_for(dims))
 
 
@@ -45,10 +45,10 @@ def tensors(
     """Draw specs of tensors: shape, dtype, layout, seed and kind of values.
 
     Args:
-        shape: one shape, or a strategy of shapes; 0 to 4 dimensions of 0 to 6 elements if not given.
-        dtypes: what may be drawn, simplest first.
-        values: kinds of values that may be drawn, simplest first.
-        layouts: what may be drawn, simplest first; layouts that a shape cannot have are left out.
+        shape: a shape, or a strategy of shapes; by default 0 to 4 dimensions of 0 to 6 elements.
+        dtypes: the dtypes to draw from, simplest first.
+        values: the kinds of values to draw from, simplest first.
+        layouts: the layouts to draw from, simplest first; those that do not exist for the shape are left out.
     """
     drawn = shape if isinstance(shape, tuple) else draw(shapes() if shape is None else shape)
     possible = [name for name in layouts if name in layouts_for(len(drawn))] or ["contiguous"]

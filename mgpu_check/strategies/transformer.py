@@ -1,4 +1,4 @@
-"""Draw how a transformer is trained."""
+"""Strategies of transformer training."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["transformers"]
 
 @st.composite
 def transformers(draw: st.DrawFn, precision: str) -> TransformerCase:
-    """Draw cases of a precision, with the least sizes.
+    """Draw cases of a precision, with the smallest sizes.
 
-    The simplest case of each precision is another one, so that a single example of each tries all variants.
+    The simplest case differs between precisions, so that one example per precision covers all variants.
     """
     place = PRECISIONS.index(precision)
 

@@ -1,4 +1,4 @@
-"""Strategies of training runs in whole numbers."""
+"""Strategies of training runs in integers."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def whole_runs(
     optimizers: Sequence[str] = OPTIMIZERS,
     small: bool = False,
 ) -> tuple[WholeRun, ...]:
-    """Draw one run of each of the models.
+    """Draw one run for each model.
 
-    Numbers of rows, optimizers and numbers of steps go round among the models, from a place that is drawn: so the first
-    example, which is always the same, has even and uneven batches, too.
+    Rows, optimizers and steps cycle through the models, from a drawn position. So the first example, which is always the
+    same, already has even and uneven batches.
 
     Args:
-        least, most: steps.
-        rows: of a batch.
+        least, most: limits of the number of steps.
+        rows: numbers of rows of a batch.
         small: as in `WholeRun`.
     """
     first, seed = draw(st.integers(0, 999)), draw(st.integers(0, 999))
@@ -48,5 +48,5 @@ def whole_runs(
 
 
 def mostly_all(least: int = 1) -> st.SearchStrategy[int]:
-    """Draw world sizes, two of three times that of all devices: what is wrong with one of them is seen in few examples."""
+    """Draw world sizes; two of three examples use all devices, so that few examples find an error of one device."""
     return st.one_of(all_devices(), all_devices(), world_sizes(least=least))

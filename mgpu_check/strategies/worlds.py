@@ -1,4 +1,4 @@
-"""Draw how many ranks or devices, and which ones, up to the number that the run was given."""
+"""Strategies of world sizes, device counts and devices, limited to the devices of the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _devices() -> int:
 
 @st.composite
 def _when_drawn(draw: st.DrawFn, make: Callable[[], st.SearchStrategy[T]]) -> T:
-    """Draw from what `make` gives now: `st.deferred` would keep the first answer for good."""
+    """Draw from the strategy that `make` returns now; `st.deferred` would keep its first result."""
     return draw(make())
 
 
@@ -43,10 +43,10 @@ def _up_to(least: int, most: int | None, available: int, argument: str) -> st.Se
     if least > available:
         raise ValueError(
             f"{argument}: at least {least} were asked for, but the run has {available} for this test; "
-            f"--gpus={least} gives it more, and a mark of the test must not ask for less"
+            f"run with --gpus={least}, and request no fewer by a mark of the test"
         )
     largest = available if most is None else min(most, available)
-    # The largest tries the most devices; of it and the one below, one is odd, and one no power of two.
+    # The largest size covers the most devices. Among it and the next smaller size, one is odd, and one no power of two.
     below = largest - 1 if largest > max(least, 2) else largest
     return st.integers(least, largest) | st.sampled_from((largest, below))
 
@@ -56,7 +56,7 @@ def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
     sizes = _up_to(least, most, _devices(), "world_sizes")
     if len(per_host) < 2:
         return sizes
-    # Simple ones first: shrinking goes towards them.
+    # Simple worlds first, because examples shrink towards them.
     return st.sampled_from(
         [
             world
@@ -67,7 +67,7 @@ def _worlds(least: int, most: int | None) -> st.SearchStrategy[int]:
 
 
 def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
-    """Return the ways worth a try in which a world of `size` lies on the hosts: within each, and across them."""
+    """Return the useful distributions of a world of `size` over the hosts: within each host, and across hosts."""
     hosts = range(len(per_host))
     found = [WorldSize([size if host == one else 0 for host in hosts]) for one in hosts if size <= per_host[one]]
     spreads = [
@@ -75,7 +75,7 @@ def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
         for count in range(2, len(per_host) + 1)
         if size <= sum(per_host[:count])
     ]
-    # As full as can be on the first hosts, and as empty as can be on the last: hosts with unequal numbers of ranks.
+    # Fill the first hosts completely, so that hosts have unequal numbers of ranks.
     filled = slots_for(size, [Slot(host, index) for host in hosts for index in range(per_host[host])])
     spreads.append(tuple(sum(slot.host == host for slot in filled) for host in hosts))
     for counts in spreads:
@@ -86,12 +86,11 @@ def placed(size: int, per_host: Sequence[int]) -> list[WorldSize]:
 
 
 def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Draw world sizes from `least` to the number of devices of the run (or `most`, if that is less).
+    """Draw world sizes from `least` to the number of devices of the run, at most `most`.
 
-    In a run on several hosts they also say how many of the ranks are on which: worlds that stay within one host, and
-    worlds that cross hosts.
+    In a run on several hosts, they are `WorldSize`s with the number of ranks per host: within one host, or across hosts.
 
-    The number of devices is read when an example is drawn, so a module may hold the strategy before options are known.
+    The number of devices is read when an example is drawn, so a module may create the strategy before options are known.
 
     Raises:
         ValueError: when drawn, if the run has fewer than `least` devices.
@@ -100,7 +99,7 @@ def world_sizes(least: int = 1, most: int | None = None) -> st.SearchStrategy[in
 
 
 def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Draw world sizes like `world_sizes`, the largest first: for checks of few examples, of which one has all ranks."""
+    """Draw world sizes like `world_sizes`, the largest first: for checks with few examples, one of them with all ranks."""
 
     def make() -> st.SearchStrategy[int]:
         if len(settings.active().per_host) >= 2:
@@ -114,9 +113,9 @@ def large_worlds(least: int = 1, most: int | None = None) -> st.SearchStrategy[i
 
 
 def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw two world sizes for one example, the largest first; one, where there is no other.
+    """Draw two world sizes for one example, the largest first; only one if no other size exists.
 
-    For checks of few examples: the first has the largest, and the one below it, of which one is odd.
+    For checks with few examples: the first example has the largest size and the next smaller one; one of them is odd.
     """
 
     def make() -> st.SearchStrategy[tuple[int, ...]]:
@@ -132,20 +131,20 @@ def world_pairs(least: int = 1, most: int | None = None) -> st.SearchStrategy[tu
 
 
 def device_counts(least: int = 1, most: int | None = None) -> st.SearchStrategy[int]:
-    """Draw numbers of devices to spread work over, like `world_sizes`; in a run on several hosts, of one host."""
+    """Draw numbers of devices, like `world_sizes`; in a run on several hosts, of the devices of one host."""
     return _when_drawn(lambda: _up_to(least, most, _devices_in_one_process(), "device_counts"))
 
 
 def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw different devices of one host, by index, in any order: `least` of them to all (or `most`).
+    """Draw distinct device indices of one host, in any order: from `least` to all devices, at most `most`.
 
-    Two of three examples, and the first, have as many as there are; the first has the last one first.
+    Most examples, the first included, use the largest number of devices. The first example starts with the last device.
     """
 
     def make() -> st.SearchStrategy[tuple[int, ...]]:
         there = _devices_in_one_process()
         largest = min(there, there if most is None else most)
-        # Once more, so that what is wrong with one device is seen in few examples.
+        # The largest once more, so that few examples find an error of one device.
         sizes = st.just(largest) | _up_to(least, most, there, "device_orders")
         shuffled = st.permutations(range(there - 1, -1, -1))
         return st.tuples(shuffled, sizes).map(lambda drawn: tuple(drawn[0][: drawn[1]]))
@@ -154,20 +153,20 @@ def device_orders(least: int = 1, most: int | None = None) -> st.SearchStrategy[
 
 
 def all_devices() -> st.SearchStrategy[int]:
-    """Draw the number of devices of the run; in a run on several hosts, of the host where the test runs."""
+    """Draw the number of devices of the run; in a run on several hosts, that of the test's host."""
     return _when_drawn(lambda: st.just(_devices_in_one_process()))
 
 
 def places(*, cpu: bool = True) -> st.SearchStrategy[str]:
-    """Draw one place for a tensor: "cpu" (unless `cpu` is false), "cuda:0", … as far as the run has devices."""
+    """Draw a device for a tensor: "cpu" (unless `cpu` is false), "cuda:0", ... up to the last device of the run."""
     return _when_drawn(lambda: st.sampled_from(_places(cpu)))
 
 
 def device_pairs(*, cpu: bool = True) -> st.SearchStrategy[tuple[str, str]]:
-    """Draw two different places, in either order.
+    """Draw two different devices, in either order.
 
     Raises:
-        ValueError: when drawn, if there are no two: one device, and `cpu` is false.
+        ValueError: when drawn, if `cpu` is false and the run has one device.
     """
     return _when_drawn(lambda: st.sampled_from(all_pairs(cpu=cpu)))
 
@@ -177,7 +176,7 @@ def _places(cpu: bool) -> list[str]:
 
 
 def all_pairs(*, cpu: bool = True) -> list[tuple[str, str]]:
-    """Return all that `device_pairs` can draw in this run."""
+    """Return all pairs that `device_pairs` can draw in this run."""
     found = [(first, second) for first in _places(cpu) for second in _places(cpu) if first != second]
     if not found:
         raise ValueError("device_pairs: cpu=False needs two devices, but the run has 1 for this test; give it more")
