@@ -154,7 +154,7 @@ def test_help_tells_the_exit_codes(capsys):
     text = capsys.readouterr().out
     for words in (
         "--timeout=SECONDS",
-        "0 equal; 1 it differs",
+        "0 equal   1 differs",
         "2 not comparable",
         "undecided",
         "3 internal error",
